@@ -122,14 +122,6 @@ def add_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> in
     return first
 
 
-def turn_casts(session: Session, is_on: bool) -> None:
-    """Turn the casts of functions on or off."""
-    if is_on:
-        session.switch.turn_on()
-    else:
-        session.switch.turn_off()
-
-
 def remove_casts(session: Session) -> None:
     """Put the original functions back, and close a session that has no models: nothing else is left of it."""
     session.switch.turn_off()

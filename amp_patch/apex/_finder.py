@@ -86,12 +86,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         apex = sys.modules.get("apex")
         if apex is not None:
             self._judge(apex.__spec__, getattr(apex, "__path__", ()))
-        if apex is not None and self._is_whole:
-            self._displaced = {
-                name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("apex", *_TOP_LEVEL)
-            }
-        elif apex is not None and not self._is_idle:
-            self._complete(apex)
+            if self._is_whole:
+                self._displaced = _find_modules()
+            elif not self._is_idle:
+                self._complete(apex)
         for name in self._displaced:
             del sys.modules[name]
         sys.meta_path.insert(0, self)
@@ -104,8 +102,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in ("apex", *_TOP_LEVEL) and self._is_ours(module):
+        for name, module in _find_modules().items():
+            if self._is_ours(module):
                 del sys.modules[name]
                 parent, _, own_name = name.rpartition(".")
                 package = sys.modules.get(parent)
@@ -182,12 +180,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             real = None  # its package is missing too
         if real is None:
             return None
-        spec = ModuleSpec(
-            fullname,
-            _AliasLoader(real_name),
-            origin=real.origin,
-            is_package=real.submodule_search_locations is not None,
-        )
+        spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin)
         if real.submodule_search_locations is not None:
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
@@ -269,6 +262,12 @@ def get_part(name: str) -> Any:
 def installed() -> ApexFinder | None:
     """Return the finder that is in `sys.meta_path`, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
+
+
+def _find_modules() -> dict[str, ModuleType]:
+    """Return what is imported under the names that are served."""
+    roots = ("apex", *_TOP_LEVEL)
+    return {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in roots}
 
 
 def _raise_if_gone(name: str) -> None:

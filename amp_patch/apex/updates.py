@@ -126,7 +126,7 @@ def sgd_(
             g = foreach_mul(g, gradient_factor)
         if _run(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
-        if _is_to_skip(found_inf):
+        if found_inf is not None and bool(found_inf):
             return
         if weight_decay:
             g = foreach_add(g, p, alpha=weight_decay)
@@ -175,7 +175,7 @@ def adam_(
         lists = {"max_exp_avg_sqs": [], "state_steps": [counted] * len(p)}
         if _run(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue
-        if _is_to_skip(found_inf):
+        if found_inf is not None and bool(found_inf):
             return
         correction1, correction2 = bias_corrections(betas, int(step), corrects_bias)
         if weight_decay and not is_decoupled:
@@ -321,10 +321,6 @@ def _lie_alike(*tensors: Tensor) -> bool:
     return all(map(Tensor.is_contiguous, tensors)) or (
         tensors[0].dim() == 4 and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
     )
-
-
-def _is_to_skip(found_inf: Tensor | None) -> bool:
-    return found_inf is not None and bool(found_inf)
 
 
 def bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:

@@ -1,10 +1,9 @@
 """`initialize`, the levels, and amp's own checkpoints: Apex's `apex.amp.frontend`.
 
-Where scripts can see it, this is what Apex did: float16 on every device, the op list `apex` with its ban of
-`binary_cross_entropy`, levels O0 to O3, lines on stdout. Right where Apex was not: models on the CPU and doubles are
-taken; with `enabled=False` every function works (`state_dict()` is empty); `initialize` may be called again, for more
-models under the same options, or under others, which take over and leave the earlier models float32; nothing is changed
-when it fails; checkpoints resume exactly, because the model's state dict holds the masters.
+As in Apex: float16 on every device, the op list `apex` with its ban of `binary_cross_entropy`, levels O0 to O3, lines
+on stdout. Unlike Apex: models may be on the CPU; with `enabled=False` every function works (`state_dict()` is empty);
+`initialize` may be called again, for more models under the same options, or under others, which take over and leave the
+earlier models float32.
 """
 
 import collections
@@ -104,8 +103,6 @@ def initialize(
     max_loss_scale: float = 2.0**24,
 ) -> Any:
     """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`.
-
-    The docstring of this module says where it follows Apex.
 
     Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC
         wrappers. A `verbosity` of 2 is no more than 1: casts are not printed.

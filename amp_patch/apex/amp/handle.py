@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ...errors import NoLoss, SessionError
-from .._core import Session, api, as_optimizers, find_session, remove_casts, turn_casts
+from .._core import Session, api, as_optimizers, find_session, remove_casts
 from ._amp_state import _amp_state
 from ._process_optimizer import show_skip
 from .opt import OptimWrapper
@@ -88,8 +88,10 @@ class AmpHandle:
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
-        if not value or not self._is_deactivated:
-            turn_casts(self._session, value)
+        if not value:
+            self._session.switch.turn_off()
+        elif not self._is_deactivated:
+            self._session.switch.turn_on()
 
     def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
         return disable_casts()

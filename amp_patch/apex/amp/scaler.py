@@ -1,8 +1,7 @@
 """`LossScaler` under Apex's names: a view of one of the session's scalers, or a scaler of its own.
 
 Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
-`_unskipped` counts optimizer steps, where Apex counted backward passes. Right where Apex was not: overflow is judged
-element by element, and the scale never falls to 0.
+`_unskipped` counts optimizer steps, where Apex counted backward passes.
 
 Files that hold a pickled `apex.amp.scaler.LossScaler`, as those of the old `FP16_Optimizer` do, load into this class.
 """
