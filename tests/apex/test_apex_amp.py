@@ -109,26 +109,18 @@ def test_the_recipe_for_saved_masters_resumes_bitwise():
 # ---- what goes in and comes out --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(
-    ("models", "optimizers", "enabled"),
-    [
-        ("one", "list", True),
-        ("list", "one", True),
-        ("one", "empty", True),
-        ("list", None, True),
-        ("list", "list", False),
-    ],
+    "arrange",
+    [lambda m, o: (m, [o]), lambda m, o: ([m], o), lambda m, o: (m, []), lambda m, o: ([m], None)],
+    ids=["list of optimizers", "list of models", "empty list", "no optimizer"],
 )
-def test_arguments_come_back_in_their_shape(models, optimizers, enabled):
+def test_arguments_come_back_in_their_shape(arrange, enabled):
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given_models = model if models == "one" else [model]
-    given_optimizers = {"one": optimizer, "list": [optimizer], "empty": [], None: None}[optimizers]
-    returned = amp.initialize(given_models, given_optimizers, enabled=enabled, verbosity=0)
-    if optimizers is None:
-        assert returned is given_models
-    else:
-        assert returned[0] is given_models and returned[1] is given_optimizers and len(returned) == 2
+    models, optimizers = arrange(model, make_optimizer(model))
+    returned = amp.initialize(models, optimizers, enabled=enabled, verbosity=0)
+    found_models, found_optimizers = (returned, None) if optimizers is None else returned
+    assert found_models is models and found_optimizers is optimizers
 
 
 @pytest.mark.parametrize(
@@ -262,15 +254,12 @@ def test_options_reach_the_training():
     assert {p.dtype for p in model.parameters()} == {torch.float16} == {p.dtype for p in amp.master_params(optimizer)}
     assert _amp_state.loss_scalers[0].loss_scale() == 4.0
     amp_patch.reset()
-    model, optimizer = start("O1", patch_torch_functions=False)
+    options = {"cast_model_outputs": torch.float16, "num_losses": 3, "min_loss_scale": 128.0, "max_loss_scale": 256.0}
+    model, optimizer = start("O1", patch_torch_functions=False, **options)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32 and _amp_state.loss_scalers[0].dynamic
-    amp_patch.reset()
-    model, optimizer = start(
-        "O1", cast_model_outputs=torch.float16, num_losses=3, min_loss_scale=128.0, max_loss_scale=256.0
-    )
     assert model(make_batches(1)[0][0]).dtype is torch.float16
     assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [256.0] * 3
-    for _ in range(3):
+    for _ in range(2):
         overflow(model, optimizer)
         optimizer.step()
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0

@@ -10,7 +10,6 @@ import sys
 import types
 
 import pytest
-import torch
 import wrapt
 from apex_training import make_model, make_optimizer, state_of_a_new_process  # noqa: F401 - the last is a fixture
 
@@ -175,18 +174,6 @@ def test_settings_come_and_go_with_their_install(capsys):
             assert _amp_state.opt_properties.loss_scale == 64.0
         assert level(opt_level="O0") == "O5"
     assert level(opt_level="O0") == "O0"
-
-
-def test_lists_are_laid_over_the_list_apex(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "blacklist: [torch.sigmoid]\nneutral: [torch.nn.functional.binary_cross_entropy]\n"
-    )
-    with amp_patch.apex.install(lists=[str(tmp_path / "mine.yaml")]):
-        model = make_model()
-        amp_patch.apex.amp.initialize(model, make_optimizer(model), opt_level="O1", verbosity=0)
-        half = torch.rand(2).half()
-        assert torch.sigmoid(half).dtype is torch.float32 and torch.exp(half).dtype is torch.float32
-        assert torch.nn.functional.binary_cross_entropy(half, half).dtype is torch.float16
 
 
 # ---- beside and before an apex that is installed ---------------------------------------------------------------------
