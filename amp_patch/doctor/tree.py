@@ -58,9 +58,12 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents."""
+    """The nodes of a module that may run, with their parents."""
 
     def __init__(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
+                setattr(node, "orelse" if node.test.value else "body", [])  # never runs
         self.tree = tree
 
     @cached_property

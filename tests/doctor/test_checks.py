@@ -86,6 +86,7 @@ GOOD = {
     + "else:\n    optimizer = torch.optim.SGD(model.parameters())",
     "optimizer-and-initialize-again": OWN
     + "optimizer = torch.optim.SGD(model.parameters())\nmodel, optimizer = amp.initialize(model, optimizer)",
+    "never-run": OWN + "if False:\n    import apex.RNN\n    torch.save(optimizer.state_dict(), path)",
     "saved-where-amp-is-off": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "else:\n    torch.save(optimizer.state_dict(), path)",
