@@ -108,12 +108,6 @@ def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> No
     assert hardware.cpu_flags() == ("avx512_bf16",)
 
 
-def test_a_cpu_is_judged_by_what_the_package_takes_for_fast_and_the_flags_are_named() -> None:
-    float16, bfloat16 = machine.judge_cpu(("avx512_bf16",), ["bfloat16"])
-    assert (float16.verdict, bfloat16.verdict) == ("slow", "fast")
-    assert "computed in float32" in float16.evidence and bfloat16.evidence == "avx512_bf16"
-
-
 def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
