@@ -92,6 +92,7 @@ GOOD = {
     + "else:\n    torch.save(optimizer.state_dict(), path)",
     "import-with-a-fallback": "import amp_patch\ntry:\n    import torch_scatter\nexcept ImportError:\n    pass",
     "relative-imports": "from .apex import nothing\nfrom . import apex\napex.transformer.x()",
+    "module-under-another-name": "import apex.optimizers as fused\nfused.FusedAdam(p)",
     "object-under-the-name-of-a-module": "from apex import amp\namp._amp_state.loss_scalers[0]._unskipped",
     "amp-of-two-packages": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
     "amp.GradScaler()",
