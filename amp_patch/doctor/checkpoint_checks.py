@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator
 
-from .rules import Context, Fault, rule
-from .tree import function_of, text_of
+from .rules import Fault, rule
+from .script import Script
+from .tree import function_of
 
 
 @rule(
@@ -17,10 +18,10 @@ from .tree import function_of, text_of
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, path)
     """,
 )
-def saves_without_amp(context: Context) -> Iterator[Fault]:
+def saves_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
-    if any("save" in function_of(call) for call in context.script.calls):
-        for call in _calls_without_amp(context, "state_dict"):
+    if any("save" in function_of(call) for call in script.calls):
+        for call in _calls_without_amp(script, "state_dict"):
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
             yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
 
@@ -37,22 +38,21 @@ def saves_without_amp(context: Context) -> Iterator[Fault]:
             amp.load_state_dict(checkpoint["amp"])
     """,
 )
-def loads_without_amp(context: Context) -> Iterator[Fault]:
+def loads_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
-    for call in _calls_without_amp(context, "load_state_dict"):
+    for call in _calls_without_amp(script, "load_state_dict"):
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
         yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
 
 
-def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
+def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
     """Return the first call of this method of an optimizer in a script that may lose its loss scale by it, or none.
 
     A script may if its scale is dynamic, and it neither calls amp's function of that name nor reads the scalers itself.
     """
-    script = context.script
     is_kept = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_trained = bool(script.initializations or script.blocks)
-    if is_kept or not is_trained or not script.uses_amp or not context.expected.skips:
+    if is_kept or not is_trained or not script.uses_amp or not script.expected.skips:
         return []
     if any(function_of(one).startswith("FP16_Optimizer") for one in script.calls):
         return []  # which keeps a loss scale of its own
@@ -62,9 +62,7 @@ def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
         frame = script.frame(call)
         if isinstance(frame, ast.FunctionDef) and frame.name == method:
             continue  # a wrapper delegates to the optimizer in it
-        values = script.values_of(text_of(receiver))
-        if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
-            return [call]
+        return [call]
     return []
 
 
@@ -80,9 +78,8 @@ def _calls_without_amp(context: Context, method: str) -> list[ast.Call]:
         amp.load_state_dict(checkpoint["amp"])
     """,
 )
-def state_before_initialize(context: Context) -> Iterator[Fault]:
+def state_before_initialize(script: Script) -> Iterator[Fault]:
     """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
-    script = context.script
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(one, call) for one in script.initializations)
         is_before = any(script.is_before(call, one) for one in script.initializations)

@@ -3,7 +3,6 @@
 import ast
 import importlib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import amp_patch
 
 from ..apex import GONE_EXTENSIONS, describe_gone
 from ..errors import did_you_mean
-from .rules import Context, Fault, rule
+from .rules import Fault, rule
 from .script import Script
 
 _EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
@@ -27,12 +26,12 @@ _STAND_IN = "amp_patch.apex"
     bad="from apex import amp  # AMP101",
     good="import amp_patch as amp",
 )
-def covered_imports(context: Context) -> Iterator[Fault]:
+def covered_imports(script: Script) -> Iterator[Fault]:
     """Under `amp-patch run`, the import finds the stand-in. Plain `python` imports an installed apex, or fails."""
-    for node in _import_statements(context.script):
+    for node in script.nodes:
         names = _apex_names(node)
         if names and not any(map(_find_missing, names)):
-            advice = f"Run it with `amp-patch run {context.script.path}`"
+            advice = f"Run it with `amp-patch run {script.path}`"
             if any(name == "apex.amp" or name.startswith("apex.amp.") for name in names):
                 advice += ", or write `import amp_patch as amp`"
             yield Fault(node, "note", f"{', '.join(names)}: covered by amp_patch's stand-in for apex", f"{advice}.")
@@ -52,10 +51,10 @@ def covered_imports(context: Context) -> Iterator[Fault]:
         amp.initialize(model, optimizer)
     """,
 )
-def uncovered_names(context: Context) -> Iterator[Fault]:
+def uncovered_names(script: Script) -> Iterator[Fault]:
     """The script would fail where it imports or uses the name, perhaps late in a run."""
-    script, told = context.script, set[str]()
-    for node in _import_statements(script):
+    told = set[str]()
+    for node in script.nodes:
         for name in _apex_names(node):
             missing = _find_missing(name)
             if missing is not None:
@@ -83,18 +82,12 @@ def uncovered_names(context: Context) -> Iterator[Fault]:
             yield _absent(attribute, rest.partition(".")[0])
 
 
-def _import_statements(script: Script) -> Iterator[ast.Import | ast.ImportFrom]:
-    if {*_APEX, "amp_patch"} & {name.partition(".")[0] for name in script.names.imported}:
-        yield from (node for node in script.nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
-
-
-def _apex_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+def _apex_names(node: ast.AST) -> list[str]:
     """Return the dotted names of Apex that an import asks for; of a star import, the module."""
+    names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
-    elif node.level or not node.module:
-        return []
-    else:
+    elif isinstance(node, ast.ImportFrom) and not node.level:
         names = [f"{node.module}.{alias.name}".removesuffix(".*") for alias in node.names]
     return [name for name in names if name.partition(".")[0] in _APEX]
 
@@ -149,7 +142,6 @@ def _public_names() -> list[str]:
     return ["__all__", *dir(amp_patch), *(path.stem for path in folder.iterdir())]
 
 
-@cache
 def _import(name: str) -> ModuleType | None:
     """Return a module of the stand-in, or None if there is none of that name."""
     try:

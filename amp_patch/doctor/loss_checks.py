@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from .rules import Context, Fault, rule
+from .rules import Fault, rule
 from .script import Script
 from .tree import function_of, names_in, text_of
 
@@ -35,10 +35,9 @@ _READERS = ("item", "detach", "cpu", "numpy", "tolist")
             scaled_loss.backward()
     """,
 )
-def unscaled_in_block(context: Context) -> Iterator[Fault]:
+def unscaled_in_block(script: Script) -> Iterator[Fault]:
     """At its end, the block divides gradients by the loss scale. Gradients of an unscaled loss become almost zero."""
-    script = context.script
-    if not context.expected.scales:
+    if not script.expected.scales:
         return
 
     # names that hold a scaled loss or something made of one, and functions that give one
@@ -55,7 +54,7 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
         made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
         if made_by & {"scale", "super"}:
             continue
-        if script.block_around(call) and not names_in(loss) & scaled:
+        if script.is_in_block(call) and not names_in(loss) & scaled:
             message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
             yield Fault(call, "error", message, f"Write `{_BLOCK}`.")
 
@@ -74,10 +73,10 @@ def unscaled_in_block(context: Context) -> Iterator[Fault]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     """,
 )
-def clips_in_block(context: Context) -> Iterator[Fault]:
+def clips_in_block(script: Script) -> Iterator[Fault]:
     """Inside the block, gradients are still multiplied by the loss scale, so nearly all of them are clipped."""
-    for call in context.script.calls_of(*_CLIPPERS):
-        if context.expected.scales and context.script.block_around(call):
+    for call in script.calls_of(*_CLIPPERS):
+        if script.expected.scales and script.is_in_block(call):
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
             yield Fault(call, "error", message, "Move it after the last scale_loss block before the step.")
 
@@ -96,10 +95,9 @@ def clips_in_block(context: Context) -> Iterator[Fault]:
         total += loss.item()
     """,
 )
-def logged_scaled_losses(context: Context) -> Iterator[Fault]:
+def logged_scaled_losses(script: Script) -> Iterator[Fault]:
     """The scaled loss is the loss times the loss scale, which starts at 65536 and changes during the run."""
-    script = context.script
-    if not context.expected.scales or not script.blocks:
+    if not script.expected.scales or not script.blocks:
         return
     names = {block.name for block in script.blocks}
     for name in script.nodes:
@@ -156,9 +154,8 @@ def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:
         optimizer.step()
     """,
 )
-def trains_in_float32(context: Context) -> Iterator[Fault]:
+def trains_in_float32(script: Script) -> Iterator[Fault]:
     """A script without mixed precision trains in the dtype of its weights, usually float32."""
-    script = context.script
     if "torch" not in script.text or _OTHER_AMP.search(script.text):
         return
     steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))

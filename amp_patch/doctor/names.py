@@ -31,55 +31,28 @@ class Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self._targets: dict[str, set[str]] = {}
-        self._stars: set[str] = set()
-        self._bound: set[str] = set()
-        self.imported: set[str] = set()
-        """The dotted names of modules, and of their members, in import statements; relative ones start with dots."""
         aliases: list[tuple[str, ast.expr]] = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    self.imported.add(alias.name)
                     root = alias.name.partition(".")[0]
                     self._targets.setdefault(alias.asname or root, set()).add(alias.name if alias.asname else root)
             elif isinstance(node, ast.ImportFrom):
-                self._add_import_from(node)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                self._bound.add(node.name)
-            elif isinstance(node, ast.arg):
-                self._bound.add(node.arg)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._bound.add(node.id)
+                module = "." * node.level + (node.module or "")
+                for alias in node.names:
+                    self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 
-    def _add_import_from(self, node: ast.ImportFrom) -> None:
-        module = "." * node.level + (node.module or "")
-        self.imported.add(module)
-        for alias in node.names:
-            if alias.name == "*":
-                self._stars.add(module)
-                continue
-            dotted = f"{module.rstrip('.') or '.'}.{alias.name}"
-            self._targets.setdefault(alias.asname or alias.name, set()).add(dotted)
-            self.imported.add(dotted)
-
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names, as imported, that a name or a chain of attributes may stand for.
-
-        None for any other expression.
-        """
+        """Return the dotted names, as imported, that a name or a chain of attributes may stand for, if any."""
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))
-        if not isinstance(node, ast.Name):
-            return frozenset()
-        if node.id in self._targets:
-            return frozenset(self._targets[node.id])
-        if node.id in self._bound:
-            return frozenset()
-        return frozenset(f"{module}.{node.id}" for module in self._stars)
+        if isinstance(node, ast.Name):
+            return frozenset(self._targets.get(node.id, ()))
+        return frozenset()
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
         """Return what an expression may stand for, in the rules' spelling."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
 from .documents import Document
-from .rules import RULES, Context, Finding, Selection
+from .rules import RULES, Finding, Selection
 from .script import Script, expect
 
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
@@ -55,7 +55,13 @@ class Project:
         for file in files:
             self._read(file)
         self._scripts = [script for script, _ in self._documents]
-        self._expected = expect([script for script in self._scripts if script.uses_amp])
+        users = [script for script in self._scripts if script.uses_amp]
+        together = expect(users)
+        for script in self._scripts:
+            script.expected = together
+        for script in users:
+            if script.initializations:
+                script.expected = expect([script])
 
     @property
     def uses_amp(self) -> bool:
@@ -91,15 +97,11 @@ class Project:
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
         """Yield the findings of every rule in one script, but for those that a comment silences."""
-        expected = self._expected
-        if script.initializations:
-            expected = expect([script])
-        context = Context(script, expected)
         ignored = _read_ignore_comments(script.text)
         for rule in RULES.values():
             if rule.find is None or not selection.has(rule.code):
                 continue
-            for fault in rule.find(context):
+            for fault in rule.find(script):
                 line, column = script.place(fault.node)
                 last = getattr(fault.node, "end_lineno", line)
                 codes = set[str]().union(*(ignored.get(one, ()) for one in range(line, last + 1)))

@@ -13,22 +13,12 @@ from textwrap import indent
 from typing import Literal, NamedTuple
 
 from ..errors import SettingsError, did_you_mean
-from .script import Expected, Script
+from .script import Script
 
 Severity = Literal["error", "warning", "note"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """error: breaks, or gives wrong numbers. warning: does so at some levels or in some runs. note: worth knowing."""
-
-
-class Context(NamedTuple):
-    """One script to check, and what amp may do in it.
-
-    `expected` comes from the script's own calls of `initialize`, or from those of the files that were given with it.
-    """
-
-    script: Script
-    expected: Expected
 
 
 class Fault(NamedTuple):
@@ -65,7 +55,7 @@ class Finding:
         return f"{self.path}:{cell}{self.line}:{self.column}"
 
 
-Find = Callable[[Context], Iterator[Fault]]
+Find = Callable[[Script], Iterator[Fault]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,15 @@ class Script(Tree):
     Args:
         path: as it is to be shown.
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
+
+    Attributes:
+        expected: what amp may do in it, by its own calls of `initialize`, or by those of files that were given with it.
     """
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
         self.text = text
+        self.expected = Expected(scales=True, skips=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
             super().__init__(ast.parse(text))
@@ -68,17 +72,12 @@ class Script(Tree):
         return [node for node in self.nodes if isinstance(node, ast.Call)]
 
     @cached_property
-    def _calls_by_name(self) -> dict[str, list[ast.Call]]:
-        by_name: dict[str, list[ast.Call]] = {}
-        for call in self.calls:
-            for name in self.names.resolve(call.func):
-                by_name.setdefault(name, []).append(call)
-        return by_name
+    def _resolved_calls(self) -> list[tuple[ast.Call, frozenset[str]]]:
+        return [(call, self.names.resolve(call.func)) for call in self.calls]
 
     def calls_of(self, *names: str) -> list[ast.Call]:
         """Return the calls of functions of these names, in the rules' spelling, in the order of the text."""
-        found = {call for name in names for call in self._calls_by_name.get(name, ())}
-        return sorted(found, key=position)
+        return [call for call, resolved in self._resolved_calls if not resolved.isdisjoint(names)]
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""
@@ -114,15 +113,15 @@ class Script(Tree):
                 found.append(Block(statement, call, name))
         return found
 
-    def block_around(self, node: ast.AST) -> Block | None:
-        """Return the innermost block in whose body a node runs."""
-        by_statement: dict[ast.AST, Block] = {block.statement: block for block in self.blocks}
+    def is_in_block(self, node: ast.AST) -> bool:
+        """Tell whether a node runs in the body of a block."""
+        statements = [block.statement for block in self.blocks]
         for outer, _ in self.around(node):
-            if outer in by_statement:
-                return by_statement[outer]
+            if outer in statements:
+                return True
             if isinstance(outer, SCOPES):
-                return None
-        return None
+                return False
+        return False
 
     @cached_property
     def optimizers(self) -> frozenset[str]:

@@ -1,7 +1,4 @@
-"""A syntax tree: where its nodes stand in it, in which order they run, and which never run in one pass.
-
-Code that never runs (`if False:`) is left out.
-"""
+"""A syntax tree: where its nodes stand in it, in which order they run, and which never run in one pass."""
 
 import ast
 from collections.abc import Iterator
@@ -64,31 +61,25 @@ class Tree:
     """The nodes of a module that may run, with their parents."""
 
     def __init__(self, tree: ast.Module) -> None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
+                setattr(node, "orelse" if node.test.value else "body", [])  # never runs
         self.tree = tree
 
     @cached_property
     def _parents(self) -> dict[ast.AST, tuple[ast.AST, str]]:
-        """The parent of every node that may run, and the field of the parent that holds it."""
+        """The parent of every node, and the field of the parent that holds it."""
         parents: dict[ast.AST, tuple[ast.AST, str]] = {}
-        pending: list[ast.AST] = [self.tree]
-        while pending:
-            parent = pending.pop()
-            dead = _dead_field(parent)
+        for parent in ast.walk(self.tree):
             for field, value in ast.iter_fields(parent):
-                if field == dead:
-                    continue
-                children = [value]
-                if isinstance(value, list):
-                    children = value
-                for child in children:
+                for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST):
                         parents[child] = (parent, field)
-                        pending.append(child)
         return parents
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node that has a place and may run, in the order of the text."""
+        """Every node that has a place, in the order of the text."""
         return sorted((node for node in self._parents if hasattr(node, "lineno")), key=position)
 
     def parent(self, node: ast.AST) -> ast.AST | None:
@@ -96,9 +87,7 @@ class Tree:
         return self._parents.get(node, (None, ""))[0]
 
     def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-        """Yield the nodes around this one, from the inside out, each with its field that the way leads through, such as
-        `body`.
-        """
+        """Yield the nodes around this one, from the inside out, each with the field (`body`) that holds this one."""
         while node in self._parents:
             node, field = self._parents[node]
             yield node, field
@@ -110,10 +99,7 @@ class Tree:
         return node
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function or module that a node runs in.
-
-        The body of a class runs where it is defined, and so do defaults and decorators of a function.
-        """
+        """Return the innermost function or module that a node runs in; a class body runs where it is defined."""
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":
                 return outer
@@ -149,12 +135,3 @@ class Tree:
             elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer
-
-
-def _dead_field(node: ast.AST) -> str:
-    """Return the field of an `if` with a constant condition that never runs; an empty string for all others."""
-    if not isinstance(node, (ast.If, ast.IfExp)) or not isinstance(node.test, ast.Constant):
-        return ""
-    if node.test.value:
-        return "orelse"
-    return "body"

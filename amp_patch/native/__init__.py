@@ -8,7 +8,6 @@ or run `amp-patch run --lists my_lists.yaml train.py`.
 """
 
 from .session import AS_IS as AS_IS
-from .session import OVERLAY as OVERLAY
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover
 from .takeover import check_not_installed as check_not_installed
@@ -16,15 +15,3 @@ from .takeover import install as install
 from .takeover import remove as remove
 from .takeover import start as start
 from .takeover import watch as watch
-
-__all__ = [
-    "AS_IS",
-    "OVERLAY",
-    "NativeSession",
-    "Takeover",
-    "check_not_installed",
-    "install",
-    "remove",
-    "start",
-    "watch",
-]

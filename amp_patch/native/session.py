@@ -16,8 +16,8 @@ from ..config import OpLists, Policy, load_oplists, make_policy, shipped
 from ..errors import SessionError
 from ..session import Session, Stats, current
 
-AS_IS, OVERLAY = "as-is", "autocast"
-"""The levels that such a session shows: nothing is changed, or lists are laid over those of torch.autocast."""
+AS_IS = "as-is"
+"""The level that a session shows which changes nothing; where lists are laid over those of torch.autocast: autocast."""
 
 
 def own_lists(device_type: str) -> OpLists | None:
@@ -26,7 +26,7 @@ def own_lists(device_type: str) -> OpLists | None:
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def overlay_policy(device_type: str, low: torch.dtype, lists: Sequence[str], level: str = OVERLAY) -> Policy:
+def overlay_policy(device_type: str, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
     """Return the policy of a session whose lists change what torch.autocast does, and say the rest of it."""
     own = own_lists(device_type)
     if own is None and not lists:
@@ -155,7 +155,6 @@ class NativeSession(Session):
 class _ScriptsScaler:
     """A GradScaler of the script's, as a session shows its own scalers."""
 
-    is_identity = False
     min_loss_scale = None
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -163,14 +162,11 @@ class _ScriptsScaler:
         self.is_dynamic = scaler.is_enabled()
 
     @property
-    def known_scale(self) -> float:
-        """The scale. Waits for the device."""
-        return self.loss_scale()
-
-    @property
     def scale(self) -> float:
         """The scale. Waits for the device."""
         return self.loss_scale()
+
+    known_scale = scale
 
     def loss_scale(self) -> float:
         """Return the scale. Waits for the device."""

@@ -165,20 +165,18 @@ class Takeover:
 
     def _make(self, device_type: str, low: torch.dtype | None) -> NativeSession:
         is_watched = bool(events.watchers)
-        if self._level == PLAIN:
-            policy = replace(make_policy(PLAIN, {}), description="torch.autocast is disabled")
+        if self._policy is not None and self._level == PLAIN:
+            policy = replace(self._policy, description="torch.autocast is disabled")
             return NativeSession(policy, device_type, None, with_all=is_watched)
         own = own_lists(device_type)
-        if self._level is None:
+        if self._policy is None or self._level is None:
             chosen = low or torch.get_autocast_dtype(device_type)
             level = {} if self._lists else {"level": AS_IS}
             policy = overlay_policy(device_type, chosen, self._lists, **level)
             autocast = Autocast(device_type, chosen if self._lists else None, own)
             return NativeSession(policy, device_type, autocast, with_all=is_watched)
-        policy = make_policy(self._level, {"loss_scale": 1.0, "compute": self._compute})
-        if self._lists:
-            lists = (*policy.lists, *self._lists)
-            policy = make_policy(self._level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
+        lists = (*self._policy.lists, *self._lists)
+        policy = make_policy(self._level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
         policy = replace(policy, description=f"{self._level} in the regions of torch.autocast")
         autocast = Autocast(device_type, policy.low_dtype, own)
         return NativeSession(policy, device_type, autocast, with_all=is_watched)

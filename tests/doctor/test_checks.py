@@ -53,14 +53,9 @@ def test_examples(rule, tmp_path):
 
 
 BAD = {
-    "pretrained-model-moved-late": HEAD
-    + "model = Net.from_pretrained(name)\n"
-    + "model, optimizer = amp.initialize(model, optimizer)\nmodel.to(args.device)  # AMP208",
     "optimizer-renewed-in-the-loop": OWN
     + "for epoch in epochs:\n    if epoch == 5:\n"
     + "        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # AMP210",
-    "initialize-each-epoch": HEAD
-    + "for epoch in epochs:\n    model, optimizer = amp.initialize(model, optimizer)  # AMP211\n    train()",
     "import-of-what-is-gone": "from apex.contrib.sparsity import ASP  # AMP102",
     "import-in-a-handler": "try:\n    import fast\nexcept ImportError:\n    import apex.RNN  # AMP102",
     "attribute-of-a-module": "import apex\noptimizer = apex.optimizers.FusedThing(p)  # AMP102",
@@ -85,27 +80,19 @@ BAD = {
 }
 
 GOOD = {
-    "model-moved-twice": HEAD
-    + "model = Net().cuda()\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.cuda()",
-    "model-made-by-a-function": HEAD
-    + "model = build(args)\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.to(device)",
-    "model-moved-back": HEAD + "model = Net()\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.to('cpu')",
     "optimizer-wrapped": OWN + "optimizer = Lookahead(optimizer, k=5)",
     "optimizer-without-amp": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "else:\n    optimizer = torch.optim.SGD(model.parameters())",
     "optimizer-and-initialize-again": OWN
     + "optimizer = torch.optim.SGD(model.parameters())\nmodel, optimizer = amp.initialize(model, optimizer)",
-    "a-model-for-each-fold": HEAD
-    + "for fold in range(5):\n    model = Net()\n    model, optimizer = amp.initialize(model, make(model))",
-    "initialize-once-in-a-loop": HEAD
-    + "for step in steps:\n    if step == 0:\n        model, optimizer = amp.initialize(model, optimizer)",
     "never-run": OWN + "if False:\n    import apex.RNN\n    torch.save(optimizer.state_dict(), path)",
     "saved-where-amp-is-off": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "else:\n    torch.save(optimizer.state_dict(), path)",
     "import-with-a-fallback": "import amp_patch\ntry:\n    import torch_scatter\nexcept ImportError:\n    pass",
     "relative-imports": "from .apex import nothing\nfrom . import apex\napex.transformer.x()",
+    "module-under-another-name": "import apex.optimizers as fused\nfused.FusedAdam(p)",
     "object-under-the-name-of-a-module": "from apex import amp\namp._amp_state.loss_scalers[0]._unskipped",
     "amp-of-two-packages": "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\n"
     "amp.GradScaler()",
@@ -120,7 +107,6 @@ GOOD = {
     "state-of-amp-saved": OWN + "torch.save([optimizer.state_dict(), amp.state_dict()], path)",
     "weights-only": OWN + "torch.save(model.state_dict(), path)\nmodel.load_state_dict(torch.load(path))",
     "scalers-saved-by-hand": APEX + "torch.save([optimizer.state_dict(), amp._amp_state.loss_scalers], path)",
-    "state-of-what-was-loaded": OWN + "optimizer = torch.load(path)\nsave(optimizer.state_dict())",
     "delegating-wrapper": OWN
     + "class Wrapper:\n    def state_dict(self):\n        return self.optimizer.state_dict()\n"
     + "    def load_state_dict(self, state):\n        self.optimizer.load_state_dict(state)\n    def save(self): ...\n"
@@ -173,12 +159,9 @@ def test_a_missing_name_is_told_the_right_one_or_what_to_use_today(source, advic
     "line",
     [
         "import apex",
-        "from apex import amp",
         "from apex.amp import initialize, _amp_state",
         "from apex.optimizers import FusedAdam, FusedLAMB",
-        "from apex.parallel import DistributedDataParallel as DDP",
         "from amp_C import multi_tensor_scale",
-        "from apex.normalization import FusedLayerNorm",
     ],
 )
 def test_a_covered_import_is_a_note_with_the_way_to_run_it(line, tmp_path):
@@ -255,14 +238,8 @@ def test_of_the_beginnings_of_a_code_the_longest_decides(select, ignore, has, ha
     assert all(map(selection.has, has)) and not any(map(selection.has, has_not))
 
 
-@pytest.mark.parametrize("prefix", ["", "X", "AMP4012"])
-def test_a_beginning_of_no_code_is_refused(prefix):
+@pytest.mark.parametrize("prefix", ["", "X", "amp306", "AMP3012"])
+def test_what_begins_no_code_is_refused_and_the_codes_there_are_are_said(prefix):
     for arguments in ([prefix], ()), ((), [prefix]):
-        with pytest.raises(SettingsError, match="is not the code of a rule"):
+        with pytest.raises(SettingsError, match="is not the code of a rule.*AMP301.*AMP501"):
             Selection(*arguments)
-
-
-@pytest.mark.parametrize("prefix", ["AMP306", "amp306", "AMP4", ""])
-def test_what_begins_no_code_cannot_be_selected_and_the_codes_there_are_are_said(prefix):
-    with pytest.raises(SettingsError, match="AMP301.*AMP501"):
-        Selection([prefix])

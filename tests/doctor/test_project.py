@@ -70,7 +70,6 @@ def test_a_file_that_vanishes_is_one_finding_and_the_others_are_read(write):
         pytest.param(b"# coding: latin-1\nx = '\xe9'\n", id="latin-1"),
         pytest.param(b"\xef\xbb\xbfx = 1\n", id="byte-order-mark"),
         pytest.param(b"x = '\\d'\r\n", id="invalid-escape"),
-        pytest.param(b"x = 1\n" * 20_000, id="huge"),
     ],
 )
 def test_odd_but_sound_files_have_no_findings(content, write, recwarn):
