@@ -1,21 +1,22 @@
 """What models are made of, as a table: layers, function transforms, hooks, ways to call and to trace a module. What is
 one op is compared with autocast in tests/casting/test_conformance.py.
 
-A construct is a module, its inputs and how it is called. Nothing here imports amp_patch: each construct runs under
-whatever casts are in force, and `train` says what came of two steps of it.
+A construct is a module, its inputs and how it is called. It runs under whatever casts are in force, and `train` says
+what came of two steps of it.
 """
 
 import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hand_casts import tensors_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize, rnn
@@ -146,7 +147,6 @@ ALLOWED = torch.ones(5, 5, dtype=torch.bool).tril()
 PADDING = torch.tensor([[False, False, False, False, True], [False, False, False, True, True]])
 
 function("attention, causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *HEADS)
-function("attention, boolean mask", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ALLOWED), *HEADS)
 function(
     "attention, learned bias",
     lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias),
@@ -209,13 +209,6 @@ def encoder_layer(**options: Any) -> nn.Module:
 
 
 layer("TransformerEncoderLayer", encoder_layer, SEQUENCES)
-layer(
-    "TransformerDecoderLayer",
-    lambda: nn.TransformerDecoderLayer(8, 2, 16, batch_first=True),
-    SEQUENCES,
-    (2, 3, 8),
-    call=lambda m, x, y: m(x, y, tgt_mask=~ALLOWED),
-)
 layer("Transformer", lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True), SEQUENCES, (2, 3, 8))
 
 
@@ -264,7 +257,6 @@ layer("GRUCell with a state", lambda: nn.GRUCell(8, 4), VECTORS, (3, 4))
 # ---- products, joining -----------------------------------------------------------------------------------------------
 
 function("@", lambda x, w: x @ w, VECTORS, weights=((8, 4),))
-function("multi_dot", lambda x, w, v: torch.linalg.multi_dot([x, w, v]), VECTORS, weights=((8, 4), (4, 2)))
 function("einsum", lambda x, w: torch.einsum("bsi,io->bso", x, w), SEQUENCES, weights=((8, 4),))
 function("products of one input", lambda x, w: (x @ w) * torch.sigmoid(x @ w), VECTORS, weights=((8, 8),))
 
@@ -520,7 +512,6 @@ layer(
     VECTORS,
     call=lambda m, x: F.linear(x, m.weight[:4], m.bias[:4]) + x @ m.weight.T[:, 4:],
 )
-layer("a scaled weight", lambda: nn.Linear(8, 8), VECTORS, call=lambda m, x: F.linear(x, m.weight * 0.5, m.bias))
 layer(
     "a low-rank update",
     lambda: nn.ParameterDict({"base": torch.randn(8, 4), "a": torch.randn(8, 2), "b": torch.randn(2, 4)}),
@@ -686,17 +677,6 @@ def _as_results(inputs: Inputs) -> Inputs:
     is used twice are added in the low dtype.
     """
     return tuple(value * 1 if isinstance(value, Tensor) and value.requires_grad else value for value in inputs)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module returns."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
-    elif isinstance(value, Mapping):
-        yield from tensors_of(list(value.values()))
 
 
 def _as_loss(result: Tensor) -> Tensor:

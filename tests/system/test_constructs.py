@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from constructs import CONSTRUCTS, LOW, Run, train
+from hand_casts import is_same
 from torch import Tensor
 
 import amp_patch as amp
@@ -62,7 +63,6 @@ EXCEPTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "GRU": (FLOAT32, "", STATE),
     "LSTMCell": (FLOAT32, "", STATE),
     "GRUCell with a state": (FLOAT32, "", STATE),
-    "multi_dot": (LOW_INPUTS, "error of autocast", AUTOCAST_FAILS),
     "vmap": (ALL, "", UNDER_VMAP),
     "gradients of each sample": (ALL, "", UNDER_VMAP),
     "hessian": (ALL, "", UNDER_VMAP),
@@ -122,15 +122,6 @@ def casts_of(runs: Mapping[str, Run]) -> Iterator[None]:
     amp.reset()
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Bitwise, NaN equal to NaN."""
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    return torch.allclose(one.to_dense(), other.to_dense(), rtol=0, atol=0, equal_nan=True)
-
-
 def differences(ours: Any, theirs: Any) -> list[str]:
     """The parts of two outcomes that differ. That both fail would be no comparison."""
     errors = [
@@ -139,11 +130,7 @@ def differences(ours: Any, theirs: Any) -> list[str]:
         if isinstance(result, Exception)
     ]
     assert len(errors) < 2, errors
-    return errors or [
-        part
-        for part in ours.keys() | theirs.keys()
-        if len(ours[part]) != len(theirs[part]) or not all(map(is_same, ours[part], theirs[part]))
-    ]
+    return errors or [part for part in ours.keys() | theirs.keys() if not is_same(ours[part], theirs[part])]
 
 
 if torch.__version__.startswith("2.6."):

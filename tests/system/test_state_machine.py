@@ -50,7 +50,7 @@ BOUNDS = st.sampled_from([(None, 2.0**24), (2.0**15, 2.0**17), (2.0**10, 2.0**12
 COMPUTE = st.sampled_from(["native", "float32"])
 THEN = st.sampled_from(["nothing", "step", "step and zero"])
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "100"))
 
 
 class Boom(Exception):
