@@ -7,8 +7,6 @@ what came of two steps of it.
 
 import copy
 import functools
-import math
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from hand_casts import tensors_of
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize, rnn
 from torch.utils import checkpoint
 
@@ -103,17 +101,11 @@ layer(
     call=lambda m, x: F.linear(bias=m.bias, input=x, weight=m.weight),
 )
 layer("linear called twice", lambda: nn.Linear(8, 8), VECTORS, call=lambda m, x: m(torch.tanh(m(x))))
-layer("linear with a frozen weight", lambda: _frozen(nn.Linear(8, 4), "weight"), VECTORS)
 layer("perceptron", lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), VECTORS)
 layer("conv2d", lambda: nn.Conv2d(4, 6, 3, padding=1), IMAGES)
 layer("conv2d padded by reflection", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), IMAGES)
 layer("conv2d in channels_last", lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), IMAGES)
 layer("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), (1, 4, 3, 3))
-
-
-def _frozen(module: nn.Module, name: str) -> nn.Module:
-    getattr(module, name).requires_grad_(False)
-    return module
 
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
@@ -122,7 +114,6 @@ TOKENS = torch.tensor([[1, 4, 2, 0], [3, 3, 8, 5]])
 tokens = {"inputs": lambda: (TOKENS,), **FLOAT32_ONLY}
 
 layer("embedding", lambda: nn.Sequential(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 4)), **tokens)
-layer("embedding with a maximal norm", lambda: nn.Embedding(9, 8, max_norm=1.0), **tokens)
 layer(
     "embedding with sparse gradients", lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)), **tokens
 )
@@ -134,9 +125,6 @@ layer("BatchNorm2d", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
 layer("LayerNorm", before(lambda: nn.LayerNorm(8)), SEQUENCES)
 layer("GroupNorm", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)), IMAGES)
 layer("RMSNorm", before(lambda: nn.RMSNorm(8)), SEQUENCES)
-layer("Dropout", before(lambda: nn.Dropout(0.4)), VECTORS)
-layer("PReLU", before(lambda: nn.PReLU(8)), VECTORS)
-layer("ReLU in place", before(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 2))), VECTORS)
 layer("average pooling", lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)), IMAGES)
 
 
@@ -154,17 +142,8 @@ function(
     weights=((5, 5),),
 )
 function(
-    "attention, grouped queries",
-    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    (2, 4, 5, 8),
-    (2, 2, 5, 8),
-    (2, 2, 5, 8),
-)
-function("attention, dropout", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), *HEADS)
-function(
     "attention, causal bias", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=_causal_bias()), *HEADS
 )
-function("attention by hand", lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v, *HEADS)
 
 
 def _causal_bias() -> Tensor:
@@ -177,12 +156,6 @@ def _self_attention(**options: Any) -> Callable[..., Any]:
     return lambda module, x: module(x, x, x, **options)
 
 
-layer(
-    "MultiheadAttention, weights of each head",
-    lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-    SEQUENCES,
-    call=_self_attention(average_attn_weights=False),
-)
 layer(
     "MultiheadAttention, padding",
     lambda: nn.MultiheadAttention(8, 2, batch_first=True),
@@ -237,10 +210,8 @@ layer(
 
 # ---- recurrent layers ------------------------------------------------------------------------------------------------
 
-layer("RNN with relu", lambda: nn.RNN(8, 4, nonlinearity="relu", num_layers=2, batch_first=True), SEQUENCES)
 layer("LSTM", lambda: nn.LSTM(8, 4), SEQUENCES)
 layer("LSTM, both ways", lambda: nn.LSTM(8, 4, num_layers=2, bidirectional=True, batch_first=True), SEQUENCES)
-layer("LSTM, projected", lambda: nn.LSTM(8, 4, proj_size=3), SEQUENCES)
 layer(
     "LSTM of a packed sequence",
     lambda: nn.LSTM(8, 4, batch_first=True),
@@ -251,7 +222,6 @@ layer(
 )
 layer("GRU", lambda: nn.GRU(8, 4), SEQUENCES)
 layer("LSTMCell", lambda: nn.LSTMCell(8, 4), VECTORS)
-layer("GRUCell with a state", lambda: nn.GRUCell(8, 4), VECTORS, (3, 4))
 
 
 # ---- products, joining -----------------------------------------------------------------------------------------------
@@ -279,28 +249,10 @@ class Rotary(nn.Linear):
 
 layer("rotary positions", lambda: Rotary(8, 8), SEQUENCES)
 layer(
-    "complex linear",
-    lambda: nn.Linear(8, 4, dtype=torch.complex64),
-    inputs=lambda: (torch.randn(VECTORS, dtype=torch.complex64),),
-    given=(torch.float32,),
-)
-layer(
     "float64",
     lambda: nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.LayerNorm(8, dtype=torch.float64)),
     VECTORS,
     call=lambda m, x: m(x.double()),
-)
-layer(
-    "float64 in between",
-    lambda: nn.Linear(8, 4),
-    VECTORS,
-    call=lambda m, x: m(x).double().softmax(-1) @ torch.ones(4, 2, dtype=torch.float64),
-)
-function(
-    "integer products",
-    lambda x, w: ((x.long() @ x.long().T) + torch.einsum("ij,kj->ik", x.int(), x.int())).float() @ x @ w,
-    VECTORS,
-    weights=((8, 2),),
 )
 
 
@@ -359,7 +311,6 @@ layer(
     VECTORS,
     call=lambda m, x: list(vmap(grad(lambda p, y: _loss(m, p, y)), in_dims=(None, 0))(_parameters(m), x).values()),
 )
-layer("vjp", mlp, VECTORS, call=lambda m, x: [(out, back(torch.ones_like(out))) for out, back in [vjp(m, x)]])
 layer("jvp", mlp, VECTORS, call=lambda m, x: jvp(m, (x,), (torch.ones_like(x),)))
 layer("jvp through LayerNorm", norm_mlp, VECTORS, call=lambda m, x: jvp(m, (x,), (torch.ones_like(x),)))
 layer("jacfwd", mlp, VECTORS, call=lambda m, x: jacfwd(m)(x))
@@ -398,9 +349,6 @@ def hooked(set_hooks: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
 
 
 layer(
-    "forward hook", hooked(lambda m: m[0].register_forward_hook(lambda module, args, out: out @ out.T @ out)), VECTORS
-)
-layer(
     "full backward hook",
     hooked(
         lambda m: m[0].register_full_backward_hook(
@@ -409,7 +357,6 @@ layer(
     ),
     VECTORS,
 )
-layer("gradient hook of a weight", hooked(lambda m: m[0].weight.register_hook(lambda g: g.clamp(-0.1, 0.1))), VECTORS)
 
 
 def _hook_result(module: nn.Module, x: Tensor) -> Tensor:
@@ -489,15 +436,8 @@ def _parametrized() -> nn.Module:
     return module
 
 
-def _old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.utils.weight_norm(nn.Linear(8, 4))
-
-
 layer("tied weights", Tied, **tokens)
 layer("weight_norm", lambda: parametrizations.weight_norm(nn.Linear(8, 4)), VECTORS)
-layer("weight_norm, the old", _old_weight_norm, VECTORS)
 layer("spectral_norm", lambda: parametrizations.spectral_norm(nn.Linear(8, 4)), VECTORS)
 layer("a parametrization of one's own", _parametrized, VECTORS)
 layer(
@@ -511,22 +451,6 @@ layer(
     lambda: nn.Linear(8, 8),
     VECTORS,
     call=lambda m, x: F.linear(x, m.weight[:4], m.bias[:4]) + x @ m.weight.T[:, 4:],
-)
-layer(
-    "a low-rank update",
-    lambda: nn.ParameterDict({"base": torch.randn(8, 4), "a": torch.randn(8, 2), "b": torch.randn(2, 4)}),
-    VECTORS,
-    call=lambda m, x: x @ m["base"].detach() + (x @ m["a"]) @ m["b"],
-)
-layer(
-    "experts",
-    lambda: nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
-    VECTORS,
-    call=lambda m, x: (
-        torch.zeros_like(x)
-        .index_add(0, torch.tensor([0, 2]), m[0](x[[0, 2]]).to(x.dtype))
-        .index_add(0, torch.tensor([1]), m[1](x[[1]]).to(x.dtype))
-    ),
 )
 
 
@@ -589,13 +513,6 @@ function(
 )
 function("custom_fwd", lambda x, w: _linear_function(None).apply(x, w), VECTORS, **weights)
 function("custom_fwd with float32 inputs", lambda x, w: _linear_function(torch.float32).apply(x, w), VECTORS, **weights)
-function("custom_fwd with low inputs", lambda x, w: _linear_function(LOW).apply(x, w), VECTORS, **weights)
-layer(
-    "autocast disabled inside",
-    lambda: nn.Linear(8, 4),
-    VECTORS,
-    call=lambda m, x: _within(torch.autocast("cpu", enabled=False), m, x.float()),
-)
 layer(
     "is_autocast_enabled",
     lambda: nn.Linear(8, 4),

@@ -319,17 +319,6 @@ def two_losses(draft: Draft) -> list[Snippet]:
     return [Snippet(draft.around(optimizers, *blocks))]
 
 
-def graphs_first(draft: Draft) -> list[Snippet]:
-    """Both losses are there before the first goes backward."""
-    model = draft.pick_model()
-    if draft.is_renormed(model):
-        return []
-    optimizers = draft.optimizers_of(model)
-    names = [draft.name("loss") for _ in range(2)]
-    made = [f"{name} = {draft.loss(model, bad=draft.bad(0.1))}" for name in names]
-    return [Snippet(draft.around(optimizers, *made, *[draft.block(name, optimizers) for name in names]))]
-
-
 def sum_of_losses(draft: Draft) -> list[Snippet]:
     """One block for the losses of two models, and the optimizers of both."""
     if len(draft.models) < 2:
@@ -497,15 +486,6 @@ def dropped_gradients(draft: Draft) -> list[Snippet]:
     return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
 
 
-def given_up(draft: Draft) -> list[Snippet]:
-    """Delayed passes whose gradients are zeroed before the last one."""
-    model = draft.pick_model()
-    optimizers = draft.optimizers_of(model)
-    block = draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers, delay=True)
-    again = draft.block(draft.loss(model), optimizers)
-    return [Snippet(lines([block, draft.zero(optimizers), again, draft.step(optimizers), draft.zero(optimizers)]))]
-
-
 def no_block(draft: Draft) -> list[Snippet]:
     """A backward pass of a loss that is not scaled, beside one that is, or by itself, or given up."""
     model = draft.pick_model()
@@ -514,20 +494,6 @@ def no_block(draft: Draft) -> list[Snippet]:
     block = draft.block(draft.loss(model), optimizers)
     middle = draft.random.choice([[plain], [plain, block], [block, plain], [plain, draft.zero(optimizers), block]])
     return [Snippet(draft.around(optimizers, *middle))]
-
-
-def step_left_out(draft: Draft) -> list[Snippet]:
-    """A loop that does not step, or does not zero."""
-    model = draft.pick_model()
-    optimizers = draft.optimizers_of(model)
-    block = draft.block(draft.loss(model, bad=draft.bad(0.3)), optimizers)
-    if draft.is_likely(0.5):
-        return [Snippet(lines([draft.zero(optimizers), block])), *iteration(draft)]
-    return [Snippet(lines([block, draft.step(optimizers)]))]
-
-
-def step_alone(draft: Draft) -> list[Snippet]:
-    return [Snippet(draft.step(list(draft.optimizers)))]
 
 
 def surgery(draft: Draft) -> list[Snippet]:
@@ -790,7 +756,6 @@ VOCABULARY: dict[Maker, int] = {
     one_of_the_optimizers: 2,
     accumulation: 3,
     two_losses: 3,
-    graphs_first: 1,
     sum_of_losses: 2,
     one_after_the_other: 2,
     delayed_sets: 2,
@@ -801,10 +766,7 @@ VOCABULARY: dict[Maker, int] = {
     penalty: 2,
     gradients_by_hand: 1,
     dropped_gradients: 1,
-    given_up: 1,
     no_block: 1,
-    step_left_out: 2,
-    step_alone: 1,
     surgery: 3,
     hooks: 3,
     closure: 1,

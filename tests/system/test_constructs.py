@@ -58,11 +58,9 @@ EXCEPTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "gradients of inputs",
         "the input is cast once, and its gradients added in low; autocast casts it for each direction",
     ),
-    "LSTM, projected": (ALL, "", f"{STATE}, and casts the projection at each step, with gradients added in float32"),
     "LSTM of a packed sequence": (FLOAT32, "", STATE),
     "GRU": (FLOAT32, "", STATE),
     "LSTMCell": (FLOAT32, "", STATE),
-    "GRUCell with a state": (FLOAT32, "", STATE),
     "vmap": (ALL, "", UNDER_VMAP),
     "gradients of each sample": (ALL, "", UNDER_VMAP),
     "hessian": (ALL, "", UNDER_VMAP),
@@ -73,7 +71,6 @@ EXCEPTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "layer_norm is unlisted and its derivatives in forward mode have mixed dtypes; the list bfloat16 runs them",
     ),
     "custom_fwd with float32 inputs": (ALL, "", ASKS_AUTOCAST),
-    "autocast disabled inside": (ALL, "", ASKS_AUTOCAST),
     "is_autocast_enabled": (ALL, "", ASKS_AUTOCAST),
 }
 
