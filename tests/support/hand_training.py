@@ -294,8 +294,6 @@ class OptimizerByHand:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.hand is None:
             return super().step(closure) if closure is not None else super().step()
-        if isinstance(self, torch.optim.LBFGS):  # its scale never moves, and its gradients are looked at by the closure
-            return self.step_by_closure(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -314,17 +312,6 @@ class OptimizerByHand:
         self.end_window()
         self.hand.finish_step(self)
         return result
-
-    def step_by_closure(self, closure: Callable[[], Any]) -> Any:
-        def evaluate() -> Any:
-            value = closure()
-            for scaler in self.found:
-                scaler.decide()
-            return value
-
-        value = super().step(evaluate)
-        self.end_window()
-        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.hand is not None:

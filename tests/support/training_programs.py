@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LEVELS = ("O1", "O2", "O4", "O5")
-WITH_MASTERS = ("O2", "O5")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def draw(seed: int) -> Program:
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
     for _ in range(draft.random.randint(9, 16)):
-        make = draft.random.choice(draft.vocabulary())
+        (make,) = draft.random.choices(list(VOCABULARY), list(VOCABULARY.values()))
         snippets += make(draft)
     return Program(seed, tuple(snippets), asks=draft.random.random() < 0.7)
 
@@ -90,7 +89,6 @@ class Draft:
         optimizers: names of the models whose parameters each holds, by its name.
         later: lines that have changed the groups since, to be run again where all is built anew.
         is_shared: two optimizers have parameters in common, so that each block is for both.
-        has_lbfgs: each step takes a closure.
         has_stale_state: an optimizer has a state of parameters that left it, which torch cannot save.
     """
 
@@ -100,7 +98,7 @@ class Draft:
         self.optimizers: dict[str, list[str]] = {}
         self.construction: list[tuple[str, str]] = []
         self.later: list[str] = []
-        self.is_shared = self.has_lbfgs = self.has_stale_state = False
+        self.is_shared = self.has_stale_state = False
         self.seeds = 0
         self.names = 0
         self.averages: list[tuple[str, str]] = []
@@ -114,8 +112,6 @@ class Draft:
         self.losses = self.random.choice([1, 2, 2])
         layouts = ["own", "own", "joint", "halves", "common", "groups", "each"]
         self.layout = self.random.choice(layouts)
-        if not self.is_dynamic and self.level not in WITH_MASTERS and self.random.random() < 0.1:
-            self.layout, self.has_lbfgs = "own", True
         self.choose_optimizers()
         return self.build()
 
@@ -142,8 +138,6 @@ class Draft:
     def choose_optimizers(self) -> None:
         first, *others = self.models
         kinds = [self.random.choice(OPTIMIZERS) for _ in range(3)]
-        if self.has_lbfgs:
-            kinds = ["LBFGS({}, lr=0.125, max_iter=3)"] * 3
         self.construction = []
         if self.layout == "joint":
             parameters = ", ".join(f"*{model}.parameters()" for model in self.models)
@@ -248,11 +242,6 @@ class Draft:
         if self.is_likely(0.7):
             return lines([self.zero(optimizers), *middle, self.step(optimizers)])
         return lines([*middle, self.step(optimizers), self.zero(optimizers)])
-
-    def vocabulary(self) -> list["Maker"]:
-        if self.has_lbfgs:
-            return [closure, evaluate, resume]
-        return [maker for maker, weight in VOCABULARY.items() for _ in range(weight)]
 
 
 def lines(parts: object) -> str:
@@ -675,8 +664,6 @@ def rollback(draft: Draft) -> list[Snippet]:
 def another_level(draft: Draft) -> list[Snippet]:
     """Reset, train without a session, and go on at another level."""
     draft.choose_level()
-    if draft.has_lbfgs:
-        return []
     plain = []
     if draft.is_likely(0.5):
         model = draft.pick_model()

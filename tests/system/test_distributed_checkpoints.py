@@ -12,7 +12,6 @@ from ranks import needs_fsdp2, weights_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch_state import VERSION
 from training import backward
 
 import amp_patch as amp
@@ -148,41 +147,3 @@ def test_ddp_and_fully_shard_read_each_others_checkpoints(ranks, saved, loaded, 
     read = ranks(go_on, "O5", loaded, tmp_path, True)
     for weights, state in (*wrote, *read):
         assert all(map(torch.equal, weights, wrote[0][0])) and state == wrote[0][1]
-
-
-def save_aside(rank, level, how, folder):
-    """Save in the background, through a group of its own, while training goes on: what was saved, and the end."""
-    group = dist.new_group(backend="gloo")
-    net, optimizer, run = make(level, how=how, loss_scale=SCALE)
-    train(run, optimizer, 3)
-    model, state = get_state_dict(net, optimizer)
-    saved = weights_of(optimizer), amp.state_dict()
-    checkpoint = {"model": model, "optimizer": state, "amp": saved[1]}
-    future = dcp.async_save(checkpoint, checkpoint_id=folder, process_group=group)
-    train(run, optimizer, 3, first=3)
-    future.result()
-    end = weights_of(optimizer)
-    del run
-    amp.reset()
-    return saved, end
-
-
-def load_and_train(rank, level, how, folder):
-    net, optimizer, run = make(level, how=how, seed=1, loss_scale=SCALE)
-    load(net, optimizer, folder)
-    loaded = weights_of(optimizer), amp.state_dict()
-    train(run, optimizer, 3, first=3)
-    end = weights_of(optimizer)
-    del run
-    amp.reset()
-    return loaded, end
-
-
-@pytest.mark.skipif(VERSION < (2, 7), reason="async_save of torch 2.6 writes tensors of a CPU as they are later")
-@pytest.mark.parametrize(("level", "how"), [("O2", "ddp"), pytest.param("O4", "fsdp2", marks=needs_fsdp2)])
-def test_training_goes_on_while_a_checkpoint_is_written(ranks, level, how, tmp_path):
-    (saved, saved_state), end = ranks(save_aside, level, how, tmp_path)[0]
-    for (loaded, state), resumed in ranks(load_and_train, level, how, tmp_path):
-        assert all(map(torch.equal, loaded, saved)) and state == saved_state
-        assert all(map(torch.equal, resumed, end))
-    assert not all(map(torch.equal, saved, end))
