@@ -253,13 +253,12 @@ class TrainingMachine(RuleBasedStateMachine):
         reached, loss_id = self.choose(reached), self.loss_id(number)
         for index in reached:
             self.zero_one(index, True)
-        for count, batch in enumerate(batches):
-            is_delayed = delay and count < len(batches) - 1
-            self.do(
-                lambda side, batch=batch, is_delayed=is_delayed: side.run_pass(
-                    side.loss(reached, batch), reached, loss_id, is_delayed
-                )
-            )
+
+        def run(side):
+            for count, batch in enumerate(batches, start=1):
+                side.run_pass(side.loss(reached, batch), reached, loss_id, delay and count < len(batches))
+
+        self.do(run)
         for index in reached:
             self.step_one(index)
 
