@@ -33,7 +33,6 @@ HOLDING_ORIGINALS = {
     "test_wrappers",
     "test_conformance",
     "test_list_errors",
-    "test_state_machine",
     "test_weight_cache",
 }
 

@@ -103,18 +103,6 @@ def test_apex_scaler_clips_saves_and_resumes(name, level, clip_mode, tmp_path):
     assert all(map(torch.equal, weights_of(model), final)) and all(map(torch.equal, weights_of(ema), averages))
 
 
-def test_what_is_saved_loads_without_amp(tmp_path):
-    model, optimizer = amp.initialize(*make("resnet18"), opt_level="O2", loss_scale=SCALE, verbosity=0)
-    train(model, optimizer, ApexScaler(), range(2), "norm")
-    CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path)).save_checkpoint(0, metric=1.0)
-    saved = weights_of(model)
-    amp_patch.reset()
-    plain, _ = make("resnet18", seed=1)
-    timm.models.load_checkpoint(plain, str(tmp_path / "last.pth.tar"))
-    assert {weight.dtype for weight in plain.parameters()} == {torch.float32}
-    assert all(map(torch.equal, weights_of(plain), saved))
-
-
 @pytest.mark.parametrize(("level", "low"), [("O1", torch.float16), ("O4", torch.bfloat16)])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_autocast(name, level, low):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from hand_casts import tensors_of
 from torch import Tensor
 from torch_autocast import get_overload_rules
 
@@ -61,7 +62,7 @@ def _make_kernel(overload: str, rule: str) -> Callable[..., Any]:
                     else op(*args, **kwargs)
                 )
             low = torch.get_autocast_dtype("cpu")
-            dtypes = {tensor.dtype for tensor in _tensors_of([*args, *kwargs.values()]) if _is_eligible(tensor)}
+            dtypes = {tensor.dtype for tensor in tensors_of([*args, *kwargs.values()]) if _is_eligible(tensor)}
             widest = torch.float32 if torch.float32 in dtypes else low
             dtype = {"whitelist": low, "blacklist": torch.float32}.get(rule, widest)
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
@@ -86,14 +87,6 @@ def _in_float32_unless_told(
 
 def _is_eligible(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
-
-
-def _tensors_of(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_of(value)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 gradients.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,27 +91,20 @@ def outcome(
     return [tensor.detach() for tensor in tensors] or [results], gradients
 
 
-def is_same(left: Any, right: Any) -> bool:
-    """Bitwise, nan equal to nan, through lists and tuples."""
+def is_same(left: Any, right: Any, tolerance: float = 0.0) -> bool:
+    """Bitwise unless a tolerance is given, nan equal to nan, through lists and tuples."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.dtype is not right.dtype or left.shape != right.shape or left.layout is not right.layout:
             return False
-        return torch.allclose(left.to_dense(), right.to_dense(), rtol=0, atol=0, equal_nan=True)
+        return torch.allclose(left.to_dense(), right.to_dense(), rtol=tolerance, atol=tolerance, equal_nan=True)
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(is_same, left, right))
+        return len(left) == len(right) and all(map(is_same, left, right, itertools.repeat(tolerance)))
     return left is right or bool(left == right)
 
 
 def is_close(left: Any, right: Any) -> bool:
     """As `is_same`, but values of 16-bit products may be a few roundings apart: kernels add in different orders."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if left.dtype is not right.dtype or left.shape != right.shape or left.layout is not right.layout:
-            return False
-        tolerance = 4 * torch.finfo(torch.bfloat16).eps
-        return torch.allclose(left.to_dense(), right.to_dense(), rtol=tolerance, atol=tolerance, equal_nan=True)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(is_close, left, right))
-    return is_same(left, right)
+    return is_same(left, right, tolerance=4 * torch.finfo(torch.bfloat16).eps)
 
 
 def expected_of(spelling: Spelling, sample: Sample, given: tuple[torch.dtype, torch.dtype], low: torch.dtype) -> Any:

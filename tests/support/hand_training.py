@@ -14,14 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LOWS = {"O1": torch.float16, "O2": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
+LOWS = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
+}
 WITH_MASTERS = ("O2", "O5")
+CAST = ("O2", "O3", "O5")
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 class Casts:
-    """What a forward by hand does to its operands: nothing, until it is told of a level."""
+    """What a forward by hand does to its operands: nothing, until it is told of a level with a low dtype."""
 
     def __init__(self) -> None:
         self.level: str | None = None
@@ -29,7 +36,7 @@ class Casts:
 
     def product(self, op: Callable[..., Tensor], *operands: Any, **options: Any) -> Tensor:
         """A product of 16-bit values; computed in float32, its operands are widened and its result rounded."""
-        if self.level is None:
+        if self.level not in LOWS:
             return op(*operands, **options)
         low = LOWS[self.level]
         rounded = [operand.to(low) for operand in operands]
@@ -43,12 +50,12 @@ class Casts:
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a layer norm between."""
+    """Two linear layers, and a layer norm between, without which nothing saves a float32 weight at O1 and O4."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_norm: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
-        self.norm = nn.LayerNorm(4)
+        self.norm = nn.LayerNorm(4) if has_norm else nn.Identity()
         self.last = nn.Linear(4, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -56,7 +63,8 @@ class Mlp(nn.Module):
 
     def forward_by_hand(self, inputs: Tensor, casts: Casts) -> Tensor:
         hidden = casts.product(F.linear, inputs, self.first.weight, self.first.bias)
-        hidden = F.layer_norm(casts.full(hidden), (4,), self.norm.weight, self.norm.bias)
+        if isinstance(self.norm, nn.LayerNorm):
+            hidden = F.layer_norm(casts.full(hidden), (4,), self.norm.weight, self.norm.bias)
         return casts.product(F.linear, torch.tanh(hidden), self.last.weight, self.last.bias)
 
 
@@ -144,7 +152,7 @@ class ModelByHand(nn.Module):
             return self.forward_by_hand(inputs, Casts())
         self.hand.bring_together()
         output = self.forward_by_hand(inputs, self.hand.casts)
-        return output.float() if self.hand.casts.level in WITH_MASTERS else output
+        return output.float() if self.hand.casts.level in CAST else output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -155,9 +163,10 @@ class ModelByHand(nn.Module):
         state = super().state_dict(*args, **kwargs)
         if self.hand is not None:
             self.hand.bring_together()
+            state.update({name: value.float() for name, value in state.items() if value.dtype in LOWS.values()})
             for name, parameter in self.named_parameters(remove_duplicate=False):
-                master = self.hand.masters.get(id(parameter))
-                state[name] = parameter.detach().float() if master is None else master.detach()
+                if id(parameter) in self.hand.masters:
+                    state[name] = self.hand.masters[id(parameter)].detach()
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +241,7 @@ class Pass:
     def __init__(self, scaler: Scaler, optimizers: list[Any]) -> None:
         self.scaler, self.optimizers = scaler, optimizers
         self.window, self.scale = scaler.window, scaler.scale
-        self.is_overflow = False
+        self.is_overflow = self.has_failed = False
         self.stepped: list[Any] = []  # optimizers that have stepped before all was looked at
 
 
@@ -263,6 +272,8 @@ class OptimizerByHand:
 
     def place_masters(self) -> None:
         """Put masters where the script has put 16-bit parameters."""
+        if self.hand.casts.level not in WITH_MASTERS:
+            return
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter.dtype in LOWS.values():
@@ -283,8 +294,6 @@ class OptimizerByHand:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.hand is None:
             return super().step(closure) if closure is not None else super().step()
-        if isinstance(self, torch.optim.LBFGS):  # its scale never moves, and its gradients are looked at by the closure
-            return self.step_by_closure(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -304,17 +313,6 @@ class OptimizerByHand:
         self.hand.finish_step(self)
         return result
 
-    def step_by_closure(self, closure: Callable[[], Any]) -> Any:
-        def evaluate() -> Any:
-            value = closure()
-            for scaler in self.found:
-                scaler.decide()
-            return value
-
-        value = super().step(evaluate)
-        self.end_window()
-        return value
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.hand is not None:
             self.hand.abandon(self)
@@ -333,11 +331,17 @@ class SessionError(RuntimeError):
     """What the package refuses as well."""
 
 
+class CheckpointError(RuntimeError):
+    """A state that is not loaded."""
+
+
 # ---- what a script calls ---------------------------------------------------------------------------------------------
 
 
 class ByHand:
     """The functions of amp_patch, by hand."""
+
+    SessionError, CheckpointError = SessionError, CheckpointError
 
     def __init__(self) -> None:
         self.casts = Casts()
@@ -376,7 +380,7 @@ class ByHand:
         gradients: list[tuple[Tensor, Tensor]] = []
         for model in models:
             model.hand = self
-            if opt_level in WITH_MASTERS:
+            if opt_level in CAST:
                 gradients += self.cast_model(model)
         for optimizer in optimizers:
             optimizer.begin(self)
@@ -395,7 +399,10 @@ class ByHand:
         gradients = []
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                continue
+                if self.casts.level in WITH_MASTERS:
+                    continue
+                for name, buffer in module.named_buffers():
+                    setattr(module, name, buffer.to(LOWS[self.casts.level]) if buffer.is_floating_point() else buffer)
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype is torch.float32:
                     gradient, parameter.grad = parameter.grad, None
@@ -431,9 +438,14 @@ class ByHand:
             model.hand = None
             for parameter in model.parameters():
                 if parameter.dtype in LOWS.values():
-                    parameter.grad = None
+                    gradient, parameter.grad = parameter.grad, None
                     master = self.masters.get(id(parameter))
                     parameter.data = parameter.data.float() if master is None else master.detach().clone()
+                    if gradient is not None and self.casts.level not in WITH_MASTERS:
+                        parameter.grad = gradient.float()
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.float() if buffer.dtype in LOWS.values() else buffer)
         self.forget_everything()
 
     def master_params(self, optimizer: Any) -> Iterator[Tensor]:
@@ -452,6 +464,8 @@ class ByHand:
         return {f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(self.scalers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state) != len(self.scalers):
+            raise CheckpointError("another number of losses")
         for index, scaler in enumerate(self.scalers):
             scaler.load_state_dict(state[f"loss_scaler{index}"])
 
@@ -467,7 +481,7 @@ class ByHand:
     def disable_casts(self) -> Iterator[None]:
         """Of a model that is cast itself there is nothing to leave out."""
         level = self.casts.level
-        if level not in WITH_MASTERS:
+        if level not in CAST:
             self.casts.level = None
         try:
             yield
@@ -490,11 +504,19 @@ class ByHand:
             raise SessionError("blocks of different scales")
         self.carry(one)
         self.open.append(one)
-        yield loss.float() * one.scale
+        try:
+            yield loss.float() * one.scale
+        except Exception:
+            one.has_failed = True
+            raise
+        finally:
+            self.leave(one, is_delayed=delay_unscale and not one.has_failed)
+
+    def leave(self, one: Pass, *, is_delayed: bool) -> None:
         self.open.remove(one)
         if one.window is not None or self.casts.level in WITH_MASTERS:
             self.waiting.append(one)
-        if not delay_unscale:
+        if not is_delayed:
             self.settle()
             if self.open:
                 self.carry(self.open[-1])
@@ -574,7 +596,8 @@ class ByHand:
             one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
         for one in judged:
             one.is_overflow = one.is_overflow or any(found[optimizer] for optimizer in one.optimizers)
-            self.judge(one, found)
+            if not one.has_failed or (one.is_overflow and one.scaler.is_dynamic):
+                self.judge(one, found)
 
     def look(self, optimizer: Any, seen: set[int]) -> bool:
         """Make true sums of the gradients of an optimizer, but for those seen before, and tell whether a pass has

@@ -49,7 +49,6 @@ CLASSES, SIGNS, MASK = (
     torch.tensor([1.0, -1.0, 1.0, -1.0]),
     torch.tensor([True, False, True, False]),
 )
-COMPLEX = torch.complex(rand(4, 4), rand(4, 4, seed=1))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that CSR is in beta
     SPARSE_ROWS = MATRIX.to_sparse_csr()

@@ -17,6 +17,7 @@ import amp_patch as amp
 
 RUNS_FSDP2 = not torch.__version__.startswith("2.6.")
 needs_fsdp2 = pytest.mark.skipif(not RUNS_FSDP2, reason="fully_shard of torch 2.6 does not run on a CPU")
+PRELOADED = ["torch.distributed.optim", "torch.distributed.checkpoint.state_dict", "torch_state"]  # all slow to import
 PATIENCE = 120  # seconds; a function takes milliseconds
 
 
@@ -74,7 +75,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOADED)
         self._starts += 1
         for rank in range(self._world_size):
             own, other = context.Pipe()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LEVELS = ("O1", "O2", "O4", "O5")
-WITH_MASTERS = ("O2", "O5")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def draw(seed: int) -> Program:
     draft = Draft(random.Random(seed))
     snippets = [Snippet(draft.setup())]
     for _ in range(draft.random.randint(9, 16)):
-        make = draft.random.choice(draft.vocabulary())
+        (make,) = draft.random.choices(list(VOCABULARY), list(VOCABULARY.values()))
         snippets += make(draft)
     return Program(seed, tuple(snippets), asks=draft.random.random() < 0.7)
 
@@ -90,7 +89,6 @@ class Draft:
         optimizers: names of the models whose parameters each holds, by its name.
         later: lines that have changed the groups since, to be run again where all is built anew.
         is_shared: two optimizers have parameters in common, so that each block is for both.
-        has_lbfgs: each step takes a closure.
         has_stale_state: an optimizer has a state of parameters that left it, which torch cannot save.
     """
 
@@ -100,7 +98,7 @@ class Draft:
         self.optimizers: dict[str, list[str]] = {}
         self.construction: list[tuple[str, str]] = []
         self.later: list[str] = []
-        self.is_shared = self.has_lbfgs = self.has_stale_state = False
+        self.is_shared = self.has_stale_state = False
         self.seeds = 0
         self.names = 0
         self.averages: list[tuple[str, str]] = []
@@ -114,8 +112,6 @@ class Draft:
         self.losses = self.random.choice([1, 2, 2])
         layouts = ["own", "own", "joint", "halves", "common", "groups", "each"]
         self.layout = self.random.choice(layouts)
-        if not self.is_dynamic and self.level not in WITH_MASTERS and self.random.random() < 0.1:
-            self.layout, self.has_lbfgs = "own", True
         self.choose_optimizers()
         return self.build()
 
@@ -142,8 +138,6 @@ class Draft:
     def choose_optimizers(self) -> None:
         first, *others = self.models
         kinds = [self.random.choice(OPTIMIZERS) for _ in range(3)]
-        if self.has_lbfgs:
-            kinds = ["LBFGS({}, lr=0.125, max_iter=3)"] * 3
         self.construction = []
         if self.layout == "joint":
             parameters = ", ".join(f"*{model}.parameters()" for model in self.models)
@@ -249,11 +243,6 @@ class Draft:
             return lines([self.zero(optimizers), *middle, self.step(optimizers)])
         return lines([*middle, self.step(optimizers), self.zero(optimizers)])
 
-    def vocabulary(self) -> list["Maker"]:
-        if self.has_lbfgs:
-            return [closure, evaluate, resume]
-        return [maker for maker, weight in VOCABULARY.items() for _ in range(weight)]
-
 
 def lines(parts: object) -> str:
     return "\n".join(part for part in parts if part)  # type: ignore[attr-defined]
@@ -317,17 +306,6 @@ def two_losses(draft: Draft) -> list[Snippet]:
         blocks = [draft.block(draft.loss(model, bad=True), optimizers, index % draft.losses) for index in range(2)]
     draft.random.shuffle(blocks)
     return [Snippet(draft.around(optimizers, *blocks))]
-
-
-def graphs_first(draft: Draft) -> list[Snippet]:
-    """Both losses are there before the first goes backward."""
-    model = draft.pick_model()
-    if draft.is_renormed(model):
-        return []
-    optimizers = draft.optimizers_of(model)
-    names = [draft.name("loss") for _ in range(2)]
-    made = [f"{name} = {draft.loss(model, bad=draft.bad(0.1))}" for name in names]
-    return [Snippet(draft.around(optimizers, *made, *[draft.block(name, optimizers) for name in names]))]
 
 
 def sum_of_losses(draft: Draft) -> list[Snippet]:
@@ -497,15 +475,6 @@ def dropped_gradients(draft: Draft) -> list[Snippet]:
     return [Snippet(lines([draft.zero(optimizers), block, every, again, draft.step(optimizers)]))]
 
 
-def given_up(draft: Draft) -> list[Snippet]:
-    """Delayed passes whose gradients are zeroed before the last one."""
-    model = draft.pick_model()
-    optimizers = draft.optimizers_of(model)
-    block = draft.block(draft.loss(model, bad=draft.bad(0.2)), optimizers, delay=True)
-    again = draft.block(draft.loss(model), optimizers)
-    return [Snippet(lines([block, draft.zero(optimizers), again, draft.step(optimizers), draft.zero(optimizers)]))]
-
-
 def no_block(draft: Draft) -> list[Snippet]:
     """A backward pass of a loss that is not scaled, beside one that is, or by itself, or given up."""
     model = draft.pick_model()
@@ -514,20 +483,6 @@ def no_block(draft: Draft) -> list[Snippet]:
     block = draft.block(draft.loss(model), optimizers)
     middle = draft.random.choice([[plain], [plain, block], [block, plain], [plain, draft.zero(optimizers), block]])
     return [Snippet(draft.around(optimizers, *middle))]
-
-
-def step_left_out(draft: Draft) -> list[Snippet]:
-    """A loop that does not step, or does not zero."""
-    model = draft.pick_model()
-    optimizers = draft.optimizers_of(model)
-    block = draft.block(draft.loss(model, bad=draft.bad(0.3)), optimizers)
-    if draft.is_likely(0.5):
-        return [Snippet(lines([draft.zero(optimizers), block])), *iteration(draft)]
-    return [Snippet(lines([block, draft.step(optimizers)]))]
-
-
-def step_alone(draft: Draft) -> list[Snippet]:
-    return [Snippet(draft.step(list(draft.optimizers)))]
 
 
 def surgery(draft: Draft) -> list[Snippet]:
@@ -709,8 +664,6 @@ def rollback(draft: Draft) -> list[Snippet]:
 def another_level(draft: Draft) -> list[Snippet]:
     """Reset, train without a session, and go on at another level."""
     draft.choose_level()
-    if draft.has_lbfgs:
-        return []
     plain = []
     if draft.is_likely(0.5):
         model = draft.pick_model()
@@ -790,7 +743,6 @@ VOCABULARY: dict[Maker, int] = {
     one_of_the_optimizers: 2,
     accumulation: 3,
     two_losses: 3,
-    graphs_first: 1,
     sum_of_losses: 2,
     one_after_the_other: 2,
     delayed_sets: 2,
@@ -801,10 +753,7 @@ VOCABULARY: dict[Maker, int] = {
     penalty: 2,
     gradients_by_hand: 1,
     dropped_gradients: 1,
-    given_up: 1,
     no_block: 1,
-    step_left_out: 2,
-    step_alone: 1,
     surgery: 3,
     hooks: 3,
     closure: 1,

@@ -38,7 +38,7 @@ def spoil(text: str, draw: random.Random) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_spoiled_list_is_read_or_refused(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(seed)
     path = tmp_path / "mine.yaml"
@@ -68,14 +68,14 @@ entries = st.dictionaries(st.sampled_from(["loss_scale", "unskipped", "hysteresi
 states = st.dictionaries(st.sampled_from(["loss_scaler0", "loss_scaler1", "amp", 0]), entries | numbers, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(states)
 def test_a_saved_state_is_loaded_or_changes_nothing(state: object) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(amp.reset)
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+        amp.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
         before = amp.state_dict()
         try:
             amp.load_state_dict(state)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training import backward, take_step
+from training import take_step
 
 import amp_patch as amp
 
@@ -76,34 +76,3 @@ def test_scales_skips_and_weights_are_those_of_grad_scaler(name, knobs, steps):
     # under GradScaler fused optimizers divide by the scale themselves, and round otherwise than its `unscale_`
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if name.startswith("fused") else {"rtol": 0.0, "atol": 0.0}
     torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], weights, **tolerance)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_run_with_hysteresis_resumes_where_it_was(level):
-    def prepare():
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        knobs = {"init": 256, "growth_interval": 3, "hysteresis": 2}
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=knobs, verbosity=0)
-        return model, optimizer
-
-    def run(model, optimizer, steps):
-        scales = []
-        for is_good in steps:
-            backward(loss_of(model, is_good), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            scales.append(amp.stats().loss_scales[0])
-        return scales
-
-    model, optimizer = prepare()
-    assert run(model, optimizer, [True, False]) == [256.0, 256.0]  # the first overflow is let pass
-    saved = amp.state_dict()
-    assert saved == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0, "hysteresis_tracker": 1}}
-    rest = [False, True, True, True, False, False]
-    expected = run(model, optimizer, rest)
-    assert expected == [128.0, 128.0, 128.0, 256.0, 256.0, 128.0]
-    amp.reset()
-    model, optimizer = prepare()
-    amp.load_state_dict(saved)
-    assert run(model, optimizer, rest) == expected

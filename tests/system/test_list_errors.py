@@ -50,16 +50,6 @@ def test_what_paper_takes_off_computes_in_float32_and_stays_in_range() -> None:
         assert errors.low <= MOST and not errors.out_of_range and not errors.problem, errors
 
 
-def test_fast_is_a_part_of_paper() -> None:
-    assert {*FAST} < {*taken_off("paper")}
-
-
-def test_fast_goes_over_either_default_without_complaint(caplog: pytest.LogCaptureFixture) -> None:
-    for base in ["float16", "bfloat16"]:
-        load_oplists([base, "fast"])
-        assert caplog.records == []
-
-
 def test_under_fast_a_normalization_in_low_keeps_its_dtype_whatever_its_weights() -> None:
     module, value = nn.LayerNorm(8), torch.randn(2, 8).bfloat16()
     amp_patch.initialize(module, opt_level="O4", lists=["bfloat16", "fast"], verbosity=0)

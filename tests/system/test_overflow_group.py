@@ -2,7 +2,6 @@
 skip the same steps, have the same scale and end with the same weights; and the reductions are counted.
 """
 
-import copy
 import warnings
 
 import pytest
@@ -18,18 +17,18 @@ import amp_patch as amp
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
-STEPS = 50
+STEPS = 12
 SPIKES = {
-    3: (0, "loss"),
-    4: (1, "loss"),
-    11: (1, "gradient"),
-    19: (0, "gradient"),
-    30: (1, "loss"),
-    31: (1, "gradient"),
+    2: (0, "loss"),
+    3: (1, "loss"),
+    5: (1, "gradient"),
+    7: (0, "gradient"),
+    9: (1, "loss"),
+    10: (1, "gradient"),
 }
 """By step: the rank that overflows, and whether before its gradients are reduced or after."""
 
-SCALE = {"init": 2.0**8, "growth_interval": 5}
+SCALE = {"init": 2.0**8, "growth_interval": 2}
 
 
 def make_net():
@@ -126,10 +125,9 @@ def train(rank, how, level, options, steps, has_spikes):
     return weights, history, calls
 
 
-FSDP2 = pytest.param("fsdp2", marks=needs_fsdp2)
 CASES = [
-    *(("ddp", level) for level in ("O1", "O2", "O5")),
-    *(pytest.param("fsdp2", level, marks=needs_fsdp2) for level in ("O1", "O2", "O5")),
+    *(("ddp", level) for level in ("O1", "O2")),
+    *(pytest.param("fsdp2", level, marks=needs_fsdp2) for level in ("O1", "O2")),
     *((how, "O1") for how in ("fsdp1", "sharded first", "replicated first", "mixed")),
 ]
 
@@ -148,8 +146,13 @@ def test_all_ranks_skip_and_scale_alike(ranks, how, level):
     assert calls == calls_there == ([] if how == "ddp" else [3] * STEPS)
 
 
-@pytest.mark.parametrize("how", [FSDP2, "mixed"])
-@pytest.mark.parametrize("options", [{"loss_scale": 64.0}, {"loss_scale": SCALE, "overflow_group": False}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        pytest.param("fsdp2", {"loss_scale": 64.0}, marks=needs_fsdp2),
+        ("mixed", {"loss_scale": SCALE, "overflow_group": False}),
+    ],
+)
 def test_without_a_common_decision_nothing_is_reduced(ranks, how, options):
     (one, _, calls), (other, _, _) = ranks(train, how, "O1", options, 3, False)
     assert calls == [] and all(map(torch.equal, one, other))
@@ -162,39 +165,6 @@ def test_fully_shard_gives_what_ddp_gives(ranks, level):
     (sharded, *_), _ = ranks(train, "fsdp2", level, options, 6, False)
     (replicated, *_), _ = ranks(train, "ddp", level, options, 6, False)
     assert all(map(torch.equal, sharded, replicated))
-
-
-def train_stage(rank, level):
-    """One of two pipeline stages, whose overflows the other one cannot see; what goes between them does not matter."""
-    net = make_net()
-    stage = net[:3] if rank == 0 else net[3:]
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.0625)
-    options = {"loss_scale": SCALE, "overflow_group": dist.group.WORLD}
-    amp.initialize(stage, optimizer, opt_level=level, verbosity=0, **options)
-    history = []
-    for step in range(STEPS):
-        inputs = batch(0, step) if rank == 0 else torch.ones(4, 8)
-        with amp.scale_loss(stage(inputs).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-            if SPIKES.get(step, (None, None))[0] == rank:
-                next(stage.parameters()).grad.fill_(float("inf"))
-        if step == 20:
-            optimizer.zero_grad()  # the batch is given up on all ranks
-            history.append(amp.stats().loss_scales[0])
-            continue
-        optimizer.step()
-        history.append((optimizer.step_was_skipped, amp.stats().loss_scales[0]))
-        optimizer.zero_grad()
-    finite = all(bool(parameter.isfinite().all()) for parameter in stage.parameters())
-    amp.reset()
-    return history, finite
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_pipeline_stages_decide_together_in_a_group(ranks, level):
-    (history, is_finite), (history_there, is_finite_there) = ranks(train_stage, level)
-    assert history == history_there and is_finite and is_finite_there
-    assert [step for step, entry in enumerate(history) if isinstance(entry, tuple) and entry[0]] == list(SPIKES)
 
 
 def train_pipeline(rank, schedule, level):
@@ -242,9 +212,7 @@ def train_unsplit(level, steps):
 
 
 @pytest.mark.skipif(VERSION < (2, 7), reason="plain torch 2.6, too, comes to other weights in stages than unsplit")
-@pytest.mark.parametrize(
-    ("schedule", "level"), [("ScheduleGPipe", "O2"), ("Schedule1F1B", "O1"), ("Schedule1F1B", "O5")]
-)
+@pytest.mark.parametrize(("schedule", "level"), [("ScheduleGPipe", "O2"), ("Schedule1F1B", "O1")])
 def test_schedules_of_torch_run_in_one_block(ranks, schedule, level):
     (first, history), (second, history_there) = ranks(train_pipeline, schedule, level)
     assert history == history_there
@@ -254,8 +222,8 @@ def test_schedules_of_torch_run_in_one_block(ranks, schedule, level):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
-def train_by_hand(rank, level, is_manual):
-    """The stand-in's Reducer averages after each block; or a loop unscales by hand, as Apex's own loops did."""
+def reduce_after_blocks(rank, level):
+    """The stand-in's Reducer averages after each block."""
     from amp_patch.apex import amp as apex_amp
     from amp_patch.apex.parallel import Reducer
 
@@ -263,70 +231,25 @@ def train_by_hand(rank, level, is_manual):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
     apex_amp.initialize(net, optimizer, opt_level=level, verbosity=0)
     reducer, history = Reducer(net), []
-    scaler = apex_amp._amp_state.loss_scalers[0]
     for step in range(8):
         loss = net(batch(rank, step)).float().square().mean() * (float("inf") if step == 3 + rank else 1.0)
-        if is_manual:
-            scale = scaler.loss_scale()
-            (loss * scale).backward()
-            gradients = [parameter.grad for parameter in net.parameters()]
-            scaler.clear_overflow_state()
-            scaler.unscale(gradients, gradients, scale)
-            reducer.reduce()
-            is_skipped = scaler.update_scale()
-            if not is_skipped:
-                optimizer.step()
-        else:
-            with apex_amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            reducer.reduce()
-            optimizer.step()
-            is_skipped = optimizer.step_was_skipped
+        with apex_amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        reducer.reduce()
+        optimizer.step()
+        history.append((optimizer.step_was_skipped, apex_amp._amp_state.loss_scalers[0].loss_scale()))
         optimizer.zero_grad()
-        history.append((is_skipped, scaler.loss_scale()))
     weights = [full(parameter) for parameter in apex_amp.master_params(optimizer)]
     amp.reset()
     return weights, history
 
 
-@pytest.mark.parametrize(("level", "is_manual"), [("O1", False), ("O2", False), ("O1", True)])
-def test_who_averages_by_hand_skips_on_all_ranks(ranks, level, is_manual):
-    (one, history), (other, history_there) = ranks(train_by_hand, level, is_manual)
-    assert history == history_there and [is_skipped for is_skipped, _ in history] == [
-        3 <= step < 5 for step in range(8)
-    ]
-    assert all(map(torch.equal, one, other)) and all(bool(weight.isfinite().all()) for weight in one)
-
-
-TINY = 2.0**-18
-"""Gradients of such losses are lost in float16 unless they are scaled."""
-
-
-def accumulate(rank, level, micro_batches):
-    """The gradient of some micro-batches under FSDP2, of which the last one is reduced, in units of the true one."""
-    net, _ = fsdp2(make_net(), level)
-    reference = copy.deepcopy(make_net())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale=2.0**16, verbosity=0)
-    for micro in range(micro_batches):
-        for module in net.modules():
-            if hasattr(module, "set_requires_gradient_sync"):
-                module.set_requires_gradient_sync(micro == micro_batches - 1)
-        backward(net(batch(rank, micro)).float().square().mean() * TINY, optimizer)
-        with amp.disable_casts():
-            for who in range(2):
-                (reference(batch(who, micro)).square().mean() * TINY / 2).backward()
-    found = [full(parameter.grad) for parameter in net.parameters()]
-    amp.reset()
-    return [(one.norm() / other.grad.norm()).item() for one, other in zip(found, reference.parameters(), strict=True)]
-
-
-@needs_fsdp2
-@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_accumulation_without_reduction_carries_the_scale_once(ranks, level, micro_batches):
-    for ratios in ranks(accumulate, level, micro_batches):
-        assert all(0.98 < ratio < 1.02 for ratio in ratios), ratios
+def test_who_averages_by_hand_skips_on_all_ranks(ranks, level):
+    (one, history), (other, history_there) = ranks(reduce_after_blocks, level)
+    assert history == history_there
+    assert [step for step, (is_skipped, _) in enumerate(history) if is_skipped] == [3, 4]
+    assert all(map(torch.equal, one, other)) and all(bool(weight.isfinite().all()) for weight in one)
 
 
 def train_without_shards(rank):
@@ -429,7 +352,7 @@ def train_in_16_bits(rank, how):
     return said
 
 
-@pytest.mark.parametrize("how", [FSDP2, "sharded first"])
+@pytest.mark.parametrize("how", [pytest.param("fsdp2", marks=needs_fsdp2), "sharded first"])
 def test_pure_16_bits_are_for_models_that_were_cast_before(ranks, how):
     for refused, is_changed, dtypes in ranks(train_in_16_bits, how):
         assert "cast the model to bfloat16 before it is sharded" in refused and is_changed

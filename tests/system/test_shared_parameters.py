@@ -2,7 +2,6 @@
 every level what plain torch gives.
 """
 
-import copy
 import gc
 import math
 import threading
@@ -15,12 +14,7 @@ from training import backward
 
 import amp_patch as amp
 
-LEVELS = [
-    ("O1", {"loss_scale": {"init": 512.0}}),
-    ("O2", {"loss_scale": {"init": 512.0}}),
-    ("O2", {"loss_scale": 1024.0}),
-    ("O5", {}),
-]
+LEVELS = [("O1", {"loss_scale": {"init": 512.0}}), ("O2", {"loss_scale": 1024.0}), ("O5", {})]
 X = torch.tensor([[1.0, 2.0], [0.5, -1.0]])  # with powers of 2 for weights every product is exact in 16 bits
 
 
@@ -66,21 +60,6 @@ def second_optimizer_of_a_later_stage(net, initialize, backward):
     for optimizer in (second, first, second):
         backward(net(X).float().square().mean(), optimizer)
         step(optimizer)
-
-
-def encoder_with_two_heads(net, initialize, backward):
-    other = nn.Linear(2, 1, bias=False)
-    nn.init.constant_(other.weight, 0.5)
-    both = nn.ModuleList([net, other])
-    first = torch.optim.SGD([*net[0].parameters(), *net[2].parameters()], lr=0.25)
-    second = torch.optim.SGD([*net[0].parameters(), *other.parameters()], lr=0.25)
-    initialize([net, other], [first, second])
-    for _ in range(2):
-        backward(net(X).float().mean(), first)
-        step(first)
-        backward(other(net[1](net[0](X))).float().mean(), second)
-        step(second)
-        both.zero_grad()
 
 
 def a_parameter_put_into_a_second_group_by_hand(net, initialize, backward):
@@ -141,7 +120,6 @@ def an_optimizer_deleted_between_delayed_passes(net, initialize, backward):
 
 SCRIPTS = [
     second_optimizer_of_a_later_stage,
-    encoder_with_two_heads,
     a_parameter_put_into_a_second_group_by_hand,
     optimizers_joined_by_a_third,
     a_group_added_between_delayed_passes,
@@ -180,23 +158,6 @@ def test_optimizers_that_come_to_share_a_parameter_inside_a_block(level):
     assert torch.allclose(list(amp.master_params(second))[0].grad, reference[2].weight.grad, rtol=0.02)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_before_an_exception_in_the_block_skips_the_step(level):
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    before, scale = weights_of(net)[:1], amp.stats().loss_scales[0]
-    block = amp.scale_loss(net(X).float().sum(), optimizer)
-    with pytest.raises(KeyError), block as scaled:
-        scaled.backward()
-        for parameter in net.parameters():
-            parameter.grad.fill_(float("inf"))
-        raise KeyError
-    optimizer.step()
-    assert optimizer.step_was_skipped and torch.equal(weights_of(net)[0], before[0])
-    assert amp.stats().loss_scales[0] == scale / 2
-
-
 def test_refresh_keeps_what_was_done_to_the_parameters():
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -207,22 +168,6 @@ def test_refresh_keeps_what_was_done_to_the_parameters():
     amp.refresh()
     assert net[0].weight.unique().tolist() == [3.0] and net[2].weight.unique().tolist() == [7.0]
     assert next(amp.master_params(optimizer)).unique().tolist() == [3.0]
-
-
-def test_parameters_put_into_a_group_by_hand_stand_for_their_masters():
-    net, again = make_net(), make_net()
-    found = []
-    for model, is_replaced in ((net, False), (again, True)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-        amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
-        for turn in range(3):
-            if turn == 1 and is_replaced:
-                optimizer.param_groups[0]["params"] = list(model.parameters())
-            backward(model(X).float().square().mean(), optimizer)
-            step(optimizer)
-        found.append([master.detach().clone() for master in amp.master_params(optimizer)])
-        amp.reset()
-    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -239,19 +184,10 @@ def test_an_overflow_counts_for_parameters_put_into_a_second_group_by_hand(level
     assert all(torch.isfinite(weight).all() for weight in weights_of(net))
 
 
-def test_the_copy_of_a_model_says_what_a_copied_optimizer_is():
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
-    with pytest.warns(UserWarning, match="create a new optimizer for it"):
-        copy.deepcopy((net, optimizer))
-
-
-@pytest.mark.parametrize(("level", "options"), [("O4", {"loss_scale": 2.0}), ("O5", {})])
-def test_blocks_of_two_threads_at_once_are_refused(level, options):
+def test_blocks_of_two_threads_at_once_are_refused():
     nets = [make_net(), make_net()]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]
-    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, **options)
+    amp.initialize(nets, optimizers, opt_level="O5", verbosity=0)
     seen = []
 
     def enter():

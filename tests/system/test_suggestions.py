@@ -5,12 +5,10 @@ import re
 from torch import nn
 
 import amp_patch
-from amp_patch.cli.lists import TASKS
-from amp_patch.cli.main import COMMANDS
-from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS
-from amp_patch.config.module_rules import MODULE_KEYS, RUNS
-from amp_patch.config.op_namespaces import OWNERS, get_op_names
-from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
+from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, KEYS
+from amp_patch.config.module_rules import RUNS
+from amp_patch.config.op_namespaces import get_op_names
+from amp_patch.config.policy import Policy
 from amp_patch.config.presets import Presets
 from amp_patch.config.shipped import shipped_names, shipped_presets
 from amp_patch.dtypes import DTYPE_WORDS
@@ -22,49 +20,30 @@ ALLOWED = {
     "op": [name for name in get_op_names() if "." not in name],
     "key": KEYS,
     "entry": ENTRY_KEYS,
-    "module": MODULE_KEYS,
     "run": RUNS,
     "true": BOOLEANS,
-    "inplace": INPLACE_CHOICES,
     "dtype": DTYPE_WORDS,
     "class": [name for name in dir(nn) if isinstance(getattr(nn, name), type)],
-    "command": [command.name for command in COMMANDS],
-    "task": list(TASKS),
     "list": shipped_names(),
     "property": list(Policy.get_overrides()),
-    "compute": COMPUTE,
     "scale": ("dynamic",),
-    "scale key": list(DynamicScale.__dataclass_fields__),
     "device": ("cuda", "cpu"),
-    "namespace": list(OWNERS),
     "public": amp_patch.__all__,
 }
 
 MISSPELT = {
     "level": {"o1": "O1", "01": "O1", "2": "O2", "OO4": "O4"},
     "op": {"sofmax": "softmax", "SoftMax": "softmax", "attention": "scaled_dot_product_attention", "dense": "linear"},
-    "key": {
-        "whitlist": "whitelist",
-        "allowlist": "whitelist",
-        "fp32": "blacklist",
-        "sequencepromote": "sequence_promote",
-    },
-    "entry": {"wy": "why", "reason": "why"},
-    "module": {"mach": "match"},
-    "run": {"float16": "low", "bf16": "low", "fp32": "float32", "flaot32": "float32"},
+    "key": {"whitlist": "whitelist", "allowlist": "whitelist", "sequencepromote": "sequence_promote"},
+    "entry": {"reason": "why"},
+    "run": {"float16": "low", "fp32": "float32", "flaot32": "float32"},
     "true": {"yes": "true", "True": "true"},
-    "inplace": {"mach": "match"},
     "dtype": {"bfloat61": "bfloat16", "fp-16": "fp16", "double": "float32"},
-    "class": {"Layernorm": "LayerNorm", "Conv2D": "Conv2d", "BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d"},
-    "command": {"doctr": "doctor", "list": "lists"},
-    "task": {"shwo": "show"},
+    "class": {"Layernorm": "LayerNorm", "BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d"},
     "list": {"bf16": "bfloat16", "apx": "apex"},
     "property": {"loss-scale": "loss_scale", "keep_bn_fp32": "keep_batchnorm_fp32"},
-    "compute": {"nativ": "native"},
-    "scale": {"dynmic": "dynamic", "auto": "dynamic"},
-    "scale key": {"growth_intervall": "growth_interval"},
+    "scale": {"auto": "dynamic"},
     "device": {"gpu": "cuda"},
-    "namespace": {"torch.nn.fuctional": "torch.nn.functional"},
     "public": {"initialise": "initialize", "master_param": "master_params"},
 }
 
