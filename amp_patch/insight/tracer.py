@@ -136,7 +136,7 @@ class Tracer(Recorder):
             self._finder.faults[-1] = replace(last, region=IN_FORWARD)
         if self._is_loss_seen or not self.is_recording:
             return
-        times = sum((one.site, one.aten) == (first.site, first.aten) for one in self._finder.faults)
+        times = sum(_place_of(one) == _place_of(first) for one in self._finder.faults)
         if times > _REPEATED:
             self._on_end()
 
@@ -354,6 +354,10 @@ class Tracer(Recorder):
         if self._scale is None:
             return next(iter(self._watched.stats(wait=False).loss_scales), 1.0)
         return self._scale
+
+
+def _place_of(fault: FaultRecord) -> tuple[str, str, str]:
+    return fault.site, fault.module, fault.aten
 
 
 def _find_group(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
