@@ -75,7 +75,8 @@ def test_a_function_of_the_user_is_told_at_the_line_of_its_backward():
     (fault,) = find_faults(recording)
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "# HERE" in text)
-    assert (fault.phase, fault.op, fault.site) == ("backward", "aten.mul", f"test_trace_scripts.py:{line}")
+    assert (fault.phase, fault.op, fault.node) == ("backward", "aten.mul", "SteepBackward")
+    assert fault.site == f"test_trace_scripts.py:{line}"
     assert any("SteepBackward" in label for label, _ in fault.trail)
 
 
