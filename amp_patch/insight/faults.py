@@ -23,7 +23,16 @@ from .recent import Recent
 from .records import FaultRecord
 from .repair import Repair
 from .rules import short
-from .tensors import floating_in, has_nan, is_finite, read_largest, read_largest_number, storage_of, tensors_in
+from .tensors import (
+    floating_in,
+    has_nan,
+    is_finite,
+    is_whole,
+    read_largest,
+    read_largest_number,
+    storage_of,
+    tensors_in,
+)
 from .written import Written
 
 TRAIL = 6
@@ -149,8 +158,12 @@ class FaultFinder:
                         self._judge(op, index, tensor, written, call, of)
                     elif looks_at_zeros and call is not None:
                         self._judge_zeros(op, index, tensor, written, call)
+        is_of_amp = call is None and overload.is_copy  # what it copies comes in where that is used
         for tensor, written in zip(outputs, made, strict=True):
-            self._keep(storage_of(tensor), written)
+            if is_of_amp and not math.isfinite(written.largest) and not written.is_known:
+                self._written.pop(storage_of(tensor), None)
+            else:
+                self._keep(tensor, written)
         if call is not None and made:
             self._recent.add(op, made[0], is_backward=call.phase == "backward")
 
@@ -163,7 +176,6 @@ class FaultFinder:
         """Return what is known of an output; take down which op of the forward pass gave 16 bits, and how large."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
-        written.is_whole = written.size == output.nbytes
         if call is None or call.phase == "backward":
             return written
         is_low = output.dtype in LOW_DTYPES
@@ -176,9 +188,10 @@ class FaultFinder:
                 peaks[call.module] = max(peak, written.largest)
         return written
 
-    def _keep(self, storage: int, written: Written) -> None:
+    def _keep(self, output: Tensor, written: Written) -> None:
+        storage = storage_of(output)
         earlier = self._written.get(storage)
-        if earlier is not None and not written.is_whole and not math.isfinite(earlier.largest):
+        if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
             # what does not fit may lie beside what was written
             if math.isfinite(written.largest):
                 return
@@ -212,18 +225,19 @@ class FaultFinder:
         if sources := [one for one in known if one is not None and one.is_known]:
             written.come_of(sources)
             return
-        is_backward = call is not None and call.phase == "backward"
-        if (_has_such_number(op, written.largest) and not is_backward) or self._is_ignored(op, call):
+        if call is None or self._is_ignored(op, call):
+            return
+        if _has_such_number(op, written.largest) and call.phase != "backward":
             return
         strangers = [
             one
             for one, origin in zip(bad, known, strict=True)
-            if (origin is None or origin.name or math.isfinite(origin.largest)) and not self._is_mask(one)
+            if (origin is None or math.isfinite(origin.largest)) and not self._is_mask(one)
         ]
         is_made_here = math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)
         if strangers:
             self._let_in(op, strangers[0], output, written, call)
-        elif call is not None and (is_made_here or not bad):
+        elif is_made_here or not bad:
             written.is_known, written.faults = True, frozenset({len(self.faults)})
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
             reason = self._find_reason(op, number, output, is_low=is_low)
@@ -279,11 +293,8 @@ class FaultFinder:
             return None
         return known
 
-    def _is_ignored(self, op: Op, call: Call | None) -> bool:
-        names = {op.overload.name}
-        if call is not None:
-            names.add(call.op.rpartition(".")[2])
-        return not names.isdisjoint(self._ignore)
+    def _is_ignored(self, op: Op, call: Call) -> bool:
+        return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, one: _Input) -> bool:
         """Tell whether a tensor that came in is one of those that are infinite by intention: a mask, a constant."""
@@ -292,12 +303,8 @@ class FaultFinder:
         infinite = one.tensor[~one.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call | None) -> None:
-        origin = self._written.get(stranger.storage)
-        name = (origin.name if origin is not None else "") or self._find_name(stranger.storage)
-        if call is None:  # copied by amp itself: to be told of where it is used
-            written.name = name or "(data)"
-            return
+    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call) -> None:
+        name = self._find_name(stranger.storage)
         self._written[stranger.storage] = known = Written(name, "", math.inf, ())
         known.is_known, known.faults = True, frozenset({len(self.faults)})
         written.come_of([known])

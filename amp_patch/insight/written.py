@@ -32,11 +32,10 @@ class Written:
 
     Attributes:
         op, node: what torch ran, and the node of the backward pass that it is part of.
-        largest: the largest magnitude that it gave; `is_whole`: whether it wrote the whole of the storage.
+        largest: the largest magnitude that it gave.
         parents: what is known of its inputs.
         is_known: whether what does not fit in it comes of faults that were entered already: `faults`.
         is_old: of the step before; `size`: of the storage, in bytes.
-        name: of a parameter that came in so, where amp's own op copied it.
         item: the op, if it is one of the forward pass; `is_low`: whether it gave 16 bits.
         is_held_low: it gives 16 bits also where an input is in float32.
     """
@@ -46,11 +45,9 @@ class Written:
     largest: float
     parents: "Sequence[Written]"
     faults: frozenset[int] = frozenset()
-    is_whole: bool = False
     is_old: bool = False
     size: int = 0
     is_known: bool = False
-    name: str = ""
     item: Item | None = None
     is_low: bool = False
     is_held_low: bool = True
