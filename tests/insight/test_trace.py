@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from gpt import make_gpt
+from seeded_faults import Layer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.insight.records import FaultRecord, RunRecord
-from amp_patch.insight.remedies import Remedy, format_entries
+from amp_patch.insight.remedies import Remedy, find_remedy, format_entries
 from amp_patch.insight.tracer import tracing
 
 RUN = RunRecord(torch.__version__, "cpu", "O1", "f16", (), "", 0)
@@ -35,15 +36,9 @@ class Sandwich(nn.Module):
         return self.last(self.between(self.first(x)))
 
 
-class Call(nn.Module):
+def calling(function):
     """A module that calls a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+    return Layer(lambda _, x: function(x))
 
 
 def start(model, compute_loss, *, level="O1", loss_scale=128.0, **options):
@@ -104,7 +99,7 @@ def test_what_is_infinite_by_intention_or_comes_to_nothing_is_no_fault(mask):
     def attend(x):
         return torch.softmax(torch.cat([mask(x), torch.zeros_like(x)], -1), -1)[..., :16]
 
-    assert find(make_step(Sandwich(Call(attend)))) == []
+    assert find(make_step(Sandwich(calling(attend)))) == []
 
 
 class Masked(nn.Module):
@@ -146,17 +141,17 @@ def test_a_padded_input_that_comes_to_nothing_is_no_fault():
     inputs = torch.randn(8, 16)
     inputs[:, 12:] = math.inf
     mask = torch.arange(16) < 12
-    model = nn.Sequential(Call(lambda x: torch.where(mask, x * 2, 0.0)), Sandwich(nn.ReLU()))
+    model = nn.Sequential(calling(lambda x: torch.where(mask, x * 2, 0.0)), Sandwich(nn.ReLU()))
     assert find(make_step(model, inputs=inputs)) == []
 
 
 def test_a_fault_is_told_though_another_comes_to_nothing():
-    model = Sandwich(Call(lambda x: torch.softmax(MASKS["log of a mask"](x), -1) + x * 1e6))
+    model = Sandwich(calling(lambda x: torch.softmax(MASKS["log of a mask"](x), -1) + x * 1e6))
     assert [(one.op, one.reach) for one in find(make_step(model))] == [("aten.mul", "gradients")]
 
 
 def test_gradients_of_a_step_with_a_closure_are_looked_at():
-    model = Sandwich(Call(lambda x: x * 1e6))
+    model = Sandwich(calling(lambda x: x * 1e6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
 
@@ -209,7 +204,7 @@ def test_the_table_of_a_ctc_loss_is_no_fault():
 )
 def test_the_lists_do_not_act_on_what_is_computed_about_values(name, function, found, tmp_path):
     (tmp_path / "own.yaml").write_text(f"extends: float16\nwhitelist: [{name}]\n")
-    faults = find(make_step(Sandwich(Call(function)), lists=tmp_path / "own.yaml"), underflow=0.5)
+    faults = find(make_step(Sandwich(calling(function)), lists=tmp_path / "own.yaml"), underflow=0.5)
     assert [fault.value for fault in faults[:1]] == found
 
 
@@ -295,10 +290,20 @@ FAULTS = {
 
 @pytest.mark.parametrize(("function", "expected"), FAULTS.values(), ids=FAULTS)
 def test_the_first_value_that_does_not_fit_is_told_with_its_op(function, expected):
-    fault, *_ = find(make_step(Sandwich(Call(lambda h: h + function(h).float().sum()), seed=3)))
+    fault, *_ = find(make_step(Sandwich(calling(lambda h: h + function(h).float().sum()), seed=3)))
     expected = {"cause": "precision", **expected}
     assert {name: getattr(fault, name) for name in expected} == expected
     assert fault.site.startswith("test_trace.py:")
+
+
+def test_no_list_is_advised_where_float32_does_not_hold_a_later_result():
+    def log_of_nothing(h):
+        large = h * 1e6
+        return torch.log(large - large)
+
+    fault, *_ = find(make_step(Sandwich(calling(log_of_nothing))))
+    assert fault.aten == "mul" and find_remedy(fault, None).kind == "beyond"
+    assert fault.beyond.startswith("torch.log at test_trace.py:")
 
 
 def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
@@ -336,7 +341,7 @@ def test_a_gradient_that_no_scale_helps_is_a_fault_under_a_dynamic_scale_too():
         def backward(ctx, gradient):
             return gradient * math.inf
 
-    (fault,) = find(make_step(Sandwich(Call(Explode.apply)), loss_scale="dynamic"))
+    (fault,) = find(make_step(Sandwich(calling(Explode.apply)), loss_scale="dynamic"))
     assert not fault.is_search and fault.phase == "backward"
 
 
@@ -354,7 +359,7 @@ def test_what_other_code_wrote_into_a_gradient_is_a_fault_once_the_scale_is_as_l
             written.numpy()[...] = gradient.numpy() if fits else numpy.inf  # by no op of torch's
             return written
 
-    found = find(make_step(Sandwich(Call(Kernel.apply)), loss_scale={"init": 4.0}))
+    found = find(make_step(Sandwich(calling(Kernel.apply)), loss_scale={"init": 4.0}))
     expected = {(0, True), (1, True)} | ({(2, False)} if fitting < 1 else set())
     assert {(one.step, one.is_search) for one in found} == expected
 
@@ -410,7 +415,7 @@ def test_a_fault_is_raised_with_its_record_and_what_to_try():
 
 def test_an_ignored_op_is_let_through():
     step = make_step(
-        Sandwich(Call(lambda x: torch.nan_to_num(x.detach() * 1e6, posinf=1.0, neginf=-1.0).clamp(-1, 1) + x))
+        Sandwich(calling(lambda x: torch.nan_to_num(x.detach() * 1e6, posinf=1.0, neginf=-1.0).clamp(-1, 1) + x))
     )
     assert find(step, ignore=["mul"]) == []
     (fault,) = find(step)
@@ -463,7 +468,7 @@ def test_running_statistics_are_looked_at_and_left_as_they_are():
     def train(is_traced):
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(16)
-        step = make_step(Sandwich(nn.Sequential(Call(lambda h: h * 3e3), norm)), level="O3", loss_scale=1.0)
+        step = make_step(Sandwich(nn.Sequential(calling(lambda h: h * 3e3), norm)), level="O3", loss_scale=1.0)
         faults = find(step) if is_traced else step()
         amp.reset()
         return faults, {name: value.clone() for name, value in norm.state_dict().items()}
@@ -496,7 +501,7 @@ def test_two_faults_in_one_buffer_both_reach_what_is_made_of_it():
         buffer[1] = h.half() * 65000.0
         return buffer.float().sum(0)
 
-    faults = find(make_step(Sandwich(Call(fill), seed=3)))
+    faults = find(make_step(Sandwich(calling(fill), seed=3)))
     assert [fault.reach for fault in faults] == ["gradients", "gradients"]
 
 
@@ -511,7 +516,7 @@ def test_an_op_of_a_recomputation_is_told_so(use_reentrant):
     def between(h):
         return checkpoint(overflow_again, h, use_reentrant=use_reentrant)
 
-    faults = find(make_step(Sandwich(Call(between))))
+    faults = find(make_step(Sandwich(calling(between))))
     assert [(fault.phase, fault.aten) for fault in faults] == [("recompute", "mul")]
     assert "backward" not in str(faults[0]) and "loss scale" not in str(faults[0])
 
@@ -524,7 +529,7 @@ def test_numbers_of_the_users_own_generator_are_drawn_as_without():
             torch.empty(64, dtype=torch.half).log_normal_(10, 1, generator=generator)  # of which some do not fit
             return h * torch.rand(h.shape, generator=generator)
 
-        step = make_step(Sandwich(Call(between)))
+        step = make_step(Sandwich(calling(between)))
         faults = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
         drawn = generator.get_state()
         amp.reset()

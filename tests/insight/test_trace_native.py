@@ -149,3 +149,19 @@ def test_a_forward_value_that_does_not_fit_is_no_search_for_a_loss_scale():
     fault = faults_of(regress(make_net(lambda x: x * 3e5), 2.0**10))[0]
     assert (fault.phase, fault.skipped, fault.is_search) == ("forward", True, False)
     assert fault.scale is not None and 1 <= fault.scale < 2.0**10
+
+
+def test_a_gradient_taken_inside_of_autocast_is_told_to_be_beyond_lists():
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(300.0)
+
+    def compute_penalty():
+        x = torch.full((2, 4), 0.01, requires_grad=True)
+        y = model(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, 100.0), create_graph=True)
+        return (gradient * 1e-6).square().mean()
+
+    recording = trace(Native("O1", 2.0**16).start(model, compute_penalty))
+    fault = recording.of(FaultRecord)[0]
+    assert not fault.is_search and fault.step == 0 and "whatever a list says" in str(recording)
