@@ -19,7 +19,7 @@ from ..torch_dispatch import clone, get_node_number, is_random
 from .folding import Call
 from .naming import ModuleStack, is_backward_of_user, name_tensors
 from .ops import Op, Overload, compute_in_float32
-from .recent import Recent
+from .recent import Blame, Recent
 from .records import FaultRecord
 from .repair import Repair
 from .rules import short
@@ -44,23 +44,6 @@ class _Input(NamedTuple):
 
     tensor: Tensor
     storage: int
-
-
-class _Reason(NamedTuple):
-    """Why an op gave what does not fit: "precision", where it fits in float32, or "mathematics".
-
-    Attributes:
-        in_float32: the largest magnitude that it has there.
-        exact: the output there, if some of it fits that does not in 16 bits.
-        rounded: the ops before it whose rounding is to blame.
-        lost: a number in the script that they rounded to zero.
-    """
-
-    cause: str
-    in_float32: float
-    exact: Tensor | None = None
-    rounded: Sequence[Written] = ()
-    lost: float = 0.0
 
 
 class FaultFinder:
@@ -240,36 +223,35 @@ class FaultFinder:
         elif is_made_here or not bad:
             written.is_known, written.faults = True, frozenset({len(self.faults)})
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
-            reason = self._find_reason(op, number, output, is_low=is_low)
-            if reason.cause == "precision" or reason.exact is not None:
-                wanted = list(reason.rounded)
+            blame = self._find_reason(op, number, output, is_low=is_low)
+            in_float32 = math.inf
+            if blame.exact is not None:
+                in_float32 = read_largest(blame.exact)
+                wanted = list(blame.wanted)
                 if written.is_low and not (call.phase == "recompute" and self.faults):
                     wanted.insert(0, written)
-                self.repair.begin(output, reason.exact, wanted)
-                if call.phase == "backward" and reason.exact is not None:
-                    self.repair.judge_gradient(output, reason.exact, of)
-            facts = {"cause": reason.cause, "in_float32": reason.in_float32, "lost": reason.lost}
-            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(reason.rounded)}
+                self.repair.begin(output, blame.exact, wanted)
+                if call.phase == "backward":
+                    self.repair.judge_gradient(output, blame.exact, of)
+            facts: dict[str, Any] = {"in_float32": in_float32, "lost": blame.lost}
+            facts["cause"] = "precision" if math.isfinite(in_float32) else "mathematics"
+            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(blame.wanted)}
             self._enter(op, inputs, output, written, call, **facts)
 
-    def _find_reason(self, op: Op, number: int, output: Tensor, *, is_low: bool) -> _Reason:
+    def _find_reason(self, op: Op, number: int, output: Tensor, *, is_low: bool) -> Blame:
         """Compute an op in float32, if it was not; where that does not fit either, without the rounding of the ops
-        before it.
+        before it. There is nothing exact where float32 fits nowhere more than the output does.
         """
-        exact, largest = None, math.inf
-        if is_low:
-            exact = _compute_exact(op, number, output)
-        if exact is not None:
-            largest = read_largest(exact)
-        if math.isfinite(largest):
-            return _Reason("precision", largest, exact)
+        exact = _compute_exact(op, number, output) if is_low else None
+        if exact is not None and is_finite(exact):
+            return Blame(exact)
         blame = self._recent.explain(op, number)
         if blame is not None:
             self.repair.rounding += [one.item for one in blame.wanted if one.item is not None]
-            return _Reason("precision", read_largest(blame.exact), blame.exact, blame.wanted, blame.lost)
+            return blame
         if exact is not None and not bool((exact.isfinite() & ~output.isfinite()).any()):
-            exact = None  # else what is left may be masked later
-        return _Reason("mathematics", largest, exact)
+            exact = None
+        return Blame(exact)  # what is left may be masked later
 
     def _find_name(self, storage: int) -> str:
         """Return the name of the parameter or buffer in a storage, "" for another."""

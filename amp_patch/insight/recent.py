@@ -36,14 +36,14 @@ class Blame(NamedTuple):
     """What rounding is to blame for.
 
     Attributes:
-        exact: what the op gives where nothing before it is rounded.
+        exact: what the op gives in float32, and where nothing before it is rounded; None for nothing better.
         wanted: the ops before it that have to give float32 for that.
-        lost: a number that one of them is given, and that is zero in 16 bits; 0 without one.
+        lost: a number in the script that one of them is given, and that is zero in 16 bits; 0 without one.
     """
 
-    exact: Tensor
-    wanted: list[Written]
-    lost: float
+    exact: Tensor | None
+    wanted: Sequence[Written] = ()
+    lost: float = 0.0
 
 
 class Recent:
