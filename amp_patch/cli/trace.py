@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from ..insight import FaultRecord, describe_further, format_fault
+    from ..insight import describe_further, format_fault
 
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
-    faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
+    faults = _find_faults(found)
     _tell_of_search(found, is_all=not faults and _are_all_skipped(found, first))
     if faults:
         fault, recording = faults[0]
@@ -115,7 +115,7 @@ def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: t
 
 def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
     """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
-    from ..insight import FaultRecord, format_fault, remedies
+    from ..insight import format_fault, remedies
 
     path: Path = arguments.fix
     remedy = remedies.find_remedy(fault, recording.run)
@@ -134,7 +134,7 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
         write_file(path, _format_list(remedy))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
         found = _watch(arguments, first, end, (str(path),))
-        faults = _sort([(fault, one) for one in found.recordings for fault in one.of(FaultRecord)])
+        faults = _find_faults(found)
         if not faults:
             return _tell_of_fixed(found, first, path, arguments)
         fault, recording = faults[0]
@@ -172,9 +172,9 @@ def _format_list(remedy: "remedies.Remedy") -> str:
 def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.Namespace) -> int:
     """Say that a list is enough, if there was anything to look at with it."""
     _tell_of_search(found, is_all=_are_all_skipped(found, first))
-    code = _tell_of_none(found, first, arguments.parser.prog)
     if _are_all_skipped(found, first):
         return FAULT
+    code = _tell_of_none(found, first, arguments.parser.prog)
     if code == 0:
         script = arguments.script
         if arguments.module:
@@ -188,9 +188,12 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.N
     return code
 
 
-def _sort(faults: "list[tuple[FaultRecord, Recording]]") -> "list[tuple[FaultRecord, Recording]]":
-    """Return the faults that are to be told, in their order."""
-    return sorted((pair for pair in faults if not pair[0].is_search), key=lambda pair: _order(pair[0]))
+def _find_faults(found: Watched) -> "list[tuple[FaultRecord, Recording]]":
+    """Return the faults that are to be told, in their order, each with the recording that has it."""
+    from ..insight import FaultRecord
+
+    pairs = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord) if not fault.is_search]
+    return sorted(pairs, key=lambda pair: _order(pair[0]))
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
@@ -222,7 +225,6 @@ def _tell_of_search(found: Watched, *, is_all: bool) -> None:
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
     steps_taken = max(found.steps, default=0) - first
-    ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if _are_all_skipped(found, first):
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
@@ -232,6 +234,7 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
             return 0
     if found.is_interrupted:
         raise KeyboardInterrupt
+    ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
     if not found.recordings:
         problem = ended if found.code else "the script called no model and no amp.initialize"
     elif not max(found.steps):

@@ -24,22 +24,23 @@ if TYPE_CHECKING:
     from .tuning.tuner import tune as tune
 
 _HOMES = {
-    **dict.fromkeys(("explain", "recording"), "recorder"),
-    "trace": "tracer",
-    **dict.fromkeys(("FaultRecord", "Recording"), "records"),
-    "format_recording": "text",
-    **dict.fromkeys(("describe_further", "describe_search", "format_fault"), "fault_text"),
-    "compare": "comparing",
+    "FaultRecord": "records",
+    "Recording": "records",
     "TuneResult": "tuning.result",
-    **dict.fromkeys(("Tuner", "tune"), "tuning.tuner"),
+    "Tuner": "tuning.tuner",
+    "compare": "comparing",
+    "describe_further": "fault_text",
+    "describe_search": "fault_text",
+    "explain": "recorder",
+    "format_fault": "fault_text",
+    "format_recording": "text",
+    "recording": "recorder",
+    "trace": "tracer",
+    "tune": "tuning.tuner",
 }
 _MODULES = ("comparing", "remedies", "report")
 
-__all__ = [
-    *("FaultRecord", "Recording", "TuneResult", "Tuner", "compare", "comparing", "describe_further"),
-    *("describe_search", "explain", "format_fault", "format_recording", "recording", "remedies", "report"),
-    *("runs", "trace", "tune"),
-]
+__all__ = ["runs", *_MODULES, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,22 +14,29 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..session import current
+from ..session import Session, current
 from ..torch_dispatch import clone, get_node_number, is_random
 from .folding import Call
-from .naming import ModuleStack, is_backward_of_user
+from .naming import ModuleStack, is_backward_of_user, name_tensors
 from .ops import Op, Overload, compute_in_float32
-from .recent import Recent
+from .recent import Blame, Recent
 from .records import FaultRecord
 from .repair import Repair
 from .rules import short
-from .tensors import floating_in, has_nan, is_whole, read_largest, read_largest_number, storage_of, tensors_in
+from .tensors import (
+    floating_in,
+    has_nan,
+    is_finite,
+    is_whole,
+    read_largest,
+    read_largest_number,
+    storage_of,
+    tensors_in,
+)
 from .written import Written
 
 TRAIL = 6
 """How many ops before a fault are told."""
-
-_DELIBERATE, _KNOWN = "deliberate", "known"
 
 
 class _Input(NamedTuple):
@@ -39,33 +46,13 @@ class _Input(NamedTuple):
     storage: int
 
 
-class _Reason(NamedTuple):
-    """Why an op gave what does not fit.
-
-    Attributes:
-        cause: "precision", where it fits in float32, or "mathematics".
-        in_float32: the largest magnitude that it has there.
-        exact: the output there, if some of it fits that does not in 16 bits.
-        rounded: the ops before it whose rounding is to blame.
-        lost: the share of what these rounded away.
-    """
-
-    cause: str
-    in_float32: float
-    exact: Tensor | None = None
-    rounded: Sequence[Written] = ()
-    lost: float = 0.0
-
-
 class FaultFinder:
     """Looks at every op, in their order. Reads values on the host: on a GPU, each op is waited for.
 
     Args:
         underflow: the share of values, from 0 to 1, that may become zero in 16 bits and are not in float32; None: any.
         ignore: ops, by the last part of their name, whose values may be what they are.
-        find_name: the name of the parameter or buffer in a storage, "" for another.
-        find_exact: the float32 master of the parameter in a storage, None for another.
-        get_scale: the loss scale in force.
+        get_scale: returns the loss scale in force.
         on_fault: called after each fault.
     """
 
@@ -73,39 +60,36 @@ class FaultFinder:
         self,
         underflow: float | None,
         ignore: Iterable[str],
-        find_name: Callable[[int], str],
-        find_exact: Callable[[int], Tensor | None],
         get_scale: Callable[[], float],
         on_fault: Callable[[], None],
     ) -> None:
         self._underflow = underflow
         self._ignore = frozenset(ignore)
-        self._find_name = find_name
-        self._find_exact = find_exact
         self._get_scale = get_scale
         self._on_fault = on_fault
         self._written: dict[int, Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
-        self.repair = Repair(underflow)
-        self.running: ModuleStack | None = None
+        self.repair = Repair(underflow, get_scale)
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
         self._by_node: dict[int, Written] = {}  # of the forward pass
+
+    def watch(self, session: Session, running: ModuleStack) -> None:
+        """Look at the ops of a session from now on."""
+        self._session = session
+        self._running = running
 
     def end_step(self) -> None:
         """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
         and losses may be looked at when the step has ended.
         """
-        kept = {
-            storage: known for storage, known in self._written.items() if known.status == _KNOWN and not known.is_old
-        }
-        for known in kept.values():
+        self._written = {key: one for key, one in self._written.items() if one.is_known and not one.is_old}
+        for known in self._written.values():
             known.is_old, known.parents, known.faults = True, (), frozenset()
-        self._written = kept
         self._recent.clear()
         self._by_node.clear()
-        self.repair = Repair(self._underflow)
+        self.repair = Repair(self._underflow, self._get_scale)
         self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
@@ -120,11 +104,11 @@ class FaultFinder:
         )
         return copied
 
-    def look(self, op: Op, before: Sequence[Any], call: Call | None, number: int | None) -> None:
+    def look(self, op: Op, call: Call | None, number: int | None) -> None:
         """Look at what an op gave.
 
-        `before` is what `prepare` returned; `call` what the op is part of, None: of amp; `number` that of the node that
-        it made in the graph of the backward pass, None for none.
+        `call` is what the op is part of, None: of amp; `number` that of the node that it made in the graph of the
+        backward pass, None for none.
         """
         overload = op.overload
         node, of, is_of_user = "", None, False
@@ -133,14 +117,10 @@ class FaultFinder:
             if not is_of_user:
                 of = self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
-        if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
-            for tensor in op.outputs():
-                self._written.pop(storage_of(tensor), None)
         if overload.is_in_bulk:
             self._pass_on(op, node, outputs)
             return
-        given = self._written.get
-        parents = [known for tensor in op.inputs() if (known := given(storage_of(tensor))) is not None]
+        parents = [known for tensor in op.inputs() if (known := self._written.get(storage_of(tensor))) is not None]
         if overload.has_one_output:
             outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
@@ -151,19 +131,24 @@ class FaultFinder:
             self._by_node[number] = of
         elif number is not None and made:
             self._by_node[number] = made[0]
-        if self.repair.is_under_way:
+        looks_at_zeros = self._underflow is not None
+        is_bad = not all(math.isfinite(written.largest) for written in made)
+        if is_bad or looks_at_zeros or self.repair.is_under_way:
             with current.without_casts():
-                self.repair.follow(op, before, call, made, of, self._get_scale())
-        for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
-            if not math.isfinite(written.largest):
-                with current.without_casts():
-                    self._judge(op, before, index, tensor, written, call, of)
-            elif self._underflow is not None and call is not None:
-                with current.without_casts():
-                    self._judge_zeros(op, before, index, tensor, written, call)
-            self._keep(storage_of(tensor), written)
+                self.repair.follow(op, call, made, of)
+                for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
+                    if not math.isfinite(written.largest):
+                        self._judge(op, index, tensor, written, call, of)
+                    elif looks_at_zeros and call is not None:
+                        self._judge_zeros(op, index, tensor, written, call)
+        is_of_amp = call is None and overload.is_copy  # what it copies comes in where that is used
+        for tensor, written in zip(outputs, made, strict=True):
+            if is_of_amp and not math.isfinite(written.largest) and not written.is_known:
+                self._written.pop(storage_of(tensor), None)
+            else:
+                self._keep(tensor, written)
         if call is not None and made:
-            self._recent.add(op, before, made[0], is_backward=call.phase == "backward")
+            self._recent.add(op, made[0], is_backward=call.phase == "backward")
 
     def expect(self, op: Op, call: Call, low: torch.dtype, modules: Iterable[str]) -> None:
         """Have a line give in other modules what it gave in one, although they have not run."""
@@ -172,13 +157,12 @@ class FaultFinder:
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: Call | None) -> Written:
         """Return what is known of an output; take down which op of the forward pass gave 16 bits, and how large."""
-        written = Written(op.overload.name, node, self._find_largest(op, output), parents)
+        written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
-        written.is_whole = written.size == output.nbytes
         if call is None or call.phase == "backward":
             return written
         is_low = output.dtype in LOW_DTYPES
-        written.describe(op, call, self.running is not None and self.running.module_here() is not None, is_low)
+        written.describe(op, call, self._running.module_here() is not None, is_low)
         self.repair.made.append(written)
         if is_low and call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
@@ -187,122 +171,102 @@ class FaultFinder:
                 peaks[call.module] = max(peak, written.largest)
         return written
 
-    def _find_largest(self, op: Op, output: Tensor) -> float:
-        """Return the largest magnitude of an output: of 16-bit values in a wider dtype, that of what they are copied
-        from, if it is known.
-        """
-        if op.overload.is_copy and output.dtype not in LOW_DTYPES:
-            inputs = op.inputs()
-            source = inputs[-1] if op.overload.is_overwriting else inputs[0]
-            if source.dtype in LOW_DTYPES and is_whole(source):
-                known = self._written.get(storage_of(source))
-                if known is not None and known.is_whole and math.isfinite(known.largest):
-                    return known.largest
-        return read_largest(output)
-
-    def _keep(self, storage: int, written: Written) -> None:
+    def _keep(self, output: Tensor, written: Written) -> None:
+        storage = storage_of(output)
         earlier = self._written.get(storage)
-        if earlier is not None and not written.is_whole and not math.isfinite(earlier.largest):
+        if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
             # what does not fit may lie beside what was written
             if math.isfinite(written.largest):
                 return
             written.faults |= earlier.faults
-            if earlier.status == _KNOWN:
-                written.status = _KNOWN
+            written.is_known |= earlier.is_known
         self._written[storage] = written
 
     def _pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
         """Take in an op that is not looked at."""
         inputs = list(floating_in(op.inputs()))
-        known = [one for tensor in inputs if (one := self._written.get(storage_of(tensor))) and one.status == _KNOWN]
-        faults = frozenset().union(*(one.faults for one in known))
+        known = [one for tensor in inputs if (one := self._written.get(storage_of(tensor))) and one.is_known]
         for tensor in (*inputs, *outputs):
             self._written.pop(storage_of(tensor), None)
             if known:
                 self._written[storage_of(tensor)] = written = Written(op.overload.name, node, math.inf, known)
-                written.status, written.faults, written.size = _KNOWN, faults, tensor.untyped_storage().nbytes()
+                written.come_of(known)
+                written.size = tensor.untyped_storage().nbytes()
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the faults that what does not fit in some tensors comes of, as far as that was seen."""
         known = (self._written.get(storage_of(tensor)) for tensor in tensors)
         return set().union(*(one.faults for one in known if one is not None))
 
-    @staticmethod
-    def _read_inputs(op: Op, before: Sequence[Any]) -> list[_Input]:
-        given, copies = [*op.args, *op.kwargs.values()], [*before, *op.kwargs.values()]
-        if op.overload.is_overwriting:
-            given, copies = given[1:], copies[1:]
-        elif (out := op.kwargs.get("out")) is not None:
-            given, copies = [one for one in given if one is not out], [one for one in copies if one is not out]
-        pairs = zip(floating_in(given), floating_in(copies), strict=True)
-        return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
-
     def _judge(
-        self,
-        op: Op,
-        before: Sequence[Any],
-        number: int,
-        output: Tensor,
-        written: Written,
-        call: Call | None,
-        of: Written | None,
+        self, op: Op, number: int, output: Tensor, written: Written, call: Call | None, of: Written | None
     ) -> None:
         """Find out what made an output that does not fit, and enter a fault if that is told first here."""
-        inputs = self._read_inputs(op, before)
+        inputs = _read_inputs(op)
         bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
         known = [self._find_known(one) for one in bad]
-        if sources := [one for one in known if one is not None and one.status == _KNOWN]:
-            written.status, written.faults = _KNOWN, frozenset().union(*(one.faults for one in sources))
+        if sources := [one for one in known if one is not None and one.is_known]:
+            written.come_of(sources)
             return
-        is_backward = call is not None and call.phase == "backward"
-        if (_has_such_number(op, written.largest) and not is_backward) or self._is_ignored(op, call):
-            written.status = _DELIBERATE
+        if call is None or self._is_ignored(op, call):
+            return
+        if _has_such_number(op, written.largest) and call.phase != "backward":
             return
         strangers = [
             one
             for one, origin in zip(bad, known, strict=True)
-            if (origin is None or origin.name or math.isfinite(origin.largest)) and not self._is_mask(one)
+            if (origin is None or math.isfinite(origin.largest)) and not self._is_mask(one)
         ]
+        is_made_here = math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)
         if strangers:
             self._let_in(op, strangers[0], output, written, call)
-        elif bad and not (math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)):
-            written.status = _DELIBERATE
-        elif call is not None:
-            written.status, written.faults = _KNOWN, frozenset({len(self.faults)})
+        elif is_made_here or not bad:
+            written.is_known, written.faults = True, frozenset({len(self.faults)})
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
-            reason = self._find_reason(op, before, number, output, is_low=is_low)
-            if reason.cause == "precision" or reason.exact is not None:
-                wanted = list(reason.rounded)
+            blame = self._find_reason(op, number, output, is_low=is_low)
+            in_float32 = math.inf
+            if blame.exact is not None:
+                in_float32 = read_largest(blame.exact)
+                wanted = list(blame.wanted)
                 if written.is_low and not (call.phase == "recompute" and self.faults):
                     wanted.insert(0, written)
-                self.repair.begin(output, reason.exact, wanted)
-                if call.phase == "backward" and reason.exact is not None:
-                    self.repair.judge_gradient(output, reason.exact, of, self._get_scale())
-            facts = {"cause": reason.cause, "in_float32": reason.in_float32, "lost": reason.lost}
-            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(reason.rounded)}
+                self.repair.begin(output, blame.exact, wanted)
+                if call.phase == "backward":
+                    self.repair.judge_gradient(output, blame.exact, of)
+            facts: dict[str, Any] = {"in_float32": in_float32, "lost": blame.lost}
+            facts["cause"] = "precision" if math.isfinite(in_float32) else "mathematics"
+            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(blame.wanted)}
             self._enter(op, inputs, output, written, call, **facts)
 
-    def _find_reason(self, op: Op, before: Sequence[Any], number: int, output: Tensor, *, is_low: bool) -> _Reason:
+    def _find_reason(self, op: Op, number: int, output: Tensor, *, is_low: bool) -> Blame:
         """Compute an op in float32, if it was not; where that does not fit either, without the rounding of the ops
-        before it.
+        before it. There is nothing exact where float32 fits nowhere more than the output does.
         """
-        exact: list[Tensor] = []
-        if is_low:
-            exact = compute_in_float32(op, before)
-        if len(exact) > number and exact[number].shape == output.shape:
-            exact = [exact[number]]
-        largest = max(map(read_largest, exact), default=math.inf, key=_by_fit)
-        if math.isfinite(largest):
-            return _Reason("precision", largest, exact[0])
-        blame = self._recent.explain(op, before, number, _is_finite)
-        if blame is None and exact and bool((exact[0].isfinite() & ~output.isfinite()).any()):
-            return _Reason("mathematics", largest, exact[0])  # what is left may be masked later
-        if blame is None:
-            return _Reason("mathematics", largest)
-        for one in blame.wanted:
-            if one.item is not None:
-                self.repair.rounding.append(one.item)
-        return _Reason("precision", read_largest(blame.exact), blame.exact, blame.wanted, blame.lost)
+        exact = _compute_exact(op, number, output) if is_low else None
+        if exact is not None and is_finite(exact):
+            return Blame(exact)
+        blame = self._recent.explain(op, number)
+        if blame is not None:
+            self.repair.rounding += [one.item for one in blame.wanted if one.item is not None]
+            return blame
+        if exact is not None and not bool((exact.isfinite() & ~output.isfinite()).any()):
+            exact = None
+        return Blame(exact)  # what is left may be masked later
+
+    def _find_name(self, storage: int) -> str:
+        """Return the name of the parameter or buffer in a storage, "" for another."""
+        for name, tensor in name_tensors(self._session.models()):
+            if storage_of(tensor) == storage:
+                return name
+        return ""
+
+    def _find_master(self, storage: int) -> Tensor | None:
+        """Return the float32 master of the parameter in a storage, None for another."""
+        for model in self._session.models():
+            for weight in model.parameters():
+                if storage_of(weight) == storage:
+                    return self._session.find_master(weight)
+        return None
 
     def _find_known(self, one: _Input) -> Written | None:
         """Return what is known of an input; of the step before, if its memory has not become another's since."""
@@ -311,11 +275,8 @@ class FaultFinder:
             return None
         return known
 
-    def _is_ignored(self, op: Op, call: Call | None) -> bool:
-        names = {op.overload.name}
-        if call is not None:
-            names.add(call.op.rpartition(".")[2])
-        return not names.isdisjoint(self._ignore)
+    def _is_ignored(self, op: Op, call: Call) -> bool:
+        return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, one: _Input) -> bool:
         """Tell whether a tensor that came in is one of those that are infinite by intention: a mask, a constant."""
@@ -324,56 +285,43 @@ class FaultFinder:
         infinite = one.tensor[~one.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call | None) -> None:
-        origin = self._written.get(stranger.storage)
-        name = ""
-        if origin is not None:
-            name = origin.name
-        name = name or self._find_name(stranger.storage)
-        if call is None:  # copied by amp itself: to be told of where it is used
-            written.name = name or "(data)"
-            return
-        known = Written(name, "", math.inf, ())
-        written.status = known.status = _KNOWN
-        written.faults = known.faults = frozenset({len(self.faults)})
-        self._written[stranger.storage] = known
+    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call) -> None:
+        name = self._find_name(stranger.storage)
+        self._written[stranger.storage] = known = Written(name, "", math.inf, ())
+        known.is_known, known.faults = True, frozenset({len(self.faults)})
+        written.come_of([known])
         facts: dict[str, Any] = {"value": name_value(has_nan(stranger.tensor)), "parameter": name}
-        exact = None
-        if name:
-            exact = self._find_exact(stranger.storage)
-        if exact is not None and exact.shape == stranger.tensor.shape and _is_finite(exact):
+        exact = self._find_master(stranger.storage)
+        if exact is not None and exact.shape == stranger.tensor.shape and is_finite(exact):
             self.repair.begin(stranger.tensor, exact, [written])
-            self.repair.follow(op, op.args, call, [written], None, self._get_scale())
+            self.repair.follow(op, call, [written], None)
             facts["in_float32"] = read_largest(exact)
         self._enter(op, [stranger], output, written, call, cause="came in", **facts)
 
-    def _judge_zeros(
-        self, op: Op, before: Sequence[Any], number: int, output: Tensor, written: Written, call: Call
-    ) -> None:
+    def _judge_zeros(self, op: Op, number: int, output: Tensor, written: Written, call: Call) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
         if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
-        exact = compute_in_float32(op, before)
-        if len(exact) <= number or exact[number].shape != output.shape:
+        exact = _compute_exact(op, number, output)
+        if exact is None:
             return
-        held = exact[number] != 0
+        held = exact != 0
         share = int((held & (output == 0)).count_nonzero()) / max(int(held.count_nonzero()), 1)
         assert self._underflow is not None
         if share > self._underflow:
-            facts = {"value": "zero", "in_float32": read_largest(exact[number]), "share": share}
+            facts = {"value": "zero", "in_float32": read_largest(exact), "share": share}
             if call.phase == "backward":
-                self.repair.begin(output, exact[number], ())
-                self.repair.raise_scale(output, exact[number], self._get_scale())
+                self.repair.begin(output, exact, ())
+                self.repair.raise_scale(output, exact)
             else:
                 self.repair.begin(output, None, [written])
-            self._enter(op, self._read_inputs(op, before), output, written, call, cause="precision", **facts)
+            self._enter(op, _read_inputs(op), output, written, call, cause="precision", **facts)
 
     def _enter(
         self, op: Op, inputs: Sequence[_Input], output: Tensor, written: Written, call: Call, **facts: Any
     ) -> None:
-        share = facts.pop("share", None)
-        if share is None:
-            share = int((~output.isfinite()).count_nonzero()) / output.numel()  # means may be on a list
+        if "share" not in facts:
+            facts["share"] = int((~output.isfinite()).count_nonzero()) / output.numel()
         fault = FaultRecord(
             step=self.step,
             phase=call.phase,
@@ -388,7 +336,6 @@ class FaultFinder:
             site=call.site.place,
             given=tuple(short(one.tensor.dtype) for one in inputs),
             out=short(output.dtype),
-            share=share,
             largest=max((read_largest_number(one.tensor) for one in inputs), default=0.0),
             loss_scale=self._get_scale(),
             trail=tuple(_trail(written)),
@@ -398,8 +345,23 @@ class FaultFinder:
         self._on_fault()
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return math.isfinite(read_largest(tensor))
+def _read_inputs(op: Op) -> list[_Input]:
+    """Return the floating tensors that an op read, as they were before it, and where they are."""
+    given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
+    if op.overload.is_overwriting:
+        given, copies = given[1:], copies[1:]
+    elif (out := op.kwargs.get("out")) is not None:
+        given, copies = [one for one in given if one is not out], [one for one in copies if one is not out]
+    pairs = zip(floating_in(given), floating_in(copies), strict=True)
+    return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
+
+
+def _compute_exact(op: Op, number: int, output: Tensor) -> Tensor | None:
+    """Return an output in float32, None where that cannot be computed."""
+    results = compute_in_float32(op)
+    if len(results) > number and results[number].shape == output.shape:
+        return results[number]
+    return None
 
 
 def name_value(is_nan: bool) -> str:

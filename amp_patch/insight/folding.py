@@ -1,9 +1,7 @@
 """`Folding`: calls that are alike, folded into one record with their number: memory goes by lines of code."""
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +10,7 @@ from .records import OpRecord, UndoneCastRecord
 from .rules import short
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call while it runs, and as long as ops of its backward pass may come.
 
@@ -22,25 +21,22 @@ class Call:
         cast_dtypes: from and to which dtypes it cast.
     """
 
-    __slots__ = (
-        *("cast_dtypes", "casts", "copied", "entry", "given", "listed", "module", "op", "out", "phase", "ran"),
-        *("region", "rule", "site", "sources", "target"),
-    )
-
-    def __init__(self, op: str, module: str, site: Site, phase: str) -> None:
-        self.op = op
-        self.module = module
-        self.site = site
-        self.phase = phase
-        self.rule = self.entry = self.region = self.listed = ""
-        self.given: tuple[str, ...] = ()
-        self.out: tuple[str, ...] = ()
-        self.ran: set[str] = set()
-        self.casts = 0
-        self.target: torch.dtype | None = None
-        self.sources: set[int] = set()
-        self.copied: set[int] = set()
-        self.cast_dtypes: set[tuple[str, str]] = set()
+    op: str
+    module: str
+    site: Site
+    phase: str
+    rule: str = ""
+    entry: str = ""
+    region: str = ""
+    listed: str = ""
+    given: tuple[str, ...] = ()
+    out: tuple[str, ...] = ()
+    ran: set[str] = field(default_factory=set)
+    casts: int = 0
+    target: torch.dtype | None = None
+    sources: set[int] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
+    cast_dtypes: set[tuple[str, str]] = field(default_factory=set)
 
 
 class Folding:
@@ -53,7 +49,7 @@ class Folding:
     def __init__(self, *, keeps_ops: bool = True) -> None:
         self.keeps_ops = keeps_ops
         self.step = 0
-        self._ops: dict[tuple[Any, ...], list[int]] = {}  # what makes records differ: calls, casts, avoided
+        self._ops: dict[OpRecord, list[int]] = {}  # calls, casts, avoided
         self._undone: dict[UndoneCastRecord, int] = {}
         self._lock = threading.Lock()
 
@@ -66,12 +62,12 @@ class Folding:
             target = short(call.target)
             if target in call.ran or target in call.out:  # else it ran as it was written: with out=, say
                 avoided = len(call.sources - call.copied)
-        key = (
+        record = OpRecord(
             *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),
-            *(frozenset(call.ran), call.out, call.site.place),
+            *(tuple(sorted(call.ran)), call.out, call.site.place),
         )
         with self._lock:
-            counts = self._ops.setdefault(key, [0, 0, 0])
+            counts = self._ops.setdefault(record, [0, 0, 0])
             counts[0] += 1
             counts[1] += call.casts
             counts[2] += avoided
@@ -87,16 +83,12 @@ class Folding:
     def ops(self) -> list[OpRecord]:
         """Return the records of ops."""
         with self._lock:
-            found = [(key, tuple(counts)) for key, counts in self._ops.items()]
-        return [_make_record(key, counts) for key, counts in found]
+            return [
+                replace(record, calls=calls, casts=casts, avoided=avoided)
+                for record, (calls, casts, avoided) in self._ops.items()
+            ]
 
     def undone(self) -> list[UndoneCastRecord]:
         """Return the records of casts that undo each other."""
         with self._lock:
             return [replace(record, calls=calls) for record, calls in self._undone.items()]
-
-
-def _make_record(key: tuple[Any, ...], counts: Sequence[int]) -> OpRecord:
-    *before, ran, out, site = key
-    calls, casts, avoided = counts
-    return OpRecord(*before, tuple(sorted(ran)), out, site, calls, casts, avoided)  # type: ignore[call-arg]

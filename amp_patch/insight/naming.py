@@ -99,6 +99,11 @@ def _find_by(file: str) -> str | None:
     return None
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, str]] = []
+
+
 class ModuleStack:
     """The modules whose `forward` is running, in each thread, by two hooks on all modules.
 
@@ -109,7 +114,7 @@ class ModuleStack:
     def __init__(self, get_models: Callable[[], list[nn.Module]]) -> None:
         self._get_models = get_models
         self._names = dict(name_modules(get_models()))
-        self._local = threading.local()
+        self._local = _OfThread()
         self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
@@ -127,16 +132,12 @@ class ModuleStack:
     def here(self) -> str:
         """Return the name of the innermost module that is running in this thread, "" outside of all."""
         running = self._running()
-        if not running:
-            return ""
-        return running[-1][1]
+        return running[-1][1] if running else ""
 
     def module_here(self) -> nn.Module | None:
         """Return that module."""
         running = self._running()
-        if not running:
-            return None
-        return running[-1][0]
+        return running[-1][0] if running else None
 
     def names_of_like(self) -> list[str]:
         """Return the names of all modules of the class of the innermost that is running in this thread."""
@@ -148,11 +149,7 @@ class ModuleStack:
         return [module for module, _ in reversed(self._running())]
 
     def _running(self) -> list[tuple[nn.Module, str]]:
-        try:
-            return self._local.running  # type: ignore[no-any-return]
-        except AttributeError:
-            self._local.running = []
-            return self._local.running  # type: ignore[no-any-return]
+        return self._local.modules
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         running = self._running()
@@ -194,13 +191,7 @@ def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
     if len(models) < 2:
         return ()
     kinds = [type(model).__name__ for model in models]
-    prefixes = []
-    for number, kind in enumerate(kinds):
-        if kinds.count(kind) > 1:
-            prefixes.append(f"{kind}[{number}]")
-        else:
-            prefixes.append(kind)
-    return tuple(prefixes)
+    return tuple(f"{kind}[{number}]" if kinds.count(kind) > 1 else kind for number, kind in enumerate(kinds))
 
 
 def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:

@@ -65,7 +65,7 @@ class Observer:
         self._folding = folding
         self.finder = finder
         if finder is not None:
-            finder.running = self._running
+            finder.watch(session, self._running)
         self._local = _OfThread()
         self._by_node: dict[int, Call] = {}
         self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
@@ -172,10 +172,8 @@ class Observer:
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
-    def note(self, op: Op, before: Sequence[Any]) -> Call | None:
-        """Take in one op that torch has dispatched, of this thread; `before` is what the finder has prepared. Return
-        the call that it is of.
-        """
+    def note(self, op: Op) -> Call | None:
+        """Take in one op that torch has dispatched, of this thread. Return the call that it is of."""
         self.has_seen = True
         overload, node, calls = op.overload, op.node, self._local.calls
         number = None
@@ -203,17 +201,17 @@ class Observer:
             for tensor in outputs:
                 self._writers[storage_of(tensor)] = call
         if self.finder is not None:
-            self.finder.look(op, before, call, number)
+            self.finder.look(op, call, number)
         return call
 
-    def note_overflow(self, op: Op, before: Sequence[Any]) -> None:
+    def note_overflow(self, op: Op) -> None:
         """Take in an op that torch refuses to run, since a number that it is given does not fit into 16 bits."""
         if self.finder is None:
             return
         low = [tensor.dtype for tensor in op.inputs() if tensor.dtype in LOW_DTYPES]
-        exact = compute_in_float32(op, before)
+        exact = compute_in_float32(op)
         if low and exact:
-            call = self.note(op._replace(result=exact[0].to(low[0])), before)
+            call = self.note(op._replace(result=exact[0].to(low[0])))
             if call is not None:  # the script ends before its like run the same line
                 self.finder.expect(op, call, low[0], self._running.names_of_like())
 
@@ -225,10 +223,9 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        storage, producer = storage_of(source), None
-        if storage:
-            producer = self._writers.get(storage)
-        if copy.dtype is not call.target or producer is None or producer is call:
+        storage = storage_of(source)
+        producer = self._writers.get(storage)
+        if not storage or copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
         if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
@@ -256,16 +253,14 @@ class Observer:
             call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
         call.casts = int(cast is not None)
-        if self._folding.keeps_ops:
-            self._note_call(call, inputs, outputs)
-        return call
-
-    def _note_call(self, call: Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if not self._folding.keeps_ops:
+            return call
         call.given = tuple([short(tensor.dtype) for tensor in inputs])
         call.out = tuple([short(tensor.dtype) for tensor in outputs])
         call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
         if call.ran or any(tensor.is_floating_point() for tensor in outputs):
             self._folding.add(call)
+        return call
 
     def _phase(self, node: Any, site: Site) -> str:
         if site.by == "optimizer":
@@ -306,10 +301,10 @@ class _Below(TorchDispatchMode):
             result = func(*args, **kwargs)
         except RuntimeError as error:
             if observer.is_on and "without overflow" in str(error):  # a number beyond float16, as of masked_fill
-                observer.note_overflow(Op(overload, func, args, kwargs, None, get_current_node()), before)
+                observer.note_overflow(Op(overload, func, args, before, kwargs, None, get_current_node()))
             raise
         if observer.is_on:
-            observer.note(Op(overload, func, args, kwargs, result, get_current_node()), before)
+            observer.note(Op(overload, func, args, before, kwargs, result, get_current_node()))
         return result
 
 
@@ -317,10 +312,9 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     """Return what an op copied and the copy, if it is a cast from one floating dtype to another."""
     if not inputs:
         return None
+    source, copy = inputs[-1], inputs[0]
     if packet is TO_COPY:
         source, copy = inputs[0], outputs[0]
-    else:
-        source, copy = inputs[-1], inputs[0]
     if source.dtype is copy.dtype or not source.is_floating_point() or not copy.is_floating_point():
         return None
     return source, copy

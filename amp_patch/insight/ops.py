@@ -76,11 +76,15 @@ def find_overload(function: Any) -> Overload:
 
 
 class Op(NamedTuple):
-    """A call: the overload, what it was given, what it gave, and the node of the backward pass that it is part of."""
+    """A call: the overload, what it was given, what it gave, and the node of the backward pass that it is part of.
+
+    `before` has the arguments, with copies of those that the op writes and reads before, where these are wanted.
+    """
 
     overload: Overload
     function: Any
     args: Sequence[Any]
+    before: Sequence[Any]
     kwargs: dict[str, Any]
     result: Any
     node: Any
@@ -100,7 +104,7 @@ class Op(NamedTuple):
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 
 
-def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
+def compute_in_float32(op: Op) -> list[Tensor]:
     """Return what an op gives for its inputs in float32, and the statistics that it moves; nothing where it cannot."""
 
     def cast(tensor: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def compute_in_float32(op: Op, before: Sequence[Any]) -> list[Tensor]:
     kwargs = {name: widen(value) for name, value in op.kwargs.items()}
     if isinstance(out := kwargs.get("out"), Tensor):
         kwargs["out"] = out.new_empty(0)
-    args = [widen(value) for value in before]
+    args = [widen(value) for value in op.before]
     with random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
         return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()
     return []

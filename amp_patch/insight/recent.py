@@ -1,7 +1,7 @@
 """`Recent`: the last ops of a step, to tell whether rounding to 16 bits before an op is to blame for what it gives."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from .ops import Op
 from .repair import Twins
 from .rules import short
 from .short_dtypes import TINY
-from .tensors import read_largest, storage_of, tensors_in
+from .tensors import is_finite, read_largest, storage_of, tensors_in
 from .written import Written
 
 _FEWEST = 16  # so many ops are kept, however large
@@ -23,7 +23,6 @@ _ALIKE = 0.1
 
 class _Kept(NamedTuple):
     op: Op
-    before: Sequence[Any]
     versions: tuple[int, ...]
     results: list[Tensor]
     written: Written
@@ -37,14 +36,14 @@ class Blame(NamedTuple):
     """What rounding is to blame for.
 
     Attributes:
-        exact: what the op gives where nothing before it is rounded.
+        exact: what the op gives in float32, and where nothing before it is rounded; None for nothing better.
         wanted: the ops before it that have to give float32 for that.
-        lost: a number that one of them is given, and that is zero in 16 bits; 0 without one.
+        lost: a number in the script that one of them is given, and that is zero in 16 bits; 0 without one.
     """
 
-    exact: Tensor
-    wanted: list[Written]
-    lost: float
+    exact: Tensor | None
+    wanted: Sequence[Written] = ()
+    lost: float = 0.0
 
 
 class Recent:
@@ -62,17 +61,17 @@ class Recent:
         self._of_node.clear()
         self._size = 0
 
-    def add(self, op: Op, before: Sequence[Any], written: Written, *, is_backward: bool) -> None:
+    def add(self, op: Op, written: Written, *, is_backward: bool) -> None:
         """Keep an op, without the graph that it is part of."""
         node = get_node_number(op.node) if is_backward and op.node is not None else None
         if node != self._node:
             self._of_node.clear()
             self._node = node
         args = [_detach(one) for one in op.args]
-        earlier = args if before is op.args else [_detach(one) for one in before]
+        before = args if op.before is op.args else [_detach(one) for one in op.before]
         kwargs = {name: _detach(one) for name, one in op.kwargs.items()}
-        op = op._replace(args=args, kwargs=kwargs, result=_detach(op.result), node=None)
-        kept = _Kept(op, earlier, _versions(earlier), op.floating_results(), written)
+        op = op._replace(args=args, before=before, kwargs=kwargs, result=_detach(op.result), node=None)
+        kept = _Kept(op, _versions(before), op.floating_results(), written)
         if is_backward:
             self._of_node.append(kept)
             return
@@ -81,19 +80,19 @@ class Recent:
         while self._size > _LARGEST and len(self._forward) > _FEWEST:
             self._size -= self._forward.popleft().size
 
-    def explain(self, op: Op, before: Sequence[Any], number: int, fits: Callable[[Tensor], bool]) -> Blame | None:
+    def explain(self, op: Op, number: int) -> Blame | None:
         """Compute an op again, and what it comes of, all in float32; return None if the result does not fit.
 
         As few ops are to blame as give that result within a tenth: the last ones, less those that do not matter.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
-        exact = _replay(ancestors, op, before, number)
-        if exact is None or not ancestors or not fits(exact):
+        exact = _replay(ancestors, op, number)
+        if exact is None or not ancestors or not is_finite(exact):
             return None
 
         def is_enough(some: Sequence[_Kept]) -> bool:
-            result = _replay(some, op, before, number)
-            if result is None or not fits(result):
+            result = _replay(some, op, number)
+            if result is None or not is_finite(result):
                 return False
             return read_largest(result - exact) <= _ALIKE * read_largest(exact)
 
@@ -120,16 +119,16 @@ class Recent:
         return found[::-1]
 
 
-def _replay(ancestors: Sequence[_Kept], op: Op, before: Sequence[Any], number: int) -> Tensor | None:
+def _replay(ancestors: Sequence[_Kept], op: Op, number: int) -> Tensor | None:
     twins = Twins()
     for kept in ancestors:
-        if is_random(kept.op.function) or _versions(kept.before) != kept.versions:
+        if is_random(kept.op.function) or _versions(kept.op.before) != kept.versions:
             continue
-        results = twins.compute(kept.op, kept.before)
+        results = twins.compute(kept.op)
         for tensor, result in zip(kept.results, results, strict=False):
             if tensor.shape == result.shape:
                 twins.put(tensor, result)
-    results = twins.compute(op, before)
+    results = twins.compute(op)
     return results[number] if len(results) > number else None
 
 

@@ -112,9 +112,7 @@ class Recorder(Probe):
         self.run = describe_run(session)  # what autocast does is known once it is entered
         if self._is_in_window():
             is_at_hand = session.device_type == "cpu"  # else the host may have to wait
-            skipped = None
-            if is_at_hand:
-                skipped = session.is_skipped(optimizer)
+            skipped = session.is_skipped(optimizer) if is_at_hand else None
             scales = session.stats(wait=is_at_hand).loss_scales
             self._steps.append(StepRecord(self._folding.step, skipped, scales))
             self._folding.step += 1
@@ -167,11 +165,6 @@ def describe_run(session: Session) -> RunRecord:
     )
 
 
-def describe_none() -> RunRecord:
-    """Return what there is to say of a run of which nothing was seen."""
-    return RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
@@ -183,14 +176,9 @@ def recording() -> Iterator[Recording]:
     Raises:
         SessionError: another recording is in progress.
     """
-    with _filled_in_by(Recorder()) as found:
-        yield found
-
-
-@contextlib.contextmanager
-def _filled_in_by(recorder: Recorder) -> Iterator[Recording]:
-    """Give a recording that has what the recorder has seen when the block ends."""
-    found = Recording(describe_none(), [])
+    recorder = Recorder()
+    of_nothing = RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
+    found = Recording(of_nothing, [])
     with in_block(recorder):
         try:
             yield found
@@ -242,8 +230,8 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     for _ in range(warmup):
         step()
     recorder = Recorder()
-    with _filled_in_by(recorder) as found:
+    with in_block(recorder):
         for _ in range(steps):
             step()
     recorder.check_seen()
-    return found
+    return recorder.recording

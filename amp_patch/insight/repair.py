@@ -8,7 +8,7 @@ it is the gradient of: its output has the dtype of the gradient.
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,8 +20,8 @@ from ..torch_dispatch import clone
 from .folding import Call
 from .ops import Op, compute_in_float32
 from .rules import short
-from .short_dtypes import LARGEST, TINY, find_fitting_scale
-from .tensors import is_whole, read_largest, read_largest_number, storage_of, tensors_in
+from .short_dtypes import LARGEST, TINY
+from .tensors import is_finite, is_whole, read_largest_number, storage_of, tensors_in
 from .written import Item, Written, find_named
 
 
@@ -58,8 +58,8 @@ class Twins:
         if self.find(tensor) is not None and is_whole(tensor):
             del self._flat[id(tensor.untyped_storage())]
 
-    def compute(self, op: Op, before: Sequence[Any]) -> list[Tensor]:
-        """Return what an op gives for twins in float32, as `compute_in_float32`, beside which see for `before`."""
+    def compute(self, op: Op) -> list[Tensor]:
+        """Return what an op gives for twins in float32, as `compute_in_float32`."""
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)
@@ -67,10 +67,10 @@ class Twins:
 
         args = [
             cast_tree(given, take) if any(self.find(one) is not None for one in tensors_in([given])) else earlier
-            for given, earlier in zip(op.args, before, strict=True)
+            for given, earlier in zip(op.args, op.before, strict=True)
         ]
         kwargs = {name: cast_tree(value, take) for name, value in op.kwargs.items()}
-        return compute_in_float32(op._replace(kwargs=kwargs), args)
+        return compute_in_float32(op._replace(before=args, kwargs=kwargs))
 
     def _make(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -93,11 +93,13 @@ class Needs(NamedTuple):
         scale: the largest loss scale, a power of two, under which the other gradients fit that come of a fault; None:
             the scale has no part in it.
         is_scale_enough: whether that scale is enough without the ops.
+        scale_of_zeros: the one under which no more of the gradients is zero than may be; None: none is.
     """
 
     items: list[Item]
     scale: float | None
     is_scale_enough: bool
+    scale_of_zeros: float | None
 
 
 class Repair:
@@ -108,20 +110,19 @@ class Repair:
     Attributes:
         made: what the ops of the forward pass gave, in order.
         rounding: those that made zeros of what float32 holds: the same lines do so in other modules.
-        wanted_scale: the smallest loss scale under which no more of the gradients becomes zero than may; None: no
-            gradient does.
         beyond: the line of an op that gives what float32 does not hold either, "" without one.
     """
 
-    def __init__(self, underflow: float | None) -> None:
+    def __init__(self, underflow: float | None, get_scale: Callable[[], float]) -> None:
         self._underflow = underflow
+        self._get_scale = get_scale
         self._twins = Twins()
         self._gradients: list[tuple[Written, float]] = []  # of which op, and the largest scale under which it fits
         self._scale: float | None = None
         self._wanted: set[Written] = set()
         self.made: list[Written] = []
         self.rounding: list[Item] = []
-        self.wanted_scale: float | None = None
+        self._wanted_scale: float | None = None  # the smallest under which no more of the gradients is zero than may be
         self.beyond = ""
 
     @property
@@ -140,15 +141,7 @@ class Repair:
         if exact is not None and exact.shape == output.shape:
             self._twins.put(output, exact)
 
-    def follow(
-        self,
-        op: Op,
-        before: Sequence[Any],
-        call: Call | None,
-        made: Sequence[Written],
-        of: Written | None,
-        loss_scale: float,
-    ) -> None:
+    def follow(self, op: Op, call: Call | None, made: Sequence[Written], of: Written | None) -> None:
         """Compute what an op would give, and judge whether that fits.
 
         `made` is what is known of its outputs, `of` the op of the forward pass whose backward it is part of, None where
@@ -163,12 +156,12 @@ class Repair:
             for tensor in outputs:
                 self._twins.drop(tensor)
             return
-        results = self._twins.compute(op, before)
+        results = self._twins.compute(op)
         if len(results) != len(outputs):
             return
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
-            self._judge_gradients(given, pairs, of, loss_scale)
+            self._judge_gradients(given, pairs, of)
         elif call is not None and call.phase != "recompute":  # of what has been judged in the forward pass
             self._judge(op, call, given, pairs, made)
         for tensor, result in pairs:
@@ -193,43 +186,41 @@ class Repair:
                 self.beyond = f"{call.op} at {call.site.place}"
 
     def _judge_gradients(
-        self,
-        given: Sequence[tuple[Tensor, Tensor]],
-        outputs: Sequence[tuple[Tensor, Tensor]],
-        of: Written | None,
-        loss_scale: float,
+        self, given: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[tuple[Tensor, Tensor]], of: Written | None
     ) -> None:
         for tensor, twin in (*given, *outputs):
-            self.judge_gradient(tensor, twin, of, loss_scale)
+            self.judge_gradient(tensor, twin, of)
         for tensor, result in outputs:
             if tensor.dtype in LOW_DTYPES:
-                self.raise_scale(tensor, result, loss_scale)
+                self.raise_scale(tensor, result)
 
-    def judge_gradient(self, gradient: Tensor, exact: Tensor, of: Written | None, loss_scale: float) -> None:
+    def judge_gradient(self, gradient: Tensor, exact: Tensor, of: Written | None) -> None:
         """Where a gradient in 16 bits does not fit: have the scale be so small that it does, or `of` give float32."""
         if gradient.dtype not in LOW_DTYPES or not _is_too_large((gradient, exact)):
             return
-        fitting = self._lower_scale(gradient, exact, loss_scale)
+        fitting = self._lower_scale(gradient, exact)
         if of is not None and of.is_low:
             self._gradients.append((of, fitting))
 
-    def _lower_scale(self, gradient: Tensor, exact: Tensor, loss_scale: float) -> float:
-        """Have the scale be so small that a gradient fits, if it may be that small, and return that scale."""
-        fitting = find_fitting_scale(short(gradient.dtype), loss_scale, read_largest_number(exact))
+    def _lower_scale(self, gradient: Tensor, exact: Tensor) -> float:
+        """Have the scale be the largest power of two under which a gradient fits, if that is not below 1; return it."""
+        room = LARGEST[short(gradient.dtype)] / read_largest_number(exact)
+        fitting = 2.0 ** math.floor(math.log2(self._get_scale() * room))
         if fitting >= 1:
             self._scale = fitting if self._scale is None else min(self._scale, fitting)
         return fitting
 
-    def raise_scale(self, tensor: Tensor, exact: Tensor, loss_scale: float) -> None:
+    def raise_scale(self, tensor: Tensor, exact: Tensor) -> None:
         """Have the scale be so large that no more of a gradient is zero in 16 bits than may be."""
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return
         smallest = float(sizes.kthvalue(int(self._underflow * (sizes.numel() - 1)) + 1).values)
+        loss_scale = self._get_scale()
         needed = loss_scale * 2.0 ** math.ceil(math.log2(2 * TINY[short(tensor.dtype)] / smallest))
         if needed > loss_scale:
-            self.wanted_scale = max(needed, self.wanted_scale or needed)
-            self._lower_scale(tensor, exact, loss_scale)
+            self._wanted_scale = max(needed, self._wanted_scale or needed)
+            self._lower_scale(tensor, exact)
 
     def find_needs(self) -> Needs:
         """Return what the step needs. Ops whose gradients do not fit are to run in float32 if that costs little; where
@@ -239,9 +230,15 @@ class Repair:
         unscalable = {of for of, fitting in self._gradients if fitting < 1}
         is_scale_enough = self._scale is not None and not forward and not unscalable
         items = find_named(self.made, self._wanted | {of for of, _ in self._gradients})
+        scale = self._scale
         if any(_is_product(item) for item in items if item not in forward):
-            return Needs(find_named(self.made, self._wanted | unscalable), self._scale, is_scale_enough)
-        return Needs(items, self._scale if is_scale_enough else None, is_scale_enough)
+            items = find_named(self.made, self._wanted | unscalable)
+        elif not is_scale_enough:
+            scale = None
+        scale_of_zeros = self._wanted_scale
+        if scale_of_zeros is not None and scale is not None:
+            scale_of_zeros = min(scale_of_zeros, scale)
+        return Needs(items, scale, is_scale_enough, scale_of_zeros)
 
 
 def _is_product(item: Item) -> bool:
@@ -256,4 +253,4 @@ def _is_too_large(pair: tuple[Tensor, Tensor]) -> bool:
 
 
 def _is_beyond(value: Tensor) -> bool:
-    return value.numel() > 0 and not math.isfinite(read_largest(value))
+    return value.numel() > 0 and not is_finite(value)

@@ -71,13 +71,10 @@ class RuleFinder:
 
     def target(self, kind: str, mode: Mode) -> torch.dtype | None:
         """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
-        low = self._session.low_here()
-        if mode is Mode.OFF:
-            return None
-        if kind not in ("whitelist", "blacklist"):
+        if mode is Mode.OFF or kind not in ("whitelist", "blacklist"):
             return None
         if mode is Mode.LOW or (mode is Mode.BY_LISTS and kind == "whitelist"):
-            return low
+            return self._session.low_here()
         return torch.float32
 
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:

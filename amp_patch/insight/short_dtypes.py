@@ -1,7 +1,5 @@
 """Dtypes by the short names that records have: their names in torch, and what those of 16 bits hold."""
 
-import math
-
 _LONG = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
 LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
@@ -17,8 +15,3 @@ EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
 def spell_out(dtype: str) -> str:
     """Return `float16` for "f16"; a dtype that is not floating as it is."""
     return _LONG.get(dtype, dtype)
-
-
-def find_fitting_scale(low: str, loss_scale: float, largest: float) -> float:
-    """Return the largest power of two under which a value fits that is `largest` under this loss scale."""
-    return float(2.0 ** math.floor(math.log2(loss_scale * LARGEST[low] / largest)))

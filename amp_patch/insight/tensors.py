@@ -65,6 +65,11 @@ def read_largest_number(tensor: Tensor) -> float:
     return read_largest(numbers) if numbers.numel() else 0.0
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a tensor that is not empty holds neither inf nor NaN. Waits for the device."""
+    return math.isfinite(read_largest(tensor))
+
+
 def has_nan(tensor: Tensor) -> bool:
     """Tell whether a tensor holds NaN. Waits for the device."""
     return bool(tensor.isnan().any())

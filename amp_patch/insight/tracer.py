@@ -3,36 +3,50 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import find_rank, warn
+from ..session import Session
 from ..torch_dispatch import get_current_node
 from ..training import unscaling
 from .fault_text import format_fault
 from .faults import FaultFinder, name_value
 from .folding import Folding
-from .growth import Growth
-from .naming import name_tensors
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
 from .remedies import IN_FORWARD, place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
-from .tensors import find_largest_of, has_nan, storage_of
+from .tensors import find_largest_of, has_nan
 from .written import Item
 
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
-_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since the run began, training has diverged
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since its smallest, training has diverged
 _REPEATED = 20  # a script that leaves out a loss that is not finite would go on for ever
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
+
+
+@dataclass
+class _Growth:
+    """How a loss, or the largest weight, has grown in a run."""
+
+    smallest: float = math.inf
+    last: float = 0.0
+
+    def note(self, size: float) -> None:
+        if math.isfinite(size):
+            self.smallest = min(self.smallest, size)
+            self.last = size
+
+    def is_beyond(self, factor: float) -> bool:
+        return self.last > factor * max(self.smallest, 1e-3)
 
 
 class Tracer(Recorder):
@@ -61,15 +75,13 @@ class Tracer(Recorder):
         super().__init__(first, last, on_end)
         self._counts_skipped = counts_skipped
         self._folding = Folding(keeps_ops=False)  # there may be many steps
-        self._finder: FaultFinder = FaultFinder(
-            underflow, ignore, self._find_name, self._find_exact, self._get_scale, self._see_fault
-        )
+        self._finder: FaultFinder = FaultFinder(underflow, ignore, self._get_scale, self._see_fault)
         self._faults: list[FaultRecord] = []
         self._searched: list[FaultRecord] = []
         self._unused: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
-        self._loss = Growth()  # since the smallest
-        self._largest_weight = Growth()  # since the first step
+        self._loss = _Growth()
+        self._largest_weight = _Growth()
         self._are_weights_finite = False
         self._scale: float | None = None  # of the last `scale_loss` block
         self._begin_step()
@@ -79,9 +91,14 @@ class Tracer(Recorder):
         self._gradients: list[str] = []
         self._are_gradients_bad = False  # those of the optimizer that steps
         self._mended: list[bool] = []  # of each gradient that was bad: whether float32 mends it
-        self._skips: list[bool | None] = []  # of the optimizers whose gradients were bad
+        self._skips: list[bool] = []  # of the optimizers whose gradients were bad
         self._of = 0
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
+
+    @property
+    def _watched(self) -> Session:
+        assert self._session is not None
+        return self._session
 
     def _records(self) -> list[Record]:
         """Return the faults so far, those that are no search for a loss scale first."""
@@ -95,15 +112,16 @@ class Tracer(Recorder):
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
-        if self.is_recording:
-            self._is_loss_seen = self._is_scaled = True
-            if self._session is not None:
-                self._scale = None
-                for block in self._session.ledgers.open_blocks():  # the innermost last
-                    self._scale = block.scaler.known_scale
-            self._is_loss_bad |= not bool(torch.isfinite(loss.detach()).all())
-            self._reaching["loss"] |= self._finder.find_faults([loss])
-            self._note_loss(loss)
+        if not self.is_recording:
+            return
+        self._is_loss_seen = self._is_scaled = True
+        self._scale = None
+        for block in self._watched.ledgers.open_blocks():  # the innermost last
+            self._scale = block.scaler.known_scale
+        size = find_largest_of([loss])
+        self._loss.note(size)
+        self._is_loss_bad |= not math.isfinite(size)
+        self._reaching["loss"] |= self._finder.find_faults([loss])
 
     def values_scaled(self) -> None:
         """From now on, gradients in this step may be scaled."""
@@ -114,27 +132,30 @@ class Tracer(Recorder):
         a fault again and again, and no loss: the script steps by finite ones.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
-        if last.phase == "backward" and not self._is_scaled and self._session is not None and self._session.gives_way:
+        if last.phase == "backward" and not self._is_scaled and self._watched.gives_way:
             self._finder.faults[-1] = replace(last, region=IN_FORWARD)
         if self._is_loss_seen or not self.is_recording:
             return
-        times = sum((one.site, one.aten) == (first.site, first.aten) for one in self._finder.faults)
+        times = sum(_place_of(one) == _place_of(first) for one in self._finder.faults)
         if times > _REPEATED:
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients."""
         super().step_begun(optimizer)
-        self._look_at_gradients(optimizer)
+        self._looked_for = id(optimizer)
+        if self.is_recording:
+            self._look_at_gradients([one for group in optimizer.param_groups for one in group["params"]])
+            self._look_at_size(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Say of the faults of a step what came of them, and end if there is one."""
         if self._looked_for != id(optimizer):  # a step with a closure does not tell of its beginning
             self.step_begun(optimizer)
         self._looked_for = None
-        if self.is_recording:
+        is_skipped = self._watched.is_skipped(optimizer)
+        if self.is_recording and not is_skipped:
             self._look_at_weights(optimizer)
-        is_skipped = self._session is not None and self._session.is_skipped(optimizer)
         if self._are_gradients_bad:
             self._skips.append(is_skipped)
         if self._is_counted(optimizer) and self.is_recording:
@@ -148,43 +169,23 @@ class Tracer(Recorder):
             self.stop()
             self._on_end()
 
-    def _look_at_gradients(self, optimizer: Optimizer) -> None:
-        self._looked_for = id(optimizer)
-        if not self.is_recording or self._session is None:
-            return
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    def _look_at_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Look at the gradients that an optimizer steps by, and at what is left in other gradients of the models."""
         bad = unscaling.find_nonfinite(parameters)
-        self._gradients += self._session.names_of(bad)
+        self._gradients += self._watched.names_of(bad)
         self._are_gradients_bad = bool(bad)
         self._mended += [one.grad is not None and self._finder.repair.holds(one.grad) for one in bad]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
-        self._note_weights(optimizer)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
         held = {id(one) for one in gradients}
-        others: list[Tensor] = []
-        for weight in self._weights_of_models():
-            if weight.grad is not None and id(weight.grad) not in held:
-                others.append(weight.grad)
+        others = [one.grad for one in self._weights_of_models() if one.grad is not None and id(one.grad) not in held]
         self._reaching["others"] |= self._finder.find_faults(others)
 
-    def _note_loss(self, loss: Tensor) -> None:
-        size = float(loss.detach().cpu().double().abs().mean())
-        if not math.isfinite(size):
-            return
-        if self._loss.base is None or size < self._loss.base:
-            self._loss.base = size
-        self._loss.last = size
-
-    def _note_weights(self, optimizer: Optimizer) -> None:
-        """Look at the weights that an optimizer steps by."""
-        size = find_largest_of(list(self._weights_of(optimizer)))
+    def _look_at_size(self, optimizer: Optimizer) -> None:
+        size = find_largest_of(self._weights_of(optimizer))
         self._are_weights_finite = math.isfinite(size)
-        if not self._are_weights_finite:
-            return
-        if self._largest_weight.base is None:
-            self._largest_weight.base = size
-        self._largest_weight.last = size
+        self._largest_weight.note(size)
 
     def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yield what an optimizer steps by, and the weights of models, of which it may hold masters."""
@@ -192,32 +193,20 @@ class Tracer(Recorder):
             yield from group["params"]
         yield from self._weights_of_models()
 
-    def _models(self) -> list[nn.Module]:
-        if self._session is None:
-            return []
-        return self._session.models()
-
     def _weights_of_models(self) -> Iterator[Tensor]:
-        for model in self._models():
+        for model in self._watched.models():
             yield from model.parameters()
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
         """Enter a fault if a step has made weights that do not fit, of weights and gradients that do."""
-        was_skipped = bool(getattr(optimizer, "step_was_skipped", False))
-        if not self._are_weights_finite or was_skipped or self._gradients or self._finder.faults:
+        if not self._are_weights_finite or self._gradients or self._finder.faults:
             return
-        self._note_weights(optimizer)
+        self._look_at_size(optimizer)
         if self._are_weights_finite:
             return
-        weights = self._weights_of(optimizer)
-        bad = next(weight for weight in weights if not bool(weight.detach().isfinite().all()))
-        holder = self._find_weight_of(bad)
-        name = self._find_name(storage_of(holder))
-        in_float32 = math.inf
-        if self._session is not None:
-            master = self._session.find_master(holder)
-            if master is not None:
-                in_float32 = find_largest_of([master])
+        bad = next(weight for weight in self._weights_of(optimizer) if not bool(weight.detach().isfinite().all()))
+        (name,) = self._watched.names_of([bad])
+        master = self._watched.find_master(bad)
         group = _find_group(optimizer, bad)
         fault = FaultRecord(
             step=self._finder.step,
@@ -229,18 +218,11 @@ class Tracer(Recorder):
             out=short(bad.dtype),
             parameter=name,
             share=int((~bad.detach().isfinite()).sum()) / bad.numel(),
-            in_float32=in_float32,
+            in_float32=math.inf if master is None else find_largest_of([master]),
             eps=_read_number(group, "eps"),
             lr=_read_number(group, "lr"),
         )
         self._finder.faults.append(fault)
-
-    def _find_weight_of(self, tensor: Tensor) -> Tensor:
-        """Return the parameter that a tensor is the master of, or the tensor."""
-        for weight in self._weights_of_models():
-            if self._session is not None and self._session.find_master(weight) is tensor:
-                return weight
-        return tensor
 
     def _finish_faults(self, is_skipped: bool | None) -> None:
         found, self._finder.faults = self._finder.faults, []
@@ -267,44 +249,33 @@ class Tracer(Recorder):
         """
         if not self.is_recording:
             return
-        if self._finder.faults and self._look_at_gradients_alone():
+        trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
+        if self._finder.faults and self._is_loss_seen and trained:
+            self._gradients, self._of = [], 0  # of all optimizers
+            unused = self._reaching["others"]
+            used = [weight for weight, grad in trained if unused.isdisjoint(self._finder.find_faults([grad]))]
+            self._look_at_gradients(used)
             self._finish_faults(None)
         else:
             self._finder.faults = self._add_remedies(self._finder.faults)
         super().stop()
 
-    def _look_at_gradients_alone(self) -> bool:
-        """Look at the gradients of the models, and tell whether a backward pass has ended in this step."""
-        if self._session is None or not self._is_loss_seen:
-            return False
-        weights = list(self._weights_of_models())
-        self._of = sum(one.grad is not None for one in weights)
-        find_faults, unused = self._finder.find_faults, self._reaching["others"]
-        bad = unscaling.find_nonfinite(weights)
-        bad = [one for one in bad if one.grad is not None and unused.isdisjoint(find_faults([one.grad]))]
-        self._gradients = self._session.names_of(bad)
-        self._reaching["gradients"] |= find_faults(one.grad for one in bad if one.grad is not None)
-        return self._of > 0
-
     def _add_remedies(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
         """Enter into the faults of a step what would have made its values fit: all of them need the same."""
         if not faults:
             return []
-        repair = self._finder.repair
-        needs = repair.find_needs()
+        needs = self._finder.repair.find_needs()
         items = list(needs.items)
         for item in needs.items:
             items += [item._replace(module=module) for module in self._find_siblings(item)]
         lines = tuple(dict.fromkeys(item.site for item in needs.items if item.site))
         facts = self._place(items)
-        facts.update(beyond=repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
+        facts.update(beyond=self._finder.repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
         done: list[FaultRecord] = []
         for number, fault in enumerate(faults):
             own = dict(facts, scale=needs.scale)
-            if fault.value == "zero" and repair.wanted_scale is not None:
-                own["scale"] = min(repair.wanted_scale, needs.scale or repair.wanted_scale)
-            elif fault.value == "zero":
-                own["scale"] = None
+            if fault.value == "zero":
+                own["scale"] = needs.scale_of_zeros
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
                 own |= self._place([_of_weight(fault)])
             is_mended = bool(self._mended) and all(self._mended) and number in self._reaching["gradients"]
@@ -317,8 +288,7 @@ class Tracer(Recorder):
 
     def _place(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the fields of a fault that say which ops and modules are to be in float32."""
-        has_lists = self._session is not None and self._session.oplists is not None
-        return place(items, self._models(), has_lists=has_lists)
+        return place(items, self._watched.models(), has_lists=self._watched.oplists is not None)
 
     def _find_siblings(self, item: Item) -> list[str]:
         """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
@@ -368,25 +338,12 @@ class Tracer(Recorder):
         """Tell whether a step was skipped over a dynamic loss scale that is too large, or may be: what other code than
         torch's ops wrote into a gradient is only known to be wrong once the scale is as low as it goes.
         """
-        assert self._session is not None
-        bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
+        bounds = [scaler.min_loss_scale or 0.0 for scaler in self._watched.scalers if scaler.is_dynamic]
         if not bounds or not fault.skipped or fault.phase != "backward" or fault.loss_scale <= 1:
             return False
         lowest = max(1.0, min(bounds))
         is_unseen = fault.cause == "came in" and not (fault.aten and fault.parameter)
         return (fault.scale or 0.0) >= lowest or (is_unseen and fault.loss_scale > lowest)
-
-    def _find_name(self, storage: int) -> str:
-        for name, tensor in name_tensors(self._models()):
-            if storage_of(tensor) == storage:
-                return name
-        return ""
-
-    def _find_exact(self, storage: int) -> Tensor | None:
-        for weight in self._weights_of_models():
-            if self._session is not None and storage_of(weight) == storage:
-                return self._session.find_master(weight)
-        return None
 
     def _get_scale(self) -> float:
         """Return the scale of the last block; before one, or with a GradScaler, the scale of the session. There is none
@@ -394,9 +351,13 @@ class Tracer(Recorder):
         """
         if not self._is_scaled and get_current_node() is not None:
             return 1.0
-        if self._scale is None and self._session is not None:
-            return next(iter(self._session.stats(wait=False).loss_scales), 1.0)
-        return self._scale or 1.0
+        if self._scale is None:
+            return next(iter(self._watched.stats(wait=False).loss_scales), 1.0)
+        return self._scale
+
+
+def _place_of(fault: FaultRecord) -> tuple[str, str, str]:
+    return fault.site, fault.module, fault.aten
 
 
 def _find_group(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`Written`: what is known of the op that wrote a storage last, and of what it read in turn."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..dtypes import LOW_DTYPES
@@ -25,39 +26,36 @@ class Item(NamedTuple):
     rule: str
 
 
+@dataclass(slots=True, eq=False)
 class Written:
     """What an op wrote, and what it read.
 
     Attributes:
         op, node: what torch ran, and the node of the backward pass that it is part of.
-        largest: the largest magnitude that it gave; `is_whole`: whether it wrote the whole of the storage.
+        largest: the largest magnitude that it gave.
         parents: what is known of its inputs.
-        status: whether what does not fit in it is deliberate, or known already; `faults`: of which it then comes.
+        is_known: whether what does not fit in it comes of faults that were entered already: `faults`.
         is_old: of the step before; `size`: of the storage, in bytes.
-        name: of a parameter that came in so, where amp's own op copied it.
         item: the op, if it is one of the forward pass; `is_low`: whether it gave 16 bits.
         is_held_low: it gives 16 bits also where an input is in float32.
     """
 
-    __slots__ = (
-        *("faults", "is_held_low", "is_low", "is_old", "is_whole", "item", "largest", "name", "node", "op"),
-        *("parents", "size", "status"),
-    )
+    op: str
+    node: str
+    largest: float
+    parents: "Sequence[Written]"
+    faults: frozenset[int] = frozenset()
+    is_old: bool = False
+    size: int = 0
+    is_known: bool = False
+    item: Item | None = None
+    is_low: bool = False
+    is_held_low: bool = True
 
-    def __init__(self, op: str, node: str, largest: float, parents: "Sequence[Written]") -> None:
-        self.op = op
-        self.node = node
-        self.largest = largest
-        self.parents = parents
-        self.faults: frozenset[int] = frozenset()
-        self.is_whole = False
-        self.is_old = False
-        self.size = 0
-        self.status = ""
-        self.name = ""
-        self.item: Item | None = None
-        self.is_low = False
-        self.is_held_low = True
+    def come_of(self, known: "Sequence[Written]") -> None:
+        """Take in that what does not fit comes of what is known."""
+        self.is_known = True
+        self.faults = frozenset().union(*(one.faults for one in known))
 
     def describe(self, op: Op, call: Call, is_in_module: bool, is_low: bool) -> None:
         """Take in which call of the forward pass this is."""

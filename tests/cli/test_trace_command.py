@@ -41,9 +41,8 @@ def call(run_command):
     return functools.partial(run_command, "trace")
 
 
-@pytest.mark.parametrize("package", ["apex", "amp_patch"])
-def test_a_script_ends_with_the_step_that_has_the_fault(package, call, tmp_path):
-    code, out, _ = call(script(package), "--json", "faults.jsonl")
+def test_a_script_ends_with_the_step_that_has_the_fault(call, tmp_path):
+    code, out, _ = call(script(), "--json", "faults.jsonl")
     assert code == 1 and out.startswith("step 0\nstep 1\nstep 2, forward: first") and "step 3" not in out
     assert "step 2, forward: first value that does not fit" in out
     for told in ("F.linear at train.py:13, module 0", "whitelist", "precision: inf", "linear]"):
@@ -55,11 +54,6 @@ def test_a_script_ends_with_the_step_that_has_the_fault(package, call, tmp_path)
 def test_what_was_found_is_said_although_its_file_cannot_be_written(call):
     code, out, err = call(script(bad=0), "--json", "/dev/full")
     assert code == 2 and "step 0, forward: first value that does not fit" in out and "/dev/full" in err
-
-
-def test_a_script_in_which_every_value_fits(call):
-    code, out, err = call(script(bad=None))
-    assert (code, err) == (0, "") and out.endswith("step 3\nevery value fits, in 4 steps\n")
 
 
 def test_a_window_without_the_fault(call):
@@ -202,7 +196,7 @@ model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
 model = torch.nn.parallel.DistributedDataParallel(model)
-for number in range(200):
+for number in range(int(sys.argv[3])):
     x = torch.randn(8, 16)
     if number == 2 and dist.get_rank() == 1:
         x[2, 3] = 1e5
@@ -216,14 +210,15 @@ for number in range(200):
 """
 
 
-@pytest.mark.parametrize("reach", ["swallowed", "gradients"])
-def test_a_fault_of_one_rank_names_it_and_ends_all(reach, tmp_path, monkeypatch, capfd):
-    """Swallowed, the other rank sees nothing of it, and would wait for the first for ever; else it is given its
-    gradients, which came in there.
-    """
+def test_a_fault_of_one_rank_ends_all_though_the_others_see_nothing_of_it(tmp_path, monkeypatch, capfd):
     (tmp_path / "train.py").write_text(RANKS)
     monkeypatch.chdir(tmp_path)
-    assert main(["trace", "train.py", "--", "2", reach]) == 1
+    assert main(["trace", "train.py", "--", "2", "swallowed", "200"]) == 1
     told = capfd.readouterr().out
-    assert "rank 1, step 2, forward: first value that does not fit" in told and reach in told
-    assert "cause  precision" in told
+    assert "rank 1, step 2, forward: first value that does not fit" in told and "swallowed" in told
+
+
+def test_a_fault_is_of_the_rank_that_made_it_though_its_gradients_came_in_at_another(call):
+    code, out, _ = call(RANKS, arguments=["--", "2", "gradients", "4"])
+    assert code == 1 and "rank 1, step 2, forward: first value that does not fit" in out
+    assert "cause  precision" in out and "gradients of" in out

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from gpt import make_gpt
+from seeded_faults import Layer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,8 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.insight.records import FaultRecord, RunRecord
-from amp_patch.insight.remedies import Remedy, format_entries
+from amp_patch.insight.remedies import Remedy, find_remedy, format_entries
+from amp_patch.insight.tracer import tracing
 
 RUN = RunRecord(torch.__version__, "cpu", "O1", "f16", (), "", 0)
 
@@ -34,22 +36,9 @@ class Sandwich(nn.Module):
         return self.last(self.between(self.first(x)))
 
 
-class Call(nn.Module):
+def calling(function):
     """A module that calls a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Norm(nn.Module):
-    """A norm as people write it: squares, their mean, and the root."""
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    return Layer(lambda _, x: function(x))
 
 
 def start(model, compute_loss, *, level="O1", loss_scale=128.0, **options):
@@ -72,7 +61,7 @@ def make_gpt_step(model, **options):
 def find(step, **options):
     """All faults of at most three steps."""
     recording = insight.trace(step, steps=3, on_fault="record", **options)
-    return recording.of(insight.FaultRecord)
+    return recording.of(FaultRecord)
 
 
 def enlarge(parameter, factor):
@@ -86,27 +75,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients")  # which 
 # ---- nothing to find -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_clean_run_has_no_fault_though_its_mask_is_infinite(level):
-    assert find(make_gpt_step(make_gpt(), level=level)) == []
+def draw_large_numbers(x):
+    torch.manual_seed(0)
+    torch.empty(16).log_normal_(0, 60)  # of which one does not fit float32, and all do of the next 16
+    return x
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        lambda x: x.masked_fill(x > 0, -math.inf),
-        lambda x: torch.where(x > 0, -math.inf, x),
-        lambda x: x + torch.full((8, 16), -math.inf).triu(1),
-        lambda x: x + torch.zeros_like(x).masked_fill_(x > 0, float("-inf")),
-        lambda x: x.clamp(max=math.inf) + torch.tensor(-math.inf).exp(),
-    ],
-    ids=["masked_fill", "where", "full", "masked_fill_", "constant"],
-)
-def test_what_is_infinite_by_intention_is_no_fault(mask):
+MASKS = {
+    "masked_fill": lambda x: x.masked_fill(x > 0, -math.inf),
+    "where": lambda x: torch.where(x > 0, -math.inf, x),
+    "full": lambda x: x + torch.full((8, 16), -math.inf).triu(1),
+    "masked_fill_": lambda x: x + torch.zeros_like(x).masked_fill_(x > 0, float("-inf")),
+    "constant": lambda x: x.clamp(max=math.inf) + torch.tensor(-math.inf).exp(),
+    "log of a mask": lambda x: x + torch.log((torch.arange(16) < 12).float()),
+    "infinite distance": lambda x: torch.minimum(x, 1 / (1 - (torch.arange(16) < 12).float())),
+    "log where positive": lambda x: torch.where(x > 0, torch.log(x.clamp(min=0)), 0.0),
+    "random numbers": draw_large_numbers,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_what_is_infinite_by_intention_or_comes_to_nothing_is_no_fault(mask):
     def attend(x):
         return torch.softmax(torch.cat([mask(x), torch.zeros_like(x)], -1), -1)[..., :16]
 
-    assert find(make_step(Sandwich(Call(attend)))) == []
+    assert find(make_step(Sandwich(calling(attend)))) == []
 
 
 class Masked(nn.Module):
@@ -131,20 +124,12 @@ def test_a_mask_that_is_a_buffer_is_no_fault_and_a_parameter_of_that_kind_is():
     assert (fault.cause, fault.parameter) == ("came in", "between.mask")
 
 
-def test_a_row_that_is_masked_all_over_is_mathematics():
-    def attend(x):
-        return torch.softmax(x.masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf), -1)
-
-    (fault,) = find(make_step(Sandwich(Call(attend))))
-    assert (fault.op, fault.cause, fault.value) == ("torch.softmax", "mathematics", "nan")
-
-
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_a_trail_of_what_is_not_finite_is_written_and_read_and_told(number, tmp_path):
     fault = FaultRecord(
         0, "forward", "nan", "mathematics", aten="softmax", trail=(("masked_fill", number), ("mm", 2.0))
     )
-    recording = insight.Recording(RunRecord("", "cpu", "O1", "f16", (), "", 0), [fault])
+    recording = insight.Recording(RUN, [fault])
     recording.to_jsonl(tmp_path / "faults.jsonl")
     again = insight.Recording.read(tmp_path / "faults.jsonl")
     (read,) = again.of(FaultRecord)
@@ -152,43 +137,21 @@ def test_a_trail_of_what_is_not_finite_is_written_and_read_and_told(number, tmp_
     assert insight.format_fault(read, again.run) == insight.format_fault(fault, again.run)
 
 
-def log_of_mask(x):
-    return torch.softmax(x + torch.log((torch.arange(16) < 12).float()), -1)
-
-
-def infinite_distance(x):
-    return torch.minimum(x, 1 / (1 - (torch.arange(16) < 12).float()))
-
-
-def log_where_positive(x):
-    return torch.where(x > 0, torch.log(x.clamp(min=0)), 0.0)
-
-
-@pytest.mark.parametrize("function", [log_of_mask, infinite_distance, log_where_positive])
-def test_what_is_infinite_in_float32_too_and_comes_to_nothing_is_no_fault(function):
-    assert find(make_step(Sandwich(Call(function)))) == []
-
-
 def test_a_padded_input_that_comes_to_nothing_is_no_fault():
     inputs = torch.randn(8, 16)
     inputs[:, 12:] = math.inf
     mask = torch.arange(16) < 12
-    model = nn.Sequential(Call(lambda x: torch.where(mask, x * 2, 0.0)), Sandwich(nn.ReLU()))
+    model = nn.Sequential(calling(lambda x: torch.where(mask, x * 2, 0.0)), Sandwich(nn.ReLU()))
     assert find(make_step(model, inputs=inputs)) == []
 
 
 def test_a_fault_is_told_though_another_comes_to_nothing():
-    model = Sandwich(Call(lambda x: log_of_mask(x) + x * 1e6))
+    model = Sandwich(calling(lambda x: torch.softmax(MASKS["log of a mask"](x), -1) + x * 1e6))
     assert [(one.op, one.reach) for one in find(make_step(model))] == [("aten.mul", "gradients")]
 
 
-def test_a_mask_by_zero_times_infinity_is_mathematics():
-    (fault,) = find(make_step(Sandwich(Call(lambda x: x + (torch.arange(16) > 12).float() * -math.inf))))
-    assert (fault.aten, fault.cause, fault.value, fault.reach) == ("mul", "mathematics", "nan", "gradients")
-
-
 def test_gradients_of_a_step_with_a_closure_are_looked_at():
-    model = Sandwich(Call(lambda x: x * 1e6))
+    model = Sandwich(calling(lambda x: x * 1e6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
 
@@ -202,26 +165,19 @@ def test_gradients_of_a_step_with_a_closure_are_looked_at():
     assert (fault.aten, fault.reach, len(fault.gradients), fault.of) == ("mul", "gradients", 4, 4)
 
 
-@pytest.mark.parametrize("is_cleared", [True, False], ids=["cleared", "stepped by"])
-def test_a_gradient_that_does_not_fit_is_a_fault_once_an_optimizer_steps_by_it(is_cleared):
+def test_a_gradient_that_does_not_fit_is_no_fault_where_no_optimizer_steps_by_it():
     torch.manual_seed(0)
     maker, judge = nn.Linear(4, 8), nn.Linear(8, 1)
-    with torch.no_grad():
-        maker.weight.mul_(2000)
+    enlarge(maker.weight, 2000)
     of_maker, of_judge = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in (maker, judge))
     amp.initialize([maker, judge], [of_maker, of_judge], opt_level="O1", loss_scale=1024.0, verbosity=0)
 
     def step():
         made = maker(torch.randn(16, 4))
-        if is_cleared:
-            judge.zero_grad()
-        backward(torch.tanh(judge(made.detach() / 1e4)).mean(), of_judge)
-        of_judge.step()
+        take_step(torch.tanh(judge(made.detach() / 1e4)).mean(), of_judge)
         take_step(judge(made).mean(), of_maker)  # which leaves a gradient of the judge's, too
 
-    recording = insight.trace(step, steps=4, on_fault="record")
-    found = recording.of(insight.FaultRecord)
-    assert [fault.reach for fault in found] == ([] if is_cleared else ["gradients"])
+    assert find(step) == []
 
 
 def test_the_table_of_a_ctc_loss_is_no_fault():
@@ -248,16 +204,14 @@ def test_the_table_of_a_ctc_loss_is_no_fault():
 )
 def test_the_lists_do_not_act_on_what_is_computed_about_values(name, function, found, tmp_path):
     (tmp_path / "own.yaml").write_text(f"extends: float16\nwhitelist: [{name}]\n")
-    faults = find(make_step(Sandwich(Call(function)), lists=tmp_path / "own.yaml"), underflow=0.5)
+    faults = find(make_step(Sandwich(calling(function)), lists=tmp_path / "own.yaml"), underflow=0.5)
     assert [fault.value for fault in faults[:1]] == found
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("level", "block", "rule"), [("O1", 1, ("whitelist", "float16.yaml:32")), ("O2", 0, ("", "")), ("O3", 1, ("", ""))]
-)
+@pytest.mark.parametrize(("level", "block", "rule"), [("O1", 1, ("whitelist", "float16.yaml:32")), ("O2", 0, ("", ""))])
 def test_logits_that_overflow(level, block, rule):
     model = make_gpt()
     enlarge(model.blocks[block].attention.qkv.weight, 600)
@@ -269,44 +223,6 @@ def test_logits_that_overflow(level, block, rule):
     assert fault.site.startswith("gpt.py:") and 65504 < fault.in_float32 < math.inf
 
 
-def test_a_checkpointed_overflow_is_told_where_it_came_first():
-    model = make_gpt()
-    enlarge(model.blocks[1].attention.qkv.weight, 600)
-    forward = model.blocks[1].forward
-    model.blocks[1].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
-    first, *others = find(make_gpt_step(model))
-    assert (first.op, first.module, first.phase) == ("Tensor.__matmul__", "blocks.1.attention", "forward")
-    assert [other.phase for other in others] == ["recompute"] * len(others)
-
-
-def test_an_overflow_that_is_swallowed_is_found_and_names_the_line_of_the_list(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: float16\nwhitelist:\n  - square\n")
-    model = Sandwich(Norm())
-    enlarge(model.first.weight, 2000)
-    (fault,) = find(make_step(model, lists=str(path)))
-    assert (fault.op, fault.module, fault.entry) == ("Tensor.square", "between", "mine.yaml:3")
-    assert (fault.cause, fault.reach, fault.gradients) == ("precision", "swallowed", ())
-    amp.reset()
-    model = Sandwich(Norm())
-    enlarge(model.first.weight, 2000)
-    assert find(make_step(model)) == []
-
-
-def test_mathematics_is_told_from_precision():
-    (fault,) = find(make_step(Sandwich(Call(lambda x: torch.log(torch.relu(x))))))
-    assert (fault.op, fault.cause, fault.rule, fault.value) == ("torch.log", "mathematics", "blacklist", "inf")
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_data_that_does_not_fit_came_in(value):
-    inputs = torch.randn(8, 16)
-    inputs[3, 7] = value
-    (fault,) = find(make_step(Sandwich(nn.ReLU()), inputs=inputs))
-    assert (fault.cause, fault.module, fault.op, fault.parameter) == ("came in", "first", "F.linear", "")
-    assert fault.value == ("nan" if math.isnan(value) else "inf")
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_weight_that_does_not_fit_is_named(level):
     model = Sandwich(nn.ReLU())
@@ -316,41 +232,78 @@ def test_a_weight_that_does_not_fit_is_named(level):
     assert (fault.cause, fault.parameter, fault.module) == ("came in", "last.weight", "last")
 
 
-@pytest.mark.parametrize(
-    ("function", "aten"),
-    [
-        (lambda x: x.mul_(1e6), "mul_"),
-        (lambda x: x * 1e6, "mul"),
-        (lambda x: x.clone().mul_(x * 1e3).mul_(1e4), "mul_"),
-    ],
-    ids=["in place", "new", "twice in place"],
-)
-def test_an_op_on_no_list(function, aten):
-    (fault,) = find(make_step(Sandwich(Call(function))))
-    assert (fault.op, fault.aten, fault.rule) == (f"aten.{aten}", aten, "")
-    assert (fault.module, fault.cause) == ("between", "precision")
+def low_of(h, factor=0.0, more=0.0):
+    """Return float16 values that are finite, made of some by ops that are seen."""
+    return h.detach().half() * factor + more
+
+
+def rewrite_a_part(h):
+    """Leave inf beside what is written."""
+    h = (h.half() * 65504.0).clone()
+    h[:, :1] = 0.0
+    return h.float()
+
+
+def refill(h):
+    """Write inf by no op that torch sees, over values that are known to be finite."""
+    low = low_of(h, 1.0) + 0.0
+    low.untyped_storage()[0] = 0x00
+    low.untyped_storage()[1] = 0x7C
+    return low.float()
+
+
+def normalise(h):
+    none = h.half() * 0.0
+    return none / (none.abs().amax(-1, keepdim=True) + 1e-8)
+
+
+LARGE = float(torch.tensor(1e30))
+FAULTS = {
+    "cast": (lambda h: (h.float() * 1e5).half(), {"aten": "_to_copy", "given": ("f32",), "out": "f16"}),
+    "0 times inf": (
+        lambda h: h + (torch.arange(16) > 12).float() * -math.inf,
+        {"aten": "mul", "cause": "mathematics", "value": "nan", "reach": "gradients"},
+    ),
+    "out": (
+        lambda h: torch.add(low_of(h, more=40000.0), 40000.0, out=torch.empty_like(h, dtype=torch.half)),
+        {"op": "aten.add", "in_float32": 8e4, "rule": "", "module": "between"},
+    ),
+    "by itself": (lambda h: (x := low_of(h, more=300.0)).mul_(x), {"op": "aten.mul_", "in_float32": 9e4}),
+    "by its neighbours": (
+        lambda h: (x := low_of(h, more=40000.0))[:, 1:].add_(x[:, :-1]),
+        {"aten": "add_", "in_float32": 8e4},
+    ),
+    "written over": (lambda h: (h.float() * 0.0 + 1e30).mul_(1e30), {"cause": "mathematics", "largest": LARGE}),
+    "beside": (rewrite_a_part, {"aten": "mul", "reach": "gradients"}),
+    "by no op": (refill, {"cause": "came in", "value": "inf"}),
+    "zero": (normalise, {"aten": "div", "lost": 1e-8}),
+    "made complex": (
+        lambda h: torch.fft.rfft(h.float() * 0.0 + 3e38).real,
+        {"aten": "_fft_r2c", "cause": "mathematics", "out": "complex64"},
+    ),
+    "given complex": (
+        lambda h: torch.exp(torch.complex(h.float() * 0.0 + 100.0, h.float() * 0.0)).abs(),
+        {"aten": "exp", "cause": "mathematics", "out": "complex64"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), FAULTS.values(), ids=FAULTS)
+def test_the_first_value_that_does_not_fit_is_told_with_its_op(function, expected):
+    fault, *_ = find(make_step(Sandwich(calling(lambda h: h + function(h).float().sum()), seed=3)))
+    expected = {"cause": "precision", **expected}
+    assert {name: getattr(fault, name) for name in expected} == expected
     assert fault.site.startswith("test_trace.py:")
 
 
-def test_a_cast_of_the_users():
-    (fault,) = find(make_step(Sandwich(Call(lambda x: (x.float() * 1e5).half()))))
-    assert (fault.aten, fault.given, fault.out, fault.cause) == ("_to_copy", ("f32",), "f16", "precision")
+def test_no_list_is_advised_where_float32_does_not_hold_a_later_result():
+    def log_of_nothing(h):
+        large = h * 1e6
+        return torch.log(large - large)
 
-
-def test_modules_of_one_class_that_differ_in_a_number_are_one_pattern():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.layer = Norm(), nn.Linear(16, 16)
-
-        def forward(self, x):
-            return x + self.layer(self.norm(x * 3e3))
-
-    blocks = nn.Sequential()
-    for number in range(3):
-        blocks.add_module(f"block{number}", Block())
-    (fault, *_) = find(make_step(Sandwich(blocks), level="O2", loss_scale=1.0))
-    assert fault.regions == ('match: "between.block*.norm"',)
+    fault, *_ = find(make_step(Sandwich(calling(log_of_nothing))))
+    assert fault.aten == "mul" and find_remedy(fault, None).kind == "beyond"
+    assert fault.beyond.startswith("torch.log at test_trace.py:")
 
 
 def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
@@ -378,27 +331,6 @@ def test_a_list_of_many_rules_has_one_on_a_line():
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def test_a_static_scale_that_is_too_large_is_told_with_the_one_that_fits():
-    (fault,) = find(make_gpt_step(make_gpt(), loss_scale=2.0**24))
-    assert (fault.phase, fault.op, fault.node) == ("backward", "F.cross_entropy", "ToCopyBackward0")
-    assert (fault.given, fault.out, fault.loss_scale) == (("f32",), "f16", 2.0**24)
-    for _ in range(3):  # each is the scale under which the op fits that overflowed first
-        amp.reset()
-        told = insight.format_fault(fault, RUN).partition("a smaller loss scale, 2**")[2].partition(" ")[0]
-        (fault, *_) = find(make_gpt_step(make_gpt(), loss_scale=2.0 ** int(told))) or [None]
-        if fault is None:
-            break
-        assert fault.loss_scale == 2.0 ** int(told) < 2.0**24
-    assert fault is None
-
-
-def test_a_dynamic_scale_that_comes_down_is_no_fault():
-    (fault, *_) = found = find(make_gpt_step(make_gpt(), loss_scale={"init": 2.0**24}))
-    assert all(one.is_search and one.skipped for one in found)
-    assert [one.step for one in found] == [0, 1, 2]
-    assert fault.loss_scale == 2.0**24
-
-
 def test_a_gradient_that_no_scale_helps_is_a_fault_under_a_dynamic_scale_too():
     class Explode(torch.autograd.Function):
         @staticmethod
@@ -409,7 +341,7 @@ def test_a_gradient_that_no_scale_helps_is_a_fault_under_a_dynamic_scale_too():
         def backward(ctx, gradient):
             return gradient * math.inf
 
-    (fault,) = find(make_step(Sandwich(Call(Explode.apply)), loss_scale="dynamic"))
+    (fault,) = find(make_step(Sandwich(calling(Explode.apply)), loss_scale="dynamic"))
     assert not fault.is_search and fault.phase == "backward"
 
 
@@ -427,7 +359,7 @@ def test_what_other_code_wrote_into_a_gradient_is_a_fault_once_the_scale_is_as_l
             written.numpy()[...] = gradient.numpy() if fits else numpy.inf  # by no op of torch's
             return written
 
-    found = find(make_step(Sandwich(Call(Kernel.apply)), loss_scale={"init": 4.0}))
+    found = find(make_step(Sandwich(calling(Kernel.apply)), loss_scale={"init": 4.0}))
     expected = {(0, True), (1, True)} | ({(2, False)} if fitting < 1 else set())
     assert {(one.step, one.is_search) for one in found} == expected
 
@@ -435,38 +367,6 @@ def test_what_other_code_wrote_into_a_gradient_is_a_fault_once_the_scale_is_as_l
 def test_a_dynamic_scale_that_may_not_come_down_far_enough_is_a_fault():
     (fault, *_) = find(make_gpt_step(make_gpt(), loss_scale={"init": 2.0**24}, min_loss_scale=2.0**24))
     assert not fault.is_search and fault.scale < 2.0**24
-
-
-def test_a_function_of_the_users_is_on_the_trail():
-    class Enlarge(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 1e9
-
-    (fault,) = find(make_step(Sandwich(Call(lambda x: Enlarge.apply(x.float()))), loss_scale=128.0))
-    labels = [label for label, _ in fault.trail]
-    assert fault.phase == "backward" and fault.cause == "precision" and fault.out == "f16"
-    assert any("EnlargeBackward" in label for label in labels)
-
-
-def test_gradients_that_are_lost_to_zero():
-    model = nn.Sequential()
-    torch.manual_seed(0)
-    model.add_module("a", nn.Linear(16, 16))
-    model.add_module("act", nn.ReLU())
-    model.add_module("b", nn.Linear(16, 16))
-    cast, first, *_ = find(make_step(model, loss_scale=1.0, factor=1e-5), underflow=0.05)
-    assert (cast.op, cast.aten, cast.phase) == ("aten._to_copy", "_to_copy", "backward")  # of the loss code's float()
-    assert (first.phase, first.module, first.op) == ("backward", "b", "F.linear")
-    assert (first.value, first.cause) == ("zero", "precision") and first.share > 0.05
-    amp.reset()
-    assert find(make_step(model, loss_scale=2.0**16, factor=1e-5), underflow=0.05) == []
-    amp.reset()
-    assert find(make_step(model, loss_scale=1.0, factor=1e-5)) == []
 
 
 def test_a_gradient_that_nothing_seen_made_is_told_all_the_same():
@@ -485,19 +385,22 @@ def test_a_gradient_that_nothing_seen_made_is_told_all_the_same():
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_traced_run_is_bitwise_the_run_without(level):
     def run(is_traced):
-        model = make_gpt(seed=2)
+        model = make_gpt(seed=2, layers=1)
         step = make_gpt_step(model, level=level, loss_scale=None)
         state = torch.get_rng_state()
-        find(step, underflow=0.9) if is_traced else [step() for _ in range(3)]
-        weights = [weight.detach().clone() for weight in model.parameters()]
+        if is_traced:
+            assert find(step, underflow=0.9) == []  # although the mask is infinite
+        else:
+            for _ in range(3):
+                step()
         assert torch.equal(torch.get_rng_state(), state)
         amp.reset()
-        return weights
+        return list(model.parameters())
 
-    assert all(map(torch.equal, run(False), run(True)))
+    assert all(map(torch.equal, run(is_traced=False), run(is_traced=True)))
 
 
 def test_a_fault_is_raised_with_its_record_and_what_to_try():
@@ -510,165 +413,67 @@ def test_a_fault_is_raised_with_its_record_and_what_to_try():
         assert told in str(raised.value)
 
 
-def test_the_list_that_is_proposed_mends_it(tmp_path):
-    model = make_gpt()
-    enlarge(model.blocks[0].attention.qkv.weight, 600)
-    with pytest.raises(NonFiniteError) as raised:
-        insight.trace(make_gpt_step(model))
-    line = next(line for line in str(raised.value).splitlines() if "blacklist:" in line)
-    amp.reset()
-    for number, proposed in enumerate(line.split("   or   ")):
-        (tmp_path / f"{number}.yaml").write_text(f"extends: float16\n{proposed.strip()}\n")
-        model = make_gpt()
-        enlarge(model.blocks[0].attention.qkv.weight, 600)
-        assert find(make_gpt_step(model, lists=str(tmp_path / f"{number}.yaml"))) == []
-        amp.reset()
-
-
-def test_what_the_step_raises_over_a_fault_is_told_as_its_cause():
-    step = make_step(Sandwich(Call(lambda x: x * 1e6)))
-
-    def careful():
-        step()
-        raise ValueError("the loss is not finite")
-
-    with pytest.raises(NonFiniteError) as raised:
-        insight.trace(careful)
-    assert isinstance(raised.value.__cause__, ValueError)
-
-
 def test_an_ignored_op_is_let_through():
     step = make_step(
-        Sandwich(Call(lambda x: torch.nan_to_num(x.detach() * 1e6, posinf=1.0, neginf=-1.0).clamp(-1, 1) + x))
+        Sandwich(calling(lambda x: torch.nan_to_num(x.detach() * 1e6, posinf=1.0, neginf=-1.0).clamp(-1, 1) + x))
     )
     assert find(step, ignore=["mul"]) == []
     (fault,) = find(step)
     assert fault.aten == "mul" and fault.reach == "swallowed"
 
 
-def test_faults_are_read_back_as_they_were_written(tmp_path):
-    model = Sandwich(Call(lambda x: torch.log(torch.relu(x))))
-    recording = insight.trace(make_step(model), on_fault="record")
-    recording.to_jsonl(tmp_path / "faults.jsonl")
-    assert insight.Recording.read(tmp_path / "faults.jsonl") == recording
-    assert recording.of(insight.FaultRecord)[0].in_float32 == math.inf
-
-
 def test_nothing_of_a_step_is_kept():
-    model = make_gpt()
-    step = make_gpt_step(model)
-    sizes = []
-    with insight.tracer.tracing() as tracer:
+    step = make_gpt_step(make_gpt(layers=1))
+    with tracing() as tracer:
         for _ in range(3):
             step()
-            sizes.append(len(tracer._finder._written) + len(tracer._folding.ops()))
-    assert sizes == [0, 0, 0]
+            assert not tracer._finder._written and not tracer._folding.ops()
 
 
-@pytest.mark.parametrize("has_fault", [True, False])
-def test_a_step_that_fails_over_a_fault_leaves_the_recording_of_it(has_fault):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+def test_an_error_of_the_step_is_told_beside_the_fault_that_it_may_come_of():
+    model = nn.Linear(4, 1)
+    inputs = torch.ones(2, 4)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", loss_scale=1.0, verbosity=0)
 
     def step():
-        loss = model(torch.full((2, 4), 1e5 if has_fault else 1.0)).sum()
-        raise ZeroDivisionError(f"the loss is {loss}")
+        raise ZeroDivisionError(f"the loss is {model(inputs).sum()}")
 
-    if has_fault:
-        (fault,) = insight.trace(step, on_fault="record").of(insight.FaultRecord)
-        assert fault.module == "0" and fault.cause == "precision"
-    else:
-        with pytest.raises(ZeroDivisionError):
-            insight.trace(step, on_fault="record")
-
-
-def test_a_part_that_is_written_anew_leaves_the_fault_beside_it():
-    def rewrite(h):
-        h = (h.half() * 65504.0).clone()
-        h[:, :1] = 0.0
-        return h.float()
-
-    step = make_step(Sandwich(Call(rewrite), seed=3))
-    (fault,) = insight.trace(step, on_fault="record").of(FaultRecord)
-    assert (fault.aten, fault.cause, fault.reach) == ("mul", "precision", "gradients")
+    with pytest.raises(ZeroDivisionError):
+        insight.trace(step, on_fault="record")
+    inputs *= 1e5
+    with pytest.raises(NonFiniteError) as raised:
+        insight.trace(step)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.warns(UserWarning, match="ended with ZeroDivisionError: the loss is"):
+        (fault,) = insight.trace(step, on_fault="record").of(FaultRecord)
+    assert (fault.cause, fault.reach) == ("precision", "")
 
 
-def test_what_no_op_wrote_over_finite_values_came_in():
-    def refill(h):
-        low = h.detach().half()
-        array = low.view(torch.int16).untyped_storage()
-        low + 1.0  # it is known to be finite
-        array[1] = 0x7C  # float16's inf is 0x7C00, in its bytes; torch sees no op
-        array[0] = 0x00
-        return h * low.float()
-
-    (fault,) = insight.trace(make_step(Sandwich(Call(refill))), on_fault="record").of(FaultRecord)
-    assert fault.cause == "came in" and fault.value == "inf"
-
-
-def test_a_wider_copy_has_the_magnitude_of_what_it_was_copied_from():
-    def overflow(h):
-        return torch.exp(h.half().float() * 0.0 + 100.0)
-
-    (fault,) = insight.trace(make_step(Sandwich(Call(overflow))), on_fault="record").of(FaultRecord)
-    copies = [largest for op, largest in fault.trail if op == "_to_copy"]
-    assert dict(fault.trail)["add"] == 100.0
-    assert copies[0] == copies[1] > 0  # to float32, of the one to float16
-
-
-def low_of(h, factor=0.0, more=0.0):
-    """Return float16 values that are finite, made of some by ops that are seen."""
-    return h.detach().half() * factor + more
-
-
-@pytest.mark.parametrize(
-    ("function", "aten", "in_float32"),
-    [
-        (lambda h: torch.add(low_of(h, more=40000.0), 40000.0, out=torch.empty_like(h, dtype=torch.half)), "add", 8e4),
-        (lambda h: (x := low_of(h, more=300.0)).mul_(x), "mul_", 9e4),
-        (lambda h: (x := low_of(h, more=40000.0))[:, 1:].add_(x[:, :-1]), "add_", 8e4),
-    ],
-    ids=["out", "by itself", "by its neighbours"],
-)
-def test_precision_is_told_of_ops_that_write_what_they_read(function, aten, in_float32):
-    (fault,) = find(make_step(Sandwich(Call(lambda h: h + function(h).float().sum()))))
-    assert (fault.aten, fault.cause, fault.in_float32) == (aten, "precision", in_float32)
-
-
-def test_the_largest_input_is_that_before_it_is_written_over():
-    (fault,) = find(make_step(Sandwich(Call(lambda h: (h.float() * 0.0 + 1e30).mul_(1e30)))))
-    assert (fault.cause, fault.largest) == ("mathematics", float(torch.tensor(1e30)))
-
-
-@pytest.mark.parametrize("is_logged", [False, True])
-def test_gradients_may_be_looked_at_after_a_step_that_was_skipped(is_logged):
+def test_a_dynamic_scale_that_comes_down_is_no_fault_though_gradients_are_looked_at_after_the_step():
     model = Sandwich(nn.ReLU())
-    enlarge(model.first.weight, 30.0)
-    step = make_step(model, loss_scale="dynamic")
+    step = make_step(model, loss_scale={"init": 2.0**24}, factor=100.0)
 
     def logged_step():
         step()
-        return [parameter.grad.norm() for parameter in model.parameters()] if is_logged else None
+        return [parameter.grad.norm() for parameter in model.parameters()]
 
     recording = insight.trace(logged_step, steps=3)
     faults = recording.of(FaultRecord)
-    assert len(faults) == 3 and all(fault.is_search for fault in faults)
+    assert [fault.step for fault in faults] == [0, 1, 2]
+    assert all(fault.is_search and fault.skipped for fault in faults)
     assert "run more steps" in str(recording) and "every value fits" not in str(recording)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_are_looked_at_and_left_as_they_are(momentum):
+def test_running_statistics_are_looked_at_and_left_as_they_are():
     def train(is_traced):
         torch.manual_seed(0)
-        norm = nn.BatchNorm1d(16, momentum=momentum)
-        model = Sandwich(nn.Sequential(Call(lambda h: h * 3e3), norm))
-        step = make_step(model, level="O3", loss_scale=1.0)
-        faults = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
+        norm = nn.BatchNorm1d(16)
+        step = make_step(Sandwich(nn.Sequential(calling(lambda h: h * 3e3), norm)), level="O3", loss_scale=1.0)
+        faults = find(step) if is_traced else step()
+        amp.reset()
         return faults, {name: value.clone() for name, value in norm.state_dict().items()}
 
-    (fault,), traced = train(is_traced=True)
-    amp.reset()
+    (fault, *_), traced = train(is_traced=True)
     _, plain = train(is_traced=False)
     assert (fault.aten, fault.cause, fault.out) == ("native_batch_norm", "precision", "f16")
     assert 65504 < fault.in_float32 < math.inf and not plain["running_var"].isfinite().all()
@@ -689,43 +494,6 @@ def test_a_statistic_of_float32_is_moved_once_though_its_op_overflows():
     assert found and torch.equal(traced, train(is_traced=False)[1])
 
 
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [
-        (lambda h: torch.fft.rfft(h.float() * 0.0 + 3e38).real, "_fft_r2c"),
-        (lambda h: torch.exp(torch.complex(h.float() * 0.0 + 100.0, h.float() * 0.0)).abs(), "exp"),
-    ],
-    ids=["made", "given"],
-)
-def test_complex_values_are_looked_at(function, op):
-    (fault,) = find(make_step(Sandwich(Call(lambda h: h + function(h).sum()))))
-    assert (fault.aten, fault.cause, fault.out) == (op, "mathematics", "complex64")
-
-
-def test_what_integers_wrote_is_known_no_more():
-    def refill(h):
-        low = low_of(h, 1.0)
-        low.view(torch.int16).fill_(0x7C00)  # inf
-        return h * low.float()
-
-    (fault,) = find(make_step(Sandwich(Call(refill))))
-    assert (fault.cause, fault.value) == ("came in", "inf")
-
-
-def test_a_weight_that_was_written_in_the_step_is_named():
-    model = Sandwich(nn.ReLU())
-    step = make_step(model)
-
-    def clamp_and_step():
-        model.last.weight.data.clamp_(-1, 1)
-        model.last.weight.data.view(torch.uint8).untyped_storage()[3] = 0x7F  # of a float32: no op is seen
-        model.last.weight.data.view(torch.uint8).untyped_storage()[2] = 0x80
-        step()
-
-    (fault,) = insight.trace(clamp_and_step, on_fault="record").of(FaultRecord)
-    assert (fault.cause, fault.parameter) == ("came in", "last.weight")
-
-
 def test_two_faults_in_one_buffer_both_reach_what_is_made_of_it():
     def fill(h):
         buffer = torch.zeros(2, *h.shape, dtype=torch.half)
@@ -733,7 +501,7 @@ def test_two_faults_in_one_buffer_both_reach_what_is_made_of_it():
         buffer[1] = h.half() * 65000.0
         return buffer.float().sum(0)
 
-    faults = find(make_step(Sandwich(Call(fill), seed=3)))
+    faults = find(make_step(Sandwich(calling(fill), seed=3)))
     assert [fault.reach for fault in faults] == ["gradients", "gradients"]
 
 
@@ -748,31 +516,9 @@ def test_an_op_of_a_recomputation_is_told_so(use_reentrant):
     def between(h):
         return checkpoint(overflow_again, h, use_reentrant=use_reentrant)
 
-    faults = find(make_step(Sandwich(Call(between))))
+    faults = find(make_step(Sandwich(calling(between))))
     assert [(fault.phase, fault.aten) for fault in faults] == [("recompute", "mul")]
-    (text,) = [insight.format_fault(fault, amp_run()) for fault in faults]
-    assert "backward" not in text and "loss scale" not in text
-
-
-def amp_run():
-    """Return what a recording says of the session in force."""
-    with insight.recording() as recording:
-        pass
-    return recording.run
-
-
-def test_what_16_bits_made_zero_may_be_mended_by_a_list(tmp_path):
-    def normalise(h):
-        none = h * 0.0
-        return none / (none.abs().amax(-1, keepdim=True) + 1e-8)
-
-    fault, *_ = find(make_step(Sandwich(Call(normalise))))
-    text = insight.format_fault(fault, amp_run())
-    assert (fault.cause, fault.lost) == ("precision", 1e-8) and 'modules: [{match: "between", run: float32}]' in text
-    amp.reset()
-    mended = tmp_path / "mended.yaml"
-    mended.write_text('extends: float16\nmodules: [{match: "between", run: float32}]\n')
-    assert find(make_step(Sandwich(Call(normalise)), lists=mended)) == []
+    assert "backward" not in str(faults[0]) and "loss scale" not in str(faults[0])
 
 
 def test_numbers_of_the_users_own_generator_are_drawn_as_without():
@@ -783,7 +529,7 @@ def test_numbers_of_the_users_own_generator_are_drawn_as_without():
             torch.empty(64, dtype=torch.half).log_normal_(10, 1, generator=generator)  # of which some do not fit
             return h * torch.rand(h.shape, generator=generator)
 
-        step = make_step(Sandwich(Call(between)))
+        step = make_step(Sandwich(calling(between)))
         faults = insight.trace(step, on_fault="record").of(FaultRecord) if is_traced else step()
         drawn = generator.get_state()
         amp.reset()
@@ -791,12 +537,3 @@ def test_numbers_of_the_users_own_generator_are_drawn_as_without():
 
     faults, drawn = train(is_traced=True)
     assert faults[0].aten == "log_normal_" and torch.equal(drawn, train(is_traced=False)[1])
-
-
-def test_an_op_in_float32_is_not_judged_by_other_random_numbers():
-    def between(h):
-        torch.manual_seed(0)
-        torch.empty(16).log_normal_(0, 60)  # of which one does not fit float32, and all do of the next 16
-        return h
-
-    assert find(make_step(Sandwich(Call(between)))) == []

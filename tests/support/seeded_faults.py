@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training import take_step
+from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch.insight import FaultRecord, format_fault, trace
@@ -63,7 +63,6 @@ class Case:
     loss_scale: float
     steps: int
     underflow: float | None
-    of: Any
 
     @property
     def name(self) -> str:
@@ -72,7 +71,7 @@ class Case:
     @property
     def lines(self) -> set[str]:
         """The lines that may be named, as `file.py:line`."""
-        for code in (self.make, self.of, Given):
+        for code in (self.make, Given):
             source, first = inspect.getsourcelines(code)
             marked = {first + number for number, line in enumerate(source) if line.rstrip().endswith("# HERE")}
             if marked:
@@ -83,9 +82,9 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(about, cause, helps, *, level="O1", loss_scale=128.0, steps=3, underflow=None, of=Given):
+def case(about, cause, helps, *, level="O1", loss_scale=128.0, steps=3, underflow=None):
     def enter(make):
-        CASES[make.__name__] = Case(make, about, cause, helps, level, loss_scale, steps, underflow, of)
+        CASES[make.__name__] = Case(make, about, cause, helps, level, loss_scale, steps, underflow)
         return make
 
     return enter
@@ -190,32 +189,13 @@ def softmax_by_hand(given):
 # ---- generators ------------------------------------------------------------------------------------------------------
 
 
-class Generator(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.net = linear(8, 16, factor)
-
-    def forward(self, z):
-        return self.net(z)
-
-
-class Discriminator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = linear(16, 16), linear(16, 1)
-
-    def forward(self, x):
+@case("a discriminator that scales its features in its own forward, next to a generator", "precision", "list")
+def gan_of_two_models(given):
+    def judge_it(self, x):
         return self.last(self.first(x) * 3e3)  # HERE
 
-
-@case(
-    "a discriminator that scales its features in its own forward, next to a generator",
-    "precision",
-    "list",
-    of=Discriminator,
-)
-def gan_of_two_models(given):
-    generator, judge, z = Generator(10.0), Discriminator(), draw(4, 8)
+    generator, z = linear(8, 16, 10.0), draw(4, 8)
+    judge = Layer(judge_it, first=linear(16, 16), last=linear(16, 1))
     return given.start([generator, judge], lambda: F.softplus(-judge(generator(z))).mean())
 
 
@@ -233,11 +213,7 @@ def gan_gradient(given):
     return given.start(judge, lambda: -torch.log(torch.sigmoid(judge(x)) + 1e-9).mean())  # HERE
 
 
-@case(
-    "two hand-written GAN losses in one step, in one of which D(x) rounds to one in 16 bits",
-    "precision",
-    "list",
-)
+@case("two hand-written GAN losses in one step, in one of which D(x) rounds to one in 16 bits", "precision", "list")
 def gan_losses_far_apart(given):
     judge = nn.Sequential(*(linear(8, 8, seed=seed) for seed in range(8)), linear(8, 1, 1e-3, bias=10.0))
     real, made = draw(4, 8), draw(4, 8, seed=2)
@@ -274,8 +250,7 @@ def gan_gradient_left_behind(given):
 
     def loss():
         made = generator(z)
-        with amp.scale_loss(torch.tanh(judge(made.detach() / 1e4)).mean(), of_judge) as scaled_loss:
-            scaled_loss.backward()
+        backward(torch.tanh(judge(made.detach() / 1e4)).mean(), of_judge)
         of_judge.step()
         return judge(made).mean()  # HERE
 
@@ -481,22 +456,14 @@ def odds(given):
     return given.regress(model, draw(4, 8))
 
 
-class TwoTowers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = linear(8, 8), linear(8, 8)
-        self.temperature = nn.Parameter(torch.tensor(11.5))
-
-    def forward(self, x):
+@case("a learned temperature, exp(11.5), in the model's own forward at O2", "precision", "list", level="O2")
+def learned_temperature(given):
+    def compare(self, x):
         image, text = F.normalize(self.image(x), dim=-1), F.normalize(self.text(x), dim=-1)
         return self.temperature.exp() * image @ text.T  # HERE
 
-
-@case(
-    "a learned temperature, exp(11.5), in the model's own forward at O2", "precision", "list", level="O2", of=TwoTowers
-)
-def learned_temperature(given):
-    model, x = TwoTowers(), draw(4, 8)
+    temperature = nn.Parameter(torch.tensor(11.5))
+    model, x = Layer(compare, image=linear(8, 8), text=linear(8, 8), temperature=temperature), draw(4, 8)
     return given.start(model, lambda: F.cross_entropy(model(x), torch.arange(4)) * 1e-6)
 
 
@@ -700,18 +667,12 @@ def in_a_thread(given):
     return given.start(model, compute)
 
 
-class Teacher(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = linear(8, 8, 100.0)
-
-    def forward(self, x):
+@case("a teacher whose features overflow in its own forward, next to a student", "precision", "list")
+def teacher_and_student(given):
+    def teach(self, x):
         return self.body(x) * self.body(x)  # HERE
 
-
-@case("a teacher whose features overflow in its own forward, next to a student", "precision", "list", of=Teacher)
-def teacher_and_student(given):
-    teacher, student, x = Teacher(), nn.Sequential(linear(8, 8)), draw(4, 8, factor=5.0)
+    teacher, student, x = Layer(teach, body=linear(8, 8, 100.0)), linear(8, 8), draw(4, 8, factor=5.0)
 
     def loss():
         with torch.no_grad():
