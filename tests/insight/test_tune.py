@@ -58,11 +58,9 @@ def names(result):
     [
         ({"cumsum": True}, "modules", ["pos"], 6),
         ({"square": (0, 1, 2), "exp": (1,)}, "modules", ["blocks.*.n1", "blocks.1.attn"], 6),
-        ({"cumsum": True}, "ops", ["cumsum", "linear", "sin"], 25),
         ({"square": (0, 1, 2), "exp": (1,)}, "ops", ["exp", "mean", "rsqrt", "square", "sum"], 25),
-        ({"square": (0, 1, 2), "exp": (1,)}, "both", ["blocks.*.n1", "blocks.1.attn"], 6),
     ],
-    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value) if isinstance(value, str) else "",
+    ids=["precision", "range", "ops"],
 )
 def test_the_fault_is_found_and_no_entry_can_be_left_out(faults, units, entries, most, tune):
     result = tune(make_training(**faults), units=units, steps=1)
@@ -87,86 +85,49 @@ class Gate(nn.Module):
         return x * (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
 
-def train_digits(level="O1", **options):
+def test_the_digits_network_with_a_gate_that_overflows(tune, base):
+    base.write_text("extends: float16\nwhitelist: [exp]\n")
+
     def train():
         torch.manual_seed(3)
         model = nn.Sequential(
-            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-            *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
-            *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), Gate(), nn.Linear(256, 10)),
+            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), Gate(), nn.Linear(64, 10)),
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
         for _ in range(3):
-            loss = F.cross_entropy(model(torch.randn(16, 1, 8, 8)), torch.randint(10, (16,)))
-            take_step(loss, optimizer)
+            take_step(F.cross_entropy(model(torch.randn(16, 1, 8, 8)), torch.randint(10, (16,))), optimizer)
 
-    return train
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_digits_network_with_a_gate_that_overflows(level, tune, base):
-    base.write_text("extends: float16\nwhitelist: [exp]\n")
-    result = tune(train_digits(level), opt_level=level)
-    assert names(result) == ["12"] and result.runs <= 6
-    assert "exp" in result.text or level != "O1"
+    result = tune(train, opt_level="O2")
+    assert names(result) == ["6"] and result.runs <= 6
 
 
-def test_bfloat16_has_the_range_and_needs_nothing(tune):
+def test_bfloat16_has_the_range_and_needs_nothing(tune, tmp_path):
     result = tune(make_training(level="O4", square=(0, 1), exp=(2,)), opt_level="O4")
-    assert names(result) == [] and result.is_reached and result.runs == 2
-
-
-def test_nothing_is_needed(tune, tmp_path):
-    result = tune(make_training())
-    assert result.entries == () and result.is_reached and len(result.trials) == 1 and result.text == ""
-    assert result.message.startswith("nothing needs float32 at a tolerance of 0.1: worst parameter 0.00")
+    assert (result.entries, result.is_reached, result.runs, result.text) == ((), True, 2, "")
+    assert result.message.startswith("nothing needs float32 at a tolerance of 0.1: worst parameter 0.0")
     assert not (tmp_path / "tuned.yaml").exists()
 
 
 def test_the_default_is_what_the_script_has(tune, base):
-    result = tune(make_training(exp=(1,)), extends=None)
-    assert result.entries == ()  # its list, float16, has exp in float32
-
-    def train():
-        torch.manual_seed(0)
-        model = FaultyGPT(exp=(1,))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        amp.initialize(model, optimizer, opt_level="O1", lists=str(base), verbosity=0)
-        tokens = torch.randint(20, (4, 9))
-        backward(model(tokens).square().mean(), optimizer)
-        optimizer.step()
-
-    result = tune(train, extends=None)
+    result = tune(make_training(exp=(1,), lists=str(base)), extends=None)
     assert names(result) == ["blocks.1.attn"] and "\nextends: base.yaml\n" in result.text
 
 
-def test_a_tolerance_that_takes_much_is_reached_with_much(tune):
-    result = tune(make_training(layers=1), tolerance=6e-4, steps=1)
-    assert result.is_reached and 1 <= len(result.entries) < 10
-
-
-def loss_in_ops(model, tokens):
-    weights = torch.exp(model(tokens).flatten(0, 1) + 12)
-    return -(weights / weights.sum(-1, keepdim=True)).square().mean()
-
-
-def train_with_loss_code():
-    torch.manual_seed(0)
-    model = FaultyGPT(layers=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    for _ in range(3):
-        backward(loss_in_ops(model, torch.randint(20, (4, 9))), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_what_runs_outside_of_modules_needs_ops(tune):
-    result = tune(train_with_loss_code, steps=1)
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(8, 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        for _ in range(2):
+            weights = torch.exp(model(torch.randn(16, 8)) + 12)
+            take_step(-(weights / weights.sum(-1, keepdim=True)).square().mean(), optimizer)
+
+    result = tune(train, steps=1)
     assert not result.is_reached and "exp" in result.message and "add --units both" in result.message
-    result = tune(train_with_loss_code, units="both", steps=1)
+    result = tune(train, units="both", steps=1)
     assert result.is_reached and "exp" in names(result) and {entry.kind for entry in result.entries} == {"op"}
 
 
@@ -323,10 +284,9 @@ def test_a_graph_may_live_over_the_step_of_another_optimizer(level, tune):
 # ---- the budget, and what ends the search ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [2, 5])
-def test_the_budget_of_runs_is_kept(most, tune):
-    result = tune(make_training(layers=1, cumsum=True), units="ops", max_runs=most, steps=1)
-    assert result.runs == most and f"stopped after {most} runs (max_runs)" in result.message
+def test_the_budget_of_runs_is_kept(tune):
+    result = tune(make_training(layers=1, cumsum=True), units="ops", max_runs=3, steps=1)
+    assert result.runs == 3 and "stopped after 3 runs (max_runs)" in result.message
 
 
 def test_the_best_so_far_is_kept_by_an_interrupt(tune):
@@ -350,13 +310,7 @@ def test_the_best_so_far_is_kept_by_an_interrupt(tune):
 
 
 def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
-    train = make_training(exp=(1,))
-
-    def strict():
-        train()
-        raise AssertionError("not reached in float32")
-
-    calls = []
+    train, calls = make_training(layers=1, exp=(0,)), []
 
     def picky():
         calls.append(1)
@@ -364,8 +318,7 @@ def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
             raise FloatingPointError("inf in the loss")
         train()
 
-    assert tune(strict).is_reached  # the run has been left before
-    result = tune(picky)
+    result = tune(picky, steps=1)
     assert result.is_reached and result.trials[0].verdict.fault == "FloatingPointError: inf in the loss"
 
 
@@ -460,11 +413,10 @@ def test_the_reference_is_bitwise_a_float32_run(level, tmp_path):
     assert Recording.read(tmp_path / "x.jsonl") == found
 
 
-@pytest.mark.parametrize("raised", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_reference_that_is_broken_off_leaves_nothing(raised, tmp_path):
+def test_a_reference_that_is_broken_off_leaves_nothing(tmp_path):
     class Broken(nn.Module):
         def forward(self, x):
-            raise raised
+            raise KeyboardInterrupt
 
     def train():
         model = nn.Sequential(nn.Linear(4, 4), Broken())
@@ -472,7 +424,7 @@ def test_a_reference_that_is_broken_off_leaves_nothing(raised, tmp_path):
         model(torch.ones(2, 4))
 
     (tmp_path / "list.yaml").write_text(FLOAT32)
-    with pytest.raises(raised):
+    with pytest.raises(KeyboardInterrupt):
         FunctionRunner(train)(Run("tuning.reference:Reference", {}, Settings("O1", (str(tmp_path / "list.yaml"),))))
     assert not find_changes() and not events.watchers
     assert torch.overrides._get_current_function_mode() is None
@@ -506,8 +458,7 @@ def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(tm
 # ---- lists that are laid over ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(level, tmp_path):
+def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(tmp_path):
     (tmp_path / "ops.yaml").write_text("extends: float16\nblacklist: [linear]\n")
     (tmp_path / "modules.yaml").write_text('modules:\n  - {match: "1", run: float32}\n')
     dtypes = []
@@ -520,18 +471,16 @@ def test_module_rules_that_are_laid_over_hold_at_levels_that_cast_the_model(leve
 
     runner = FunctionRunner(train)
     both = (str(tmp_path / "ops.yaml"), str(tmp_path / "modules.yaml"))
-    runner(Run("recorder:Recorder", {}, Settings(level, both)))
-    runner(Run("recorder:Recorder", {}, Settings(level, both[:1])))
-    low = torch.bfloat16 if level == "O5" else torch.float16
-    assert dtypes == [[low, torch.float32], [low, low]]
+    runner(Run("recorder:Recorder", {}, Settings("O5", both)))
+    runner(Run("recorder:Recorder", {}, Settings("O5", both[:1])))
+    assert dtypes == [[torch.bfloat16, torch.float32], [torch.bfloat16, torch.bfloat16]]
 
 
 @pytest.mark.skipif(VERSION < (2, 7), reason="torch 2.6 draws other random numbers in 16 bits than in float32")
-@pytest.mark.parametrize("has_generator", [False, True])
-def test_noise_of_the_users_own_is_drawn_as_without(has_generator, tune):
+def test_noise_of_the_users_own_is_drawn_as_without(tune):
     def train():
         torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(1) if has_generator else None
+        generator = torch.Generator().manual_seed(1)
 
         class Noisy(nn.Module):
             def forward(self, h):

@@ -101,9 +101,6 @@ NAMES = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".n1", ".attn", 
         (["blocks.0.n1", "blocks.1.n1", "blocks.2.n1"], ["blocks.*.n1"]),
         (["blocks.0.n1", "blocks.2.n1"], ["blocks.0.n1", "blocks.2.n1"]),
         (["head", "blocks.2.attn.qkv", "blocks.1.attn.qkv", "blocks.0.attn.qkv"], ["head", "blocks.*.attn.qkv"]),
-        (["blocks.0", "blocks.1", "blocks.2"], ["blocks.*"]),
-        (["head"], ["head"]),
-        ([], []),
     ],
 )
 def test_siblings_are_folded_if_all_are_there(names, entries):
@@ -230,6 +227,7 @@ def test_a_verdict_takes_the_worst_step():
 def test_what_is_not_finite_survives_a_file(tmp_path):
     run = make_run({"a": [math.inf, math.nan]}, [math.nan, -math.inf, 1.5])
     run.to_jsonl(tmp_path / "x.jsonl")
+    assert "Infinity" not in (tmp_path / "x.jsonl").read_text() and "NaN" not in (tmp_path / "x.jsonl").read_text()
     back = Recording.read(tmp_path / "x.jsonl")
     assert repr(back.records) == repr(run.records)
     assert find_non_finite(back) == "a loss of step 0 is nan" and find_non_finite(REFERENCE) == ""
