@@ -20,8 +20,8 @@ from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
 from . import exponents
+from .comparison import mean
 from .memory import PeakMeter
-from .summary import mean
 
 SAMPLES = 512
 """How many values of a tensor are compared, at most."""

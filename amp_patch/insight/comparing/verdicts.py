@@ -3,7 +3,7 @@
 import math
 
 from ...tables import count_of
-from .summary import Row, Summary
+from .comparison import Comparison, Row
 
 WITHIN = 2.0
 """A difference of so many times the noise is within it: the noise is that of one run."""
@@ -31,12 +31,12 @@ _ALIKE_IN_COST = 0.05
 class Verdict:
     """What there is to say of a run beside the reference."""
 
-    def __init__(self, summary: Summary, row: Row) -> None:
+    def __init__(self, comparison: Comparison, row: Row) -> None:
         self.row = row
-        self._summary = summary
-        self._reference = summary.about.reference
-        self._reference_row = next(one for one in summary.rows() if one.name == self._reference)
-        self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
+        self._summary = comparison
+        self._reference = comparison.about.reference
+        self._reference_row = next(one for one in comparison.rows() if one.name == self._reference)
+        self._has_seeds = len(comparison.about.seeds) >= SEEDS and not comparison.are_seeds_equal
         self._base = self._difference = math.nan  # the loss of the reference, and of the run less that
         if self._reference_row.loss is not None:
             self._base = self._reference_row.loss
