@@ -102,11 +102,10 @@ def test_show_spellings(write: Write, lists: Amp) -> None:
 
 
 def test_show_lays_lists_over_each_other(write: Write, lists: Amp) -> None:
-    path = write("whitelist: [softmax]")
-    _, shown, _ = lists("show", "float16", path)
+    _, shown, _ = lists("show", "float16", write("whitelist: [softmax]"))
+    assert shown.startswith("float16, mine.yaml: ")
     assert re.search(r"^  softmax +mine\.yaml:1$", shown, flags=re.MULTILINE)
     assert re.search(r"^  layer_norm +range +float16\.yaml:\d+$", shown, flags=re.MULTILINE)
-    assert shown.startswith(f"float16, mine.yaml: {len(load_oplists(['float16', path]).spellings)} spellings")
 
 
 def test_show_json_holds_the_resolved_list(lists: Amp) -> None:
@@ -166,12 +165,8 @@ def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lis
     write("extends: [base.yaml, broken.yaml]\nneutral: [exp]", "b.yaml")
     write("a: [", "broken.yaml")
     code, printed, _ = lists("check", "a.yaml", write("{}"), "b.yaml")
-    assert code == 1
-    assert [line.partition(": ")[0] for line in printed.splitlines()] == [
-        "base.yaml:1:13",
-        "a.yaml:2:13",
-        "broken.yaml:2:1",
-    ]
+    places = [line.partition(": ")[0] for line in printed.splitlines()]
+    assert (code, places) == (1, ["base.yaml:1:13", "a.yaml:2:13", "broken.yaml:2:1"])
 
 
 def test_check_names_a_list_without_faults_and_what_it_extends(write: Write, lists: Amp) -> None:
@@ -213,15 +208,11 @@ def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
     code, printed, _ = lists("check", faulty, warned, "--json")
     message = f"torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?"
     warning = "'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13"
-    assert (code, json.loads(printed)) == (
-        1,
-        {
-            "lists": ["mine.yaml", "warned.yaml"],
-            "faults": [{"message": message, "path": "mine.yaml", "line": 1, "column": 13}],
-            "warnings": [{"message": warning, "path": "warned.yaml", "line": 2, "column": 13}],
-        },
-    )
-    assert (lists("check", warned, "--json")[0], lists("check", "flaot16", "--json")[0]) == (0, 2)
+    assert code == 1 and json.loads(printed) == {
+        "lists": ["mine.yaml", "warned.yaml"],
+        "faults": [{"message": message, "path": "mine.yaml", "line": 1, "column": 13}],
+        "warnings": [{"message": warning, "path": "warned.yaml", "line": 2, "column": 13}],
+    }
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------

@@ -94,14 +94,6 @@ def test_every_level_reaches_the_accuracy_of_float32(data):
 # ---- mlp -------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_to_test_on_have_no_part_in_the_scaling():
-    rows, labels, test_rows, test_labels = mlp.load_rows(seed=1)
-    assert (len(rows), len(test_rows)) == (380, 189) == (len(labels), len(test_labels))
-    torch.testing.assert_close(rows.mean(dim=0), torch.zeros(30), atol=1e-5, rtol=0)
-    torch.testing.assert_close(rows.std(dim=0), torch.ones(30))
-    assert test_rows.mean(dim=0).abs().max() > 0.01
-
-
 def test_mixed_precision_moves_the_loss_less_than_the_seed_does():
     plain = [mlp.train("O0", 60, seed, CPU).loss for seed in range(3)]
     mixed = [mlp.train("O4", 60, seed, CPU).loss for seed in range(3)]
