@@ -248,6 +248,7 @@ def test_a_list_that_cannot_be_used_is_trouble(write: Write, lists: Amp) -> None
             code, printed, complaint = lists(*task.split(), name)
             assert (code, printed, complaint.count("\n")) == (2, "", 1)
             assert complaint.startswith("amp-patch lists: failed: ")
+    assert lists("explain", "sofmax")[0] == 2
 
 
 # ---- explain ---------------------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ def test_a_script_is_repaired_by_the_file_that_is_written(call, tmp_path, capsys
 
 def test_without_a_file_the_list_is_printed(call, tmp_path):
     before = set(tmp_path.iterdir())
-    code, out, _ = call(SCRIPT, "--lists", "low.yaml", "--steps", "1")
-    assert code == 0 and '\nmodules:\n  - {match: "1", ' in out and "extends: [" in out and "low.yaml" in out
+    code, out, _ = call(SCRIPT, "--lists", "low.yaml", "--units", "ops", "--steps", "1")
+    assert code == 0 and "\nblacklist:\n  - {op: exp, why: " in out and "extends: [" in out and "low.yaml" in out
     assert {path.name for path in set(tmp_path.iterdir()) - before} == {"train.py"}
 
 

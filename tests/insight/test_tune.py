@@ -280,7 +280,7 @@ def test_the_best_so_far_is_kept_by_an_interrupt(tune):
 
     result = tune(interrupted)
     assert names(result) == ["blocks.0.n1", "blocks.2.attn"] and result.is_reached
-    assert "interrupted in run 4" in result.message
+    assert "interrupted in run 4, so there may be entries that are not needed" in result.message
 
     def at_once():
         raise KeyboardInterrupt
