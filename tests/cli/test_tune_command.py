@@ -10,7 +10,6 @@ import threading
 import pytest
 
 from amp_patch.cli import scripts
-from amp_patch.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -44,21 +43,6 @@ def call(run_command, tmp_path):
     """Returns a function that tunes a script."""
     (tmp_path / "low.yaml").write_text(LOW)
     return functools.partial(run_command, "tune")
-
-
-def test_a_script_is_repaired_by_the_file_that_is_written(call, tmp_path, capsys):
-    code, out, err = call(SCRIPT, "--extends", "low.yaml", "--out", "tuned.yaml", "--opt-level", "O2")
-    assert (code, err) == (0, "") and "step" not in out.replace("2 steps", "").replace("step 0 was skipped", "")
-    lines = out.splitlines()
-    assert lines[0] == "run 1: float32, 2 steps"
-    assert lines[1].startswith("run 2: passes, worst parameter 0.00") and lines[1].endswith(": 1")
-    assert lines[2].startswith("run 3: fails, ") and lines[4].startswith("1 entry in float32")
-    text = (tmp_path / "tuned.yaml").read_text()
-    assert text.startswith("# amp-patch tune: O2 on cpu, torch ")
-    assert 'extends: low.yaml\nmodules:\n  - {match: "1", run: float32, why: "' in text and "exp: all of its" in text
-    assert main(["lists", "check", "tuned.yaml"]) == 0 and "no faults" in capsys.readouterr().out
-    code, out, _ = call(SCRIPT, "--lists", "tuned.yaml", "--opt-level", "O2")  # laid over: nothing is left to do
-    assert code == 0 and "nothing needs float32 at a tolerance of 0.1: worst parameter" in out and "; 2 runs" in out
 
 
 def test_without_a_file_the_list_is_printed(call, tmp_path):
