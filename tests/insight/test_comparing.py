@@ -197,7 +197,7 @@ def test_counts_are_those_of_the_unscaled_gradients():
     take_steps(*start("O2", loss_scale=1024.0), 1)
     end()
     assert gradients[0].dtype is torch.float32
-    assert counted == GradientRecord("", *exponents.count(gradients))
+    assert counted == exponents.count(gradients)
     assert sum(counted.counts) > 5_000
 
 
@@ -229,7 +229,7 @@ def test_shares_are_those_that_a_cast_gives(low, dtype, scale):
     there = values[(values != 0) & values.isfinite()]
     cast = (there * scale).to(dtype)
     is_subnormal = (cast != 0) & (cast.abs() < torch.finfo(dtype).tiny)
-    found = exponents.find_shares(counted.lowest, counted.counts, low, scale)
+    found = exponents.find_shares(counted, low, scale)
     assert found.zero == pytest.approx((cast == 0).double().mean().item(), abs=1e-12)
     assert found.infinite == pytest.approx(cast.isinf().double().mean().item(), abs=1e-12)
     assert found.subnormal == pytest.approx(is_subnormal.double().mean().item(), abs=1e-3)
@@ -237,8 +237,8 @@ def test_shares_are_those_that_a_cast_gives(low, dtype, scale):
 
 def test_nothing_is_counted_of_nothing():
     counted = exponents.count([torch.zeros(3), torch.tensor([math.inf])])
-    assert counted == (0, (), 3, 1)
-    assert exponents.find_shares(counted.lowest, counted.counts, "f16") == (0, 0, 0)
+    assert counted == GradientRecord("", 0, (), 3, 1)
+    assert exponents.find_shares(counted, "f16") == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
