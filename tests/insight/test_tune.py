@@ -20,7 +20,6 @@ from amp_patch.insight.tuning.sketches import sketch
 from amp_patch.script_settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients under a static loss scale")
-FLOAT32 = 'modules:\n  - {match: "**", run: float32}\n'
 
 
 @pytest.fixture
@@ -308,20 +307,18 @@ def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
         (lambda: None, {}, "no model was called, and amp.initialize was not"),
         (make_training(batches=0), {}, "the run ended before a step was taken"),
         (make_training(), {"opt_level": "O0"}, "O0 runs everything in float32"),
+        (
+            train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(0.0, float("nan")))),
+            {},
+            "nothing to tune: with every module in float32, too, a loss of step 0 is nan",
+        ),
     ],
-    ids=["no session", "no step", "O0"],
+    ids=["no session", "no step", "O0", "not finite"],
 )
 def test_what_cannot_be_tuned_is_said(train, options, message, tune):
     with pytest.raises(Exception, match=message):
         tune(train, **options)
     assert not find_changes() and not events.watchers
-
-
-def test_a_run_that_is_not_finite_in_float32_is_not_tuned(tune):
-    with pytest.raises(
-        amp.SessionError, match="nothing to tune: with every module in float32, too, a loss of step 0 is nan"
-    ):
-        tune(train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(0.0, float("nan")))))
 
 
 @pytest.mark.parametrize("options", [{"units": "layers"}, {"tolerance": 0.0}, {"steps": 0}, {"max_runs": 1}])
@@ -352,21 +349,27 @@ def run_steps(level, seed=5):
     return seen, model, torch.get_rng_state()
 
 
-def watch(probe, level, tmp_path, **options):
-    kept = []
-    text = FLOAT32 if "Reference" in probe else ""
-    (tmp_path / "list.yaml").write_text(text)
-    settings = Settings(level, (str(tmp_path / "list.yaml"),) if text else ())
-    found = FunctionRunner(lambda: kept.append(run_steps(level)))(Run(probe, {"steps": 9, **options}, settings))
-    return found, kept[0]
+@pytest.fixture
+def refer(tmp_path):
+    """Returns a function that watches a training with a reference: every module runs in float32."""
+    path = tmp_path / "float32.yaml"
+    path.write_text('modules:\n  - {match: "**", run: float32}\n')
+
+    def refer(train, level="O1", steps=9):
+        return FunctionRunner(train)(Run("tuning.reference:Reference", {"steps": steps}, Settings(level, (str(path),))))
+
+    return refer
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_check_is_bitwise_the_plain_run(level, tmp_path):
+def test_a_check_is_bitwise_the_plain_run(level):
     plain, model, state = run_steps(level)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     amp.reset()
-    found, (seen, checked, state_then) = watch("tuning.check:Check", level, tmp_path)
+    kept = []
+    run = Run("tuning.check:Check", {"steps": 9}, Settings(level))
+    found = FunctionRunner(lambda: kept.append(run_steps(level)))(run)
+    ((seen, checked, state_then),) = kept
     assert [step.losses for step in found.of(CheckedStepRecord)] == [(loss,) for loss, _ in plain]
     assert [loss for loss, _ in seen] == [loss for loss, _ in plain] and torch.equal(state, state_then)
     assert all(torch.equal(value, weights[name]) for name, value in checked.state_dict().items())
@@ -378,10 +381,12 @@ def test_a_check_is_bitwise_the_plain_run(level, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_the_reference_is_bitwise_a_float32_run(level, tmp_path):
+def test_the_reference_is_bitwise_a_float32_run(level, refer, tmp_path):
     plain, model, state = run_steps("O0")
     amp.reset()
-    found, (seen, _, state_then) = watch("tuning.reference:Reference", level, tmp_path)
+    kept = []
+    found = refer(lambda: kept.append(run_steps(level)), level)
+    ((seen, _, state_then),) = kept
     assert [loss for loss, _ in seen] == [loss for loss, _ in plain] and torch.equal(state, state_then)
     recorded = {one.parameter: one.sketch for one in found.of(SketchRecord) if one.step == 1}
     assert recorded == {name: text for name, (_, _, text) in plain[1][1].items()}
@@ -393,7 +398,7 @@ def test_the_reference_is_bitwise_a_float32_run(level, tmp_path):
     assert Recording.read(tmp_path / "x.jsonl") == found
 
 
-def test_a_reference_that_is_broken_off_leaves_nothing(tmp_path):
+def test_a_reference_that_is_broken_off_leaves_nothing(refer):
     class Broken(nn.Module):
         def forward(self, x):
             raise KeyboardInterrupt
@@ -403,14 +408,13 @@ def test_a_reference_that_is_broken_off_leaves_nothing(tmp_path):
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
         model(torch.ones(2, 4))
 
-    (tmp_path / "list.yaml").write_text(FLOAT32)
     with pytest.raises(KeyboardInterrupt):
-        FunctionRunner(train)(Run("tuning.reference:Reference", {}, Settings("O1", (str(tmp_path / "list.yaml"),))))
+        refer(train)
     assert not find_changes() and not events.watchers
     assert torch.overrides._get_current_function_mode() is None
 
 
-def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(tmp_path):
+def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(refer):
     torch.compiler.reset()  # beyond a number of programs torch compiles no more
     compiled = []
 
@@ -426,10 +430,8 @@ def test_a_reference_sees_into_what_is_compiled_and_lets_it_be_compiled_again(tm
         def forward(self, tokens):
             return self.head(self.block(self.embedding(tokens)))
 
-    (tmp_path / "list.yaml").write_text(FLOAT32)
     train = make_training(make_model=Model, layers=1)
-    run = Run("tuning.reference:Reference", {"steps": 1}, Settings("O1", (str(tmp_path / "list.yaml"),)))
-    found = FunctionRunner(train)(run)
+    found = refer(train, steps=1)
     assert ("blocks.0.up", "linear") in {(one.module, one.op) for one in found.of(LowOpRecord)} and not compiled
     train()
     assert compiled
