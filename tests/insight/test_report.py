@@ -9,7 +9,7 @@ from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
 from amp_patch.insight.comparing.comparison import COLOURS, pick_colours
-from amp_patch.insight.records import CurveRecord, Recording, RunRecord, UndoneCastRecord
+from amp_patch.insight.records import CurveRecord, LayerRecord, Recording, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 
 VOID = {"meta", "link", "input", "br"}
@@ -61,13 +61,14 @@ def check_offline(text):
 
 def test_a_report_is_small_and_holds_its_records(tmp_path):
     layers = [f"blocks.{number}.part" for number in range(75)]
-    found = make_comparison(layers=layers)
+    exact = LayerRecord("O1", "exact", 0.0, 0.0, 0.0)
+    found = make_comparison(layers=layers, extra=[exact])
     found.save_html(tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
     page = check_offline(text)
     assert len(text.encode()) < 300_000
     assert page.recording(tmp_path) == found.recording  # of which some are not finite
-    assert {*layers, "inf"} < set(page.texts)
+    assert {*layers, "exact", "0", "inf"} < set(page.texts)
 
 
 def test_names_are_never_markup(tmp_path):
