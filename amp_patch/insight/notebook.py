@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from .comparing.comparison import Comparison
+from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
 from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
@@ -16,7 +16,7 @@ ROWS = 200
 def recording_as_text(recording: Recording) -> str:
     """Return a recording as the command that makes such a one prints it."""
     if recording.of(ComparisonRecord):
-        return format_comparison(Comparison(recording))
+        return format_comparison(Summary(recording))
     if recording.ops:
         return format_recording(recording)
     return f"{entitle_recording(recording)}\n{format_faults(recording)}"
@@ -30,7 +30,7 @@ def fault_as_text(fault: FaultRecord) -> str:
 def recording_in_a_line(recording: Recording) -> str:
     """Return a line that says what a recording is of."""
     if recording.of(ComparisonRecord):
-        return f"Comparison: {heading(Comparison(recording))}"
+        return f"Comparison: {heading(Summary(recording))}"
     what = f"{sum(op.calls for op in recording.ops)} calls of ops"
     if not recording.ops:
         what = format_faults(recording).partition("\n")[0]
@@ -40,7 +40,7 @@ def recording_in_a_line(recording: Recording) -> str:
 def show_recording(recording: Recording) -> Markup:
     """Return the faults of a recording; of one without, its runs if it compares some, else its ops."""
     if recording.of(ComparisonRecord):
-        return show_comparison(Comparison(recording))
+        return show_comparison(Summary(recording))
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults:
         further = [element("p", line) for line in describe_further(faults)]
@@ -66,11 +66,11 @@ def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
     return join([element("p", entitle_fault(fault)), element("table", *rows)])
 
 
-def show_comparison(comparison: Comparison) -> Markup:
+def show_comparison(summary: Summary) -> Markup:
     """Return a row for each run, and what there is to know of all."""
-    columns, rows = tabulate(comparison.rows())
+    columns, rows = tabulate(summary.rows())
     table = _table(columns, [[cell.text for cell in row] for row in rows])
-    return join([element("p", heading(comparison)), table, _list(list(footnotes(comparison)))])
+    return join([element("p", heading(summary)), table, _list(list(footnotes(summary)))])
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:

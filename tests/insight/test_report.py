@@ -8,7 +8,7 @@ from dataclasses import replace
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
-from amp_patch.insight.comparing.comparison import COLOURS, pick_colours
+from amp_patch.insight.comparing.summary import COLOURS, pick_colours
 from amp_patch.insight.records import CurveRecord, LayerRecord, Recording, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 

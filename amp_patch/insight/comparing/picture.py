@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from ...errors import MissingExtraError
 from ...files import write_file
-from .comparison import Comparison, find_spread, pick_colours, sizes, smoothed_steps
+from .summary import Summary, find_spread, pick_colours, sizes, smoothed_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+def draw_comparison(summary: Summary, path: str | os.PathLike[str]) -> None:
     """Draw differences of the losses from the reference, with a band over seeds, and bars for time and memory.
 
     Raises MissingExtraError without matplotlib.
@@ -34,9 +34,9 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(visible=True, which="major", alpha=0.25)
         panel.set_axisbelow(True)
-    colours = pick_colours(run.run for run in comparison.runs)
-    _draw_differences(differences, comparison, colours)
-    rows = comparison.rows()
+    colours = pick_colours(run.run for run in summary.runs)
+    _draw_differences(differences, summary, colours)
+    rows = summary.rows()
     _draw_bars(times, {row.name: row.ms for row in rows}, colours)
     times.set_title("Time of a step, median (ms)", loc="left")
     _draw_bars(memory, {row.name: row.run.peak and row.run.peak / 1e6 for row in rows}, colours)
@@ -46,18 +46,18 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
     write_file(path, drawn.getvalue())
 
 
-def _draw_differences(axes: "Axes", comparison: Comparison, colours: dict[str, str]) -> None:
-    reference, seeds = comparison.about.reference, len(comparison.about.seeds)
-    width = smoothed_steps(comparison)
+def _draw_differences(axes: "Axes", summary: Summary, colours: dict[str, str]) -> None:
+    reference, seeds = summary.about.reference, len(summary.about.seeds)
+    width = smoothed_steps(summary)
     ends = []
     for order, (name, colour) in enumerate(colours.items()):
-        low, middle, high = find_spread(sizes(comparison.differences(name)), width)
+        low, middle, high = find_spread(sizes(summary.differences(name)), width)
         if name != reference and middle:
             steps = range(1, len(middle) + 1)
             axes.plot(steps, middle, color=colour, linewidth=1.2 + 0.6 * (len(colours) - 1 - order), label=name)
             axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
             ends += [value for value in middle if 0 < value < math.inf]
-    noise = find_spread(sizes(comparison.differences(reference, is_noise=True)), width).middle
+    noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
     shown = [value for value in (*ends, max(noise, default=0.0)) if 0 < value < math.inf]
     axes.set_yscale("log")
     if shown:

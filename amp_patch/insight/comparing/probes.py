@@ -19,9 +19,9 @@ from ..naming import name_modules
 from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
-from .comparison import mean
 from .exponents import count
 from .memory import PeakMeter
+from .summary import mean
 
 SAMPLES = 512
 """How many values of a tensor are compared, at most."""

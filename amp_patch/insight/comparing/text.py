@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...tables import format_table
-from .comparison import Comparison, Row, last
+from .summary import Row, Summary, last
 from .verdicts import SEEDS, Verdict
 
 _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
@@ -17,7 +17,7 @@ class Shown(NamedTuple):
     value: float | None = None
 
 
-def format_comparison(comparison: Comparison) -> str:
+def format_comparison(comparison: Summary) -> str:
     """Return the table and its footnotes."""
     columns, rows = tabulate(comparison.rows())
     table = format_table(columns, [[cell.text for cell in row] for row in rows], left=2)
@@ -39,7 +39,7 @@ def _have_scales(rows: Sequence[Row]) -> bool:
     return any(row.skipped or row.scale not in (None, 1.0) for row in rows)
 
 
-def heading(comparison: Comparison) -> str:
+def heading(comparison: Summary) -> str:
     """Return what was run, where."""
     run, about = comparison.recording.run, comparison.about
     seeds = f"seed {about.seeds[0]}"
@@ -86,7 +86,7 @@ def _show(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def footnotes(comparison: Comparison) -> Iterator[str]:
+def footnotes(comparison: Summary) -> Iterator[str]:
     """Yield a line for each thing to know."""
     about, rows = comparison.about, comparison.rows()
     judged = [Verdict(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
@@ -124,7 +124,7 @@ def footnotes(comparison: Comparison) -> Iterator[str]:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"
 
 
-def _advise_on_seeds(comparison: Comparison) -> str:
+def _advise_on_seeds(comparison: Summary) -> str:
     if comparison.are_seeds_equal:
         return "compare again with another seed in the script"
     return f"add --seeds {SEEDS}, or change the seed in the script if it sets one"

@@ -3,7 +3,7 @@
 import math
 
 from ...tables import count_of
-from .comparison import Comparison, Row
+from .summary import Row, Summary
 
 WITHIN = 2.0
 """A difference of so many times the noise is within it: the noise is that of one run."""
@@ -31,12 +31,12 @@ _ALIKE_IN_COST = 0.05
 class Verdict:
     """What there is to say of a run beside the reference."""
 
-    def __init__(self, comparison: Comparison, row: Row) -> None:
+    def __init__(self, summary: Summary, row: Row) -> None:
         self.row = row
-        self._comparison = comparison
-        self._reference = comparison.about.reference
-        self._reference_row = next(one for one in comparison.rows() if one.name == self._reference)
-        self._has_seeds = len(comparison.about.seeds) >= SEEDS and not comparison.are_seeds_equal
+        self._summary = summary
+        self._reference = summary.about.reference
+        self._reference_row = next(one for one in summary.rows() if one.name == self._reference)
+        self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
         self._base = self._difference = math.nan  # the loss of the reference, and of the run less that
         if self._reference_row.loss is not None:
             self._base = self._reference_row.loss
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def _is_all_skipped(self) -> bool:
-        seeds = len(self._comparison.curves(self.row.name))
+        seeds = len(self._summary.curves(self.row.name))
         return 0 < self.row.steps * seeds <= self.row.skipped
 
     @property
@@ -57,7 +57,7 @@ class Verdict:
 
     def _is_clear(self, size: float) -> bool:
         """Tell whether a difference is so large that no chance explains it."""
-        noise = self._comparison.noise or 0.0
+        noise = self._summary.noise or 0.0
         return size > CLEAR * abs(self._base) and size > CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
@@ -71,11 +71,11 @@ class Verdict:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
         # each seed is compared with the reference's of that seed
-        worse = sum(map(self._is_clear, self._comparison.final_differences(self.row.name)))
+        worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
         if self._has_seeds and worse and self._difference > 0:
-            return f"worse than {reference} in {worse} of {count_of(len(self._comparison.about.seeds), 'seed')} ({off})"
+            return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
         reason = self._find_reason()
-        noise, base = self._comparison.noise or 0.0, abs(self._base)
+        noise, base = self._summary.noise or 0.0, abs(self._base)
         if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
             return f"not told apart from {reference} ({off}, {reason}, which is {noise / base:.0%} of the loss)"
         if reason:
@@ -95,7 +95,7 @@ class Verdict:
 
     def _find_reason(self) -> str:
         """Return why the difference means nothing; "" if it does mean something."""
-        size, noise = abs(self._difference), self._comparison.noise
+        size, noise = abs(self._difference), self._summary.noise
         if noise is not None and size <= WITHIN * noise:
             return WITHIN_NOISE
         part = ALIKE
@@ -120,14 +120,14 @@ class Verdict:
 
     def _is_within_seeds(self) -> bool:
         """Tell whether the mean difference over the seeds is below two standard errors."""
-        seeds = len(self._comparison.differences(self.row.name))
+        seeds = len(self._summary.differences(self.row.name))
         if self.row.spread is None or seeds < SEEDS:
             return False
         return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
 
     def of_time(self) -> str:
         """Return whether it is faster."""
-        factor, time_noise = self.row.factor, self._comparison.time_noise
+        factor, time_noise = self.row.factor, self._summary.time_noise
         if self._is_all_skipped:
             return "time and memory not judged, since every step was skipped"
         if factor is None or self.row.steps < TIMED_STEPS:

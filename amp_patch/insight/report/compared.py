@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from ..comparing.comparison import Comparison, Row, added, find_spread, sizes, smoothed_steps
+from ..comparing.summary import Row, Summary, added, find_spread, sizes, smoothed_steps
 from ..comparing.text import footnotes, tabulate
 from ..records import LayerRecord
 from .charts import Series, draw_curves, draw_histogram, tell_shares
@@ -14,16 +14,16 @@ POWERS = 24
 """The slider's last loss scale, as a power of two: the largest that amp takes by itself."""
 
 
-def make_comparison(comparison: Comparison) -> Iterator[Markup]:
+def make_comparison(summary: Summary) -> Iterator[Markup]:
     """Yield the sections."""
-    rows = comparison.rows()
+    rows = summary.rows()
     colours = {row.name: number for number, row in enumerate(rows)}
-    notes = element("ul", *(element("li", line) for line in footnotes(comparison)), class_="notes")
+    notes = element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
     yield element("section", element("h2", "Runs"), _runs(rows), notes)
-    yield _losses(comparison, rows, colours)
+    yield _losses(summary, rows, colours)
     yield _costs(rows, colours)
-    yield from _gradients(comparison, rows)
-    yield from _layers(comparison, rows)
+    yield from _gradients(summary, rows)
+    yield from _layers(summary, rows)
 
 
 def _runs(rows: Sequence[Row]) -> Markup:
@@ -35,18 +35,18 @@ def _runs(rows: Sequence[Row]) -> Markup:
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _losses(comparison: Comparison, rows: Sequence[Row], colours: dict[str, int]) -> Markup:
-    reference = comparison.about.reference
-    width = smoothed_steps(comparison)
+def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> Markup:
+    reference = summary.about.reference
+    width = smoothed_steps(summary)
     losses, differences = [], []
     for row in rows:
-        curves = list(comparison.curves(row.name).values())
+        curves = list(summary.curves(row.name).values())
         if curves:
             name, colour, skipped = row.name, colours[row.name], curves[0].skipped
             losses.append(_series(name, colour, [curve.losses for curve in curves], width, skipped))
             if name != reference:
-                differences.append(_series(name, colour, sizes(comparison.differences(name)), width, skipped))
-    noise = find_spread(sizes(comparison.differences(reference, is_noise=True)), width).middle
+                differences.append(_series(name, colour, sizes(summary.differences(name)), width, skipped))
+    noise = find_spread(sizes(summary.differences(reference, is_noise=True)), width).middle
     smoothed = ""
     if width > 1:
         smoothed = f", mean of {width} steps"
@@ -129,8 +129,8 @@ def _bars(values: dict[str, float], colours: dict[str, int], title: str) -> Mark
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _gradients(comparison: Comparison, rows: Sequence[Row]) -> Iterator[Markup]:
-    record = comparison.gradients
+def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
+    record = summary.gradients
     if record is None or not record.counts:
         return
     scales = [row.scale for row in rows if row.run.low == "f16" and row.scale and row.scale >= 1]
@@ -184,12 +184,12 @@ def _controls(power: int) -> Iterator[Markup]:
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def _layers(comparison: Comparison, rows: Sequence[Row]) -> Iterator[Markup]:
-    names = [row.name for row in rows if comparison.layers(row.name)]
+def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
+    names = [row.name for row in rows if summary.layers(row.name)]
     if not names:
         return
     found: dict[str, dict[str, LayerRecord]] = {}  # by module, then by run
-    for one in comparison.recording.of(LayerRecord):
+    for one in summary.recording.of(LayerRecord):
         found.setdefault(one.module, {})[one.run] = one
     order = list(found)
     heading = ["layer", "order"]
@@ -210,7 +210,7 @@ def _layers(comparison: Comparison, rows: Sequence[Row]) -> Iterator[Markup]:
         element("h2", "Layers"),
         element(
             "p",
-            f"Relative error against {comparison.about.reference} in the first step from equal weights, of what a layer"
+            f"Relative error against {summary.about.reference} in the first step from equal weights, of what a layer"
             " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than"
             " their input.",
         ),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...files import write_file
-from ..comparing.comparison import Comparison, pick_colours
+from ..comparing.summary import Summary, pick_colours
 from ..records import ComparisonRecord, Recording
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
@@ -28,10 +28,10 @@ def make_report(recording: Recording, *, command: str = "") -> str:
     """
     title, style = "What ran in which precision", _read("report.css")
     if recording.of(ComparisonRecord):
-        comparison = Comparison(recording)
+        summary = Summary(recording)
         title = "Runs compared"
-        style += _style_of(comparison)
-        sections = [_comparison_header(comparison, command), *make_comparison(comparison)]
+        style += _style_of(summary)
+        sections = [_comparison_header(summary, command), *make_comparison(summary)]
     else:
         sections = [_header(recording, command)]
     body = element("main", element("h1", title), *sections, *_ops(recording), _data(recording))
@@ -53,10 +53,10 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _style_of(comparison: Comparison) -> str:
+def _style_of(summary: Summary) -> str:
     """A class for the colour of each run; black is white on dark."""
     style = ""
-    for number, colour in enumerate(pick_colours(run.run for run in comparison.runs).values()):
+    for number, colour in enumerate(pick_colours(run.run for run in summary.runs).values()):
         if colour == "#000000":
             colour = "var(--ink)"
         style += f".c{number}{{--c:{colour}}}\n"
@@ -70,11 +70,11 @@ def _header(recording: Recording, command: str) -> Markup:
     return _describe(terms)
 
 
-def _comparison_header(comparison: Comparison, command: str) -> Markup:
-    run, about = comparison.recording.run, comparison.about
+def _comparison_header(summary: Summary, command: str) -> Markup:
+    run, about = summary.recording.run, summary.about
     terms = [("torch", run.torch), ("device", run.device), ("machine", about.machine), ("steps", str(about.steps))]
     terms.append(("seeds", ", ".join(map(str, about.seeds))))
-    for one in comparison.runs:
+    for one in summary.runs:
         terms += [(f"{one.run}, {name}", text) for name, text in _lists(one.lists, one.digest)]
     terms.append(("command", about.command or command))
     return _describe(terms)

@@ -1,0 +1,225 @@
+"""`Summary`: what was measured of several runs, read as one row for each."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...errors import RecordError
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Recording
+from .exponents import FORMATS, find_shares
+
+LAST_STEPS = 20
+"""A final loss is the mean of the last fifth of the steps, of so many at most."""
+
+
+class Row(NamedTuple):
+    """A run in numbers; None where there is nothing to say.
+
+    `difference` is the mean of those from the reference over the last steps, and over seeds, and `spread` the standard
+    deviation over seeds. `factor` is the time of a step over the reference's. `zero` and `zero_scaled` are parts of the
+    reference's gradients that would be zero in the low dtype. `worst` is the layer that adds most to what its input is
+    off, and by how much it is off.
+    """
+
+    name: str
+    run: ComparedRecord
+    steps: int = 0
+    loss: float | None = None
+    difference: float | None = None
+    spread: float | None = None
+    ms: float | None = None
+    factor: float | None = None
+    skipped: int = 0
+    scale: float | None = None
+    zero: float | None = None
+    zero_scaled: float | None = None
+    worst: LayerRecord | None = None
+
+
+class Summary:
+    """Runs compared with one of them, as they are recorded. Raises RecordError for another recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        found = recording.of(ComparisonRecord)
+        if len(found) != 1:
+            raise RecordError("no record of kind 'comparison': this is not a recording of a comparison")
+        self.recording = recording
+        self.about = found[0]
+        self.runs = recording.of(ComparedRecord)
+
+    @property
+    def failed(self) -> list[ComparedRecord]:
+        """The runs that ended early."""
+        return [run for run in self.runs if run.failed]
+
+    def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
+        """Return the curves of a run by seed."""
+        found = self.recording.of(CurveRecord)
+        return {curve.seed: curve for curve in found if curve.run == name and curve.is_noise is is_noise}
+
+    def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
+        """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
+        reference = self.curves(self.about.reference)
+        found = []
+        for seed, curve in self.curves(name, is_noise=is_noise).items():
+            if seed in reference:
+                pairs = zip(curve.losses, reference[seed].losses, strict=False)
+                found.append([own - plain for own, plain in pairs])
+        return found
+
+    def final_differences(self, name: str) -> list[float]:
+        """Return the mean difference over the last steps, for each seed."""
+        return [mean(last(each)) for each in self.differences(name)]
+
+    @property
+    def noise(self) -> float | None:
+        """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
+        or over the last where it is larger there; at least what float32 rounds off a loss. None if not measured.
+        """
+        found = []
+        for each in self.differences(self.about.reference, is_noise=True):
+            sizes_of_all = [abs(value) for value in each]
+            found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
+        if not found:
+            return None
+        largest_loss = 0.0
+        for curve in self.curves(self.about.reference).values():
+            for loss in curve.losses:
+                if math.isfinite(loss):
+                    largest_loss = max(largest_loss, abs(loss))
+        rounding = largest_loss * 2.0**-24
+        return max(mean(found), rounding)
+
+    @property
+    def time_noise(self) -> float:
+        """The larger over the smaller time of a step of two runs of the reference; 1 where there is but one."""
+        noise = self.curves(self.about.reference, is_noise=True)
+        largest = 1.0
+        for seed, curve in self.curves(self.about.reference).items():
+            if seed in noise:
+                fast, slow = sorted((curve.ms, noise[seed].ms))
+                if fast > 0:
+                    largest = max(largest, slow / fast)
+        return largest
+
+    @property
+    def gradients(self) -> GradientRecord | None:
+        """The gradients of the reference, counted."""
+        found = self.recording.of(GradientRecord)
+        return next((record for record in found if record.run == self.about.reference), None)
+
+    def layers(self, name: str) -> list[LayerRecord]:
+        """Return the layers of a run, the one that adds most first."""
+        return sorted((one for one in self.recording.of(LayerRecord) if one.run == name), key=added, reverse=True)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each run, in order."""
+        return [self._row(run) for run in self.runs]
+
+    def _row(self, run: ComparedRecord) -> Row:
+        name, reference = run.run, self.about.reference
+        row = Row(name, run)
+        curves = [curve for curve in self.curves(name).values() if curve.losses]
+        if not curves:
+            return row
+        ms, scale = statistics.median(curve.ms for curve in curves), curves[0].scales[-1]
+        row = row._replace(
+            steps=min(len(curve.losses) for curve in curves),
+            loss=mean(mean(last(curve.losses)) for curve in curves),
+            ms=ms,
+            skipped=sum(len(curve.skipped) for curve in curves),
+            scale=scale,
+        )
+        times = [curve.ms for curve in self.curves(reference).values()]
+        if any(times):
+            row = row._replace(factor=ms / statistics.median(times))
+        means = self.final_differences(name)
+        if means and name != reference:
+            row = row._replace(difference=mean(means))
+            if len(means) > 1 and all(map(math.isfinite, means)):
+                row = row._replace(spread=statistics.stdev(means))
+        gradients = self.gradients
+        if gradients is not None and gradients.counts:
+            row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
+        layers = self.layers(name)
+        if layers:
+            row = row._replace(worst=layers[0])
+        return row
+
+    @property
+    def are_seeds_equal(self) -> bool:
+        """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
+        found = [curve.losses for curve in self.curves(self.about.reference).values()]
+        return len(found) > 1 and len(set(found)) == 1
+
+
+def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float:
+    """Return the part of gradients that would be zero in a dtype under a loss scale."""
+    if low not in FORMATS:
+        return 0.0
+    return find_shares(gradients, low, scale).zero
+
+
+def last(values: Sequence[float]) -> Sequence[float]:
+    """Return the last fifth, at least one and at most `LAST_STEPS`."""
+    return values[-max(1, min(LAST_STEPS, len(values) // 5)) :]
+
+
+def added(layer: LayerRecord) -> float:
+    """Return how much more a layer's output is off than its input was: below zero where it evens errors out."""
+    if layer.output is None:
+        return -math.inf
+    if layer.output == math.inf:
+        return math.inf
+    return layer.output - (layer.input or 0.0)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean: NaN of none, or where there is inf of both signs."""
+    given = list(values)
+    if not given:
+        return math.nan
+    return sum(given) / len(given)
+
+
+class Spread(NamedTuple):
+    """The lowest, the middle and the highest of all seeds, a value for each step."""
+
+    low: list[float]
+    middle: list[float]
+    high: list[float]
+
+
+def find_spread(curves: Sequence[Sequence[float]], width: int) -> Spread:
+    """Return the spread of running means over `width` steps, for the steps that all seeds have."""
+    smooth = [_running_means(curve, width) for curve in curves]
+    steps = list(zip(*smooth, strict=False))
+    return Spread(list(map(min, steps)), list(map(statistics.median, steps)), list(map(max, steps)))
+
+
+def _running_means(curve: Sequence[float], width: int) -> list[float]:
+    return [mean(curve[max(0, end - width) : end]) for end in range(1, len(curve) + 1)]
+
+
+def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return curves without their signs."""
+    return [list(map(abs, curve)) for curve in curves]
+
+
+def smoothed_steps(summary: Summary) -> int:
+    """Return over how many steps curves are smoothed where they are drawn."""
+    return max(1, summary.about.steps // 25)
+
+
+# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white; and some more.
+COLOURS = (
+    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
+    *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
+)
+
+
+def pick_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each run, of its own as long as there are any."""
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
