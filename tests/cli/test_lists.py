@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -17,29 +16,27 @@ from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import shipped_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-Write = Callable[..., Path]
-Amp = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(tmp_path, monkeypatch):
     """Write a file into the current folder, and return its path from there."""
     monkeypatch.chdir(tmp_path)
 
-    def write(content: str | bytes, name: str = "mine.yaml") -> Path:
+    def write(content, name="mine.yaml"):
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_text(content)
         return path
 
     return write
 
 
 @pytest.fixture
-def lists(capsys: pytest.CaptureFixture[str]) -> Amp:
+def lists(capsys):
     """Run `amp-patch lists` and return its exit code, what it printed, and what it complained of."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments):
         capsys.readouterr()
         code = main(["lists", *map(str, arguments)])
         return (code, *capsys.readouterr())
@@ -60,7 +57,7 @@ neutral: [cat]
 BASE = "blacklist: [{op: mm, why: careful}, exp]\nsequence_promote: [cat]\n"
 
 
-def test_show_tells_rule_reason_and_place(write: Write, lists: Amp) -> None:
+def test_show_tells_rule_reason_and_place(write, lists):
     write(BASE, "base.yml")
     code, shown, complaint = lists("show", write(MINE))
     assert (code, complaint) == (0, "")
@@ -94,21 +91,21 @@ kept out: since or until excludes this torch
     )
 
 
-def test_show_spellings(write: Write, lists: Amp) -> None:
+def test_show_spellings(write, lists):
     _, shown, _ = lists("show", write("blacklist: [exp, torch.fft.fft]\nneutral: [cat]"), "--spellings")
     assert "    torch.exp, torch.Tensor.exp, torch.exp_ (match_self), torch.Tensor.exp_ (match_self)\n" in shown
     assert "    torch.fft.fft\n" in shown
     assert "    torch.cat, torch.concat, torch.concatenate\n" in shown
 
 
-def test_show_lays_lists_over_each_other(write: Write, lists: Amp) -> None:
+def test_show_lays_lists_over_each_other(write, lists):
     _, shown, _ = lists("show", "float16", write("whitelist: [softmax]"))
     assert shown.startswith("float16, mine.yaml: ")
     assert re.search(r"^  softmax +mine\.yaml:1$", shown, flags=re.MULTILINE)
     assert re.search(r"^  layer_norm +range +float16\.yaml:\d+$", shown, flags=re.MULTILINE)
 
 
-def test_show_json_holds_the_resolved_list(lists: Amp) -> None:
+def test_show_json_holds_the_resolved_list(lists):
     data, resolved = json.loads(lists("show", "autocast-cuda", "--json")[1]), load_oplists("autocast-cuda")
     assert (data["lists"], data["digest"]) == (["autocast-cuda"], resolved.digest)
     assert data["inplace_blacklist"] == resolved.inplace_blacklist
@@ -123,7 +120,7 @@ def test_show_json_holds_the_resolved_list(lists: Amp) -> None:
     }
 
 
-def test_show_json_holds_history_and_entries_without_effect(write: Write, lists: Amp) -> None:
+def test_show_json_holds_history_and_entries_without_effect(write, lists):
     write(BASE, "base.yml")
     data = json.loads(lists("show", write(MINE), "--json")[1])
     (mm,) = (entry for entry in data["entries"] if entry["op"] == "torch.mm")
@@ -146,12 +143,12 @@ neutral: [mul]
 """
 
 
-def positions(printed: str) -> list[str]:
+def positions(printed):
     """The `line:column` of each printed line about mine.yaml, with the last words of what it says."""
     return [match[1] for line in printed.splitlines() if (match := re.match(r"mine\.yaml:(\d+:\d+): \S", line))]
 
 
-def test_check_finds_every_fault_in_the_order_of_the_file(write: Write, lists: Amp) -> None:
+def test_check_finds_every_fault_in_the_order_of_the_file(write, lists):
     code, printed, complaint = lists("check", write(MANY))
     assert (code, complaint) == (1, "")
     assert positions(printed) == ["1:11", "1:20", "2:1", "4:15", "6:10", "7:11"]
@@ -159,7 +156,7 @@ def test_check_finds_every_fault_in_the_order_of_the_file(write: Write, lists: A
     assert "mine.yaml:2:1: unknown key 'whitlist'; " in printed
 
 
-def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lists: Amp) -> None:
+def test_check_goes_on_to_the_next_file_and_into_extended_ones(write, lists):
     write("whitelist: [sofmax]", "base.yaml")
     write("extends: base.yaml\nblacklist: [nope_nope]", "a.yaml")
     write("extends: [base.yaml, broken.yaml]\nneutral: [exp]", "b.yaml")
@@ -169,21 +166,21 @@ def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lis
     assert (code, places) == (1, ["base.yaml:1:13", "a.yaml:2:13", "broken.yaml:2:1"])
 
 
-def test_check_names_lists_without_faults_and_what_they_extend(write: Write, lists: Amp) -> None:
+def test_check_names_lists_without_faults_and_what_they_extend(write, lists):
     code, printed, _ = lists("check", write("blacklist: [exp]"), *shipped_names())
     first, *others = printed.splitlines()
     assert first == "mine.yaml: no faults; it extends no list, so it applies alone or on top of the lists before it"
     assert code == 0 and all(": no faults; it extends " in line for line in others)
 
 
-def test_check_warns_of_entries_without_effect_in_files_without_faults(write: Write, lists: Amp) -> None:
+def test_check_warns_of_entries_without_effect_in_files_without_faults(write, lists):
     code, printed, _ = lists("check", write("extends: [apex]\nneutral: [relu]"))
     assert (code, positions(printed), printed.count(": warning: ")) == (0, ["2:11"], 1)
     code, printed, _ = lists("check", write("extends: [apex, flaot16]\nneutral: [relu]"))
     assert (code, positions(printed)) == (1, ["1:17"])
 
 
-def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path: Path) -> None:
+def test_check_of_what_is_no_file_is_trouble(write, lists, tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     write("{}", "folder.yaml/inside.yaml")
     faulty = write("whitelist: [sofmax]")
@@ -198,7 +195,7 @@ def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path:
         assert told in printed and positions(printed) == ["1:13"]  # and the other is checked nevertheless
 
 
-def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
+def test_check_json_holds_places_and_messages(write, lists):
     write("blacklist: [exp]", "base.yaml")
     faulty, warned = write("whitelist: [sofmax]"), write("extends: base.yaml\nblacklist: [exp]", "warned.yaml")
     code, printed, _ = lists("check", faulty, warned, "--json")
@@ -214,7 +211,7 @@ def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
 # ---- diff ------------------------------------------------------------------------------------------------------------
 
 
-def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
+def test_diff_prints_one_line_for_each_op(write, lists):
     path = write("blacklist: [gelu]\nwhitelist: [torch.nn.functional.softmax]\nneutral: [cat]")
     code, printed, _ = lists("diff", "float16", f"float16,{path}")
     assert code == 1
@@ -227,7 +224,7 @@ def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
     assert lists("diff", "float16,bfloat16", "bfloat16") == (0, "", "")
 
 
-def test_diff_json(write: Write, lists: Amp) -> None:
+def test_diff_json(write, lists):
     code, printed, _ = lists("diff", write("blacklist: [sin]"), write("promote: [torch.sin]", "b.yaml"), "--json")
     data = json.loads(printed)
     assert (code, data["left"], data["right"]) == (1, ["mine.yaml"], ["b.yaml"])
@@ -237,7 +234,7 @@ def test_diff_json(write: Write, lists: Amp) -> None:
     ]
 
 
-def test_a_list_that_cannot_be_used_is_trouble(write: Write, lists: Amp) -> None:
+def test_a_list_that_cannot_be_used_is_trouble(write, lists):
     write("whitelist: [sofmax]", "bad.yaml")
     for task in ["show", "explain softmax --lists", "diff float16"]:
         for name in ["flaot16", "absent.yaml", "bad.yaml"]:
@@ -250,7 +247,7 @@ def test_a_list_that_cannot_be_used_is_trouble(write: Write, lists: Amp) -> None
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
-def test_explain_prints_rule_reason_history_and_effects(write: Write, lists: Amp) -> None:
+def test_explain_prints_rule_reason_history_and_effects(write, lists):
     write("blacklist: [{op: pow, why: range}]", "base.yaml")
     code, printed, complaint = lists(
         "explain", "pow", "--lists", write("extends: base.yaml\nwhitelist: [torch.pow]"), "--dtype", "bfloat16"
@@ -296,7 +293,7 @@ A call with out= or dtype= runs as it was written.
         ("torch.concat --lists float16 mine.yaml", "cat on sequence_promote at base.yml:2"),
     ],
 )
-def test_explain_tells(arguments: str, said: str, write: Write, lists: Amp) -> None:
+def test_explain_tells(arguments, said, write, lists):
     write(BASE, "base.yml")
     write(MINE)
     write("extends: bfloat16\nblacklist: [gelu]", "over_bfloat16.yaml")
@@ -304,7 +301,7 @@ def test_explain_tells(arguments: str, said: str, write: Write, lists: Amp) -> N
     assert code == 0 and said in printed
 
 
-def test_explain_json(lists: Amp) -> None:
+def test_explain_json(lists):
     data = json.loads(lists("explain", "torch.exp", "--dtype", "bfloat16", "--json")[1])
     assert (data["op"], data["lists"], data["low"]) == ("torch.exp", ["bfloat16"], "bfloat16")
     rulings = [(ruling["spellings"], ruling["kind"], ruling["entry"]["op"]) for ruling in data["rulings"]]
@@ -316,7 +313,7 @@ def test_explain_json(lists: Amp) -> None:
 # ---- init ------------------------------------------------------------------------------------------------------------
 
 
-def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, lists: Amp) -> None:
+def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write, lists):
     write("extends: apex\nneutral: [torch.nn.functional.gelu]", "my base.yaml")
     schema = jsonschema.Draft7Validator(json.loads((ROOT / "lists" / "schema.json").read_text()))
     for base in ("bfloat16", "my base.yaml"):
@@ -335,7 +332,7 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, 
         schema.validate(yaml.safe_load(path.read_text()))
 
 
-def test_init_refuses_and_writes_nothing(write: Write, lists: Amp, tmp_path: Path) -> None:
+def test_init_refuses_and_writes_nothing(write, lists, tmp_path):
     for arguments, told in [
         ("mine.yaml", "mine.yaml exists already; give another name, or remove it first"),
         ("mine.txt", "'mine.txt' does not end in .yaml or .yml; give a name that does"),
@@ -349,7 +346,7 @@ def test_init_refuses_and_writes_nothing(write: Write, lists: Amp, tmp_path: Pat
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine.yaml": "whitelist: [sofmax]"}
 
 
-def test_init_leaves_a_schema_that_is_there(write: Write, lists: Amp) -> None:
+def test_init_leaves_a_schema_that_is_there(write, lists):
     write("{}", "lists.schema.json")
     assert lists("init", "new.yaml")[1].count("\n") == 1
     assert Path("lists.schema.json").read_text() == "{}"
@@ -365,7 +362,7 @@ modules:
 """
 
 
-def test_module_rules_are_shown_and_told_of_ops_that_follow_them(write: Write, lists: Amp) -> None:
+def test_module_rules_are_shown_and_told_of_ops_that_follow_them(write, lists):
     path = write(RULES)
     assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low " in lists("show", path)[1]
     rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
@@ -379,7 +376,7 @@ def test_module_rules_are_shown_and_told_of_ops_that_follow_them(write: Write, l
         assert (told in lists("explain", op, "--lists", path)[1]) is is_told
 
 
-def test_module_rules_are_compared(write: Write, lists: Amp) -> None:
+def test_module_rules_are_compared(write, lists):
     first, second = "{match: a, run: low}", "{match: b, run: float32}"
     left, right = "left.yaml", "right.yaml"
     for of_left, of_right, told in [
@@ -395,7 +392,7 @@ def test_module_rules_are_compared(write: Write, lists: Amp) -> None:
 # ---- the hook --------------------------------------------------------------------------------------------------------
 
 
-def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write: Write, lists: Amp) -> None:
+def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write, lists):
     hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
     assert (hook["id"], hook["language"]) == ("amp-patch-lists-check", "python")
     write("extends: float16\nneutral: [softmax]\n", "good_lists.yaml")

@@ -195,18 +195,7 @@ REFERENCE = make_run({"a": [3.0, 4.0], "b": [1e-3, 0.0], "tiny": [1e-9, 0.0]})
         (make_run({"a": [math.inf, 4.0]}, skipped=True), math.inf, "a", "step 0 was skipped for an overflow"),
         (Recording(RUN, []), math.inf, "", "it took 0 of 1 steps"),
     ],
-    ids=[
-        "equal",
-        "small but large enough",
-        "too small",
-        "missing",
-        "nan",
-        "loss",
-        "nan loss",
-        "losses",
-        "skip",
-        "none",
-    ],
+    ids=["equal", "small", "too small", "missing", "nan", "loss", "nan loss", "losses", "skip", "none"],
 )
 def test_a_verdict_is_by_parameter(run, worst, parameter, fault):
     found = judge(REFERENCE, run, 0.1)
