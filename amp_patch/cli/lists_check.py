@@ -2,12 +2,11 @@
 
 import argparse
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 from .. import config
 from ..errors import OpListError
-from .lists_printing import LIST, print_json, print_lines
+from .lists_printing import LIST, as_data, print_json, print_lines
 
 SUMMARY = (
     "print every fault of lists as file:line:column: text; exit code 0 if there is none, 1 if there is one, 2 if a list"
@@ -43,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     errors = list(dict.fromkeys(errors))  # of a file that two extend, once
     warnings = list(dict.fromkeys(warnings))
     if arguments.json:
-        faults = list(map(_as_data, errors))
-        print_json({"lists": arguments.lists, "faults": faults, "warnings": list(map(_as_data, warnings))})
+        faults = list(map(as_data, errors))
+        print_json({"lists": arguments.lists, "faults": faults, "warnings": list(map(as_data, warnings))})
     else:
         print_lines(map(str, [*errors, *warnings]))
         if not errors:
@@ -60,9 +59,3 @@ def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"
     return f"{name}: no faults; it extends no list, so it applies alone or on top of the lists before it"
-
-
-def _as_data(finding: "config.op_lists.Finding") -> dict[str, object]:
-    data = asdict(finding)
-    del data["is_warning"]
-    return data

@@ -11,6 +11,8 @@ from .. import config
 LIST = "a shipped list or the path of a list file"
 """What stands for a list on the command line."""
 
+_INTERNAL = ("is_optional", "is_warning")
+
 
 def place(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
     """Return `file:line`; a shipped list needs no folder."""
@@ -27,8 +29,8 @@ def bounds(entry: "config.op_lists.OpEntry") -> str:
 
 
 def as_data(value: Any) -> dict[str, Any]:
-    """Return an entry, or a dataclass that holds entries, for JSON: an entry as its op, rule, reason, place, bounds."""
-    return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name != "is_optional"})
+    """Return a finding, an entry, or a dataclass that holds entries, for JSON."""
+    return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name not in _INTERNAL})
 
 
 def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:

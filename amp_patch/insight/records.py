@@ -353,9 +353,7 @@ class LowOpRecord:
         module: the pattern that matches the innermost named module it ran in; "**": the model itself; "": outside.
         op: the entry of the op lists that has it run low; the function's name if it is on none.
         is_listed: whether there is such an entry.
-        calls: how many there were.
         overflow_in, overflow: largest share of the values that went in, and came out, that overflow.
-        underflow: largest share of results that become 0.
         error: largest relative error of a result (L2).
         gradient_error: that of the scaled gradient of a result, rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
@@ -367,10 +365,8 @@ class LowOpRecord:
     module: str
     op: str
     is_listed: bool
-    calls: int
     overflow_in: float
     overflow: float
-    underflow: float
     error: float
     gradient_error: float
     gradient: float

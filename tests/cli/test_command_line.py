@@ -18,10 +18,9 @@ LEVELS = "O0, O1, O2, O3, O4, O5"
 LISTS = "apex, autocast-cpu, autocast-cuda, bfloat16, fast, float16, paper"
 TASKS_OF_LISTS = "show, check, diff, explain, init"
 
-WRONG: dict[str, tuple[str, str]] = {
+WRONG = {
     # of the command itself
     "trce train.py": ("amp-patch", "Did you mean 'trace'?"),
-    "list show": ("amp-patch", "Did you mean 'lists'?"),
     "--versoin": ("amp-patch", "Did you mean '--version'?"),
     "--opt-level O1 trace train.py": ("amp-patch", "options go after their command"),
     # levels
@@ -32,7 +31,7 @@ WRONG: dict[str, tuple[str, str]] = {
     # op lists
     "trace train.py --lists flaot16": ("amp-patch trace", f"({LISTS}), and a path ends in .yaml or .yml."),
     "tune train.py --extends mien.yaml": ("amp-patch tune", "no such file. Did you mean 'mine.yaml'?"),
-    "explain train.py --lists no/where.yaml": ("amp-patch explain", "argument --lists: 'no/where.yaml': no such file."),
+    "compare train.py --runs O4+none.yaml": ("amp-patch compare", "'none.yaml': no such file."),
     # options
     "trace train.py --undreflow 5%": ("amp-patch trace", "Did you mean '--underflow'?"),
     "tune train.py --tolerence=0.5": ("amp-patch tune", "Did you mean '--tolerance'?"),
@@ -47,22 +46,18 @@ WRONG: dict[str, tuple[str, str]] = {
     "explain train.py --by modul": ("amp-patch explain", "(module, op, entry). Did you mean 'module'?"),
     "explain train.py --html no/where.html": ("amp-patch explain", "argument --html: 'no/where.html'"),
     "trace train.py --json": ("amp-patch trace", "argument --json: expected one argument"),
-    "tune train.py --steps 0": ("amp-patch tune", "argument --steps: '0'"),
-    "tune train.py --units all": ("amp-patch tune", "argument --units: 'all'"),
-    "compare train.py --runs O4+none.yaml": ("amp-patch compare", "none.yaml"),
     # scripts
     "run --": ("amp-patch run", "name a script"),
     "run nowhere.py": ("amp-patch run", "no such file"),
     "trace": ("amp-patch trace", "name a script, or a module with -m"),
     "explain tran.py": ("amp-patch explain", "/tran.py': no such file. Did you mean 'train.py'?"),
     "run -m": ("amp-patch run", "name a script, or a module with -m"),
+    "tune -m": ("amp-patch tune", "argument -m: expected one argument"),
     "compare -m json.tool train.py": ("amp-patch compare", "train.py: write arguments of the module after --"),
     # lists
     "lists": ("amp-patch lists", "TASK"),
     "lists shwo float16": ("amp-patch lists", f"'shwo' is not a task ({TASKS_OF_LISTS}). Did you mean 'show'?"),
-    "lists show": ("amp-patch lists show", "required: NAME|FILE"),
     "lists diff float16": ("amp-patch lists diff", "required: LISTS"),
-    "lists show float16 --spelings": ("amp-patch lists show", "Did you mean '--spellings'?"),
     "lists explain mm --dtype half": ("amp-patch lists explain", "Did you mean 'float16'?"),
 }
 
@@ -97,22 +92,14 @@ def test_a_list_file_with_a_fault_is_bad_usage_once_the_rest_is_right(folder, ca
     assert "Did you mean 'softmax'?" in said
 
 
-def test_the_command_alone_prints_help(capsys):
-    for line in [[], ["--help"]]:
-        try:
-            code = main(line)
-        except SystemExit as left:
-            code = left.code
-        output = capsys.readouterr()
-        assert code == 0 and output.err == ""
-        assert output.out.startswith("usage: amp-patch ") and output.out.endswith(EPILOG)
-        assert all(f"  {command.name} " in output.out for command in COMMANDS)
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as left:
+def test_the_command_alone_prints_help_and_its_version(capsys):
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: amp-patch ") and output.endswith(EPILOG)
+    assert all(f"  {command.name} " in output for command in COMMANDS)
+    with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert left.value.code == 0 and capsys.readouterr().out == f"amp-patch {amp.__version__}\n"
+    assert capsys.readouterr().out == f"amp-patch {amp.__version__}\n"
 
 
 WITHOUT_TORCH = """
@@ -170,21 +157,14 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_that_wants_colour_gets_it(monkeypatch):
-    for is_terminal, environment, wants in [
-        (True, {}, True),
-        (False, {}, False),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"NO_COLOR": ""}, True),
-        (False, {"FORCE_COLOR": "1"}, True),
-        (False, {"FORCE_COLOR": ""}, False),
-        (True, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-        (False, {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+    for is_terminal, no_colour, force_colour, kind, wants in [
+        (True, "", "", "xterm", True),
+        (False, "", "", "xterm", False),
+        (True, "1", "1", "xterm", False),
+        (True, "", "", "dumb", False),
+        (False, "", "1", "dumb", True),
     ]:
-        for name in ("NO_COLOR", "FORCE_COLOR"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("TERM", "xterm")
-        for name, value in environment.items():
+        for name, value in {"NO_COLOR": no_colour, "FORCE_COLOR": force_colour, "TERM": kind}.items():
             monkeypatch.setenv(name, value)
         stream = Terminal() if is_terminal else io.StringIO()
         assert terminal.wants_colour(stream) is wants
@@ -232,11 +212,7 @@ def complete(folder):
     ("line", "offered"),
     [
         ("amp-patch tr", {"trace"}),
-        ("amp-patch --v", {"--version"}),
-        ("amp-patch trace --und", {"--underflow"}),
         ("amp-patch trace train.py --opt-level ", set(LEVELS.split(", "))),
-        ("amp-patch explain --by o", {"op"}),
-        ("amp-patch lists sh", {"show"}),
         ("amp-patch lists explain mm --lists fl", {"float16"}),
         ("amp-patch tune --extends mi", {"mine.yaml"}),
         ("amp-patch trace t", {"train.py"}),
@@ -256,16 +232,12 @@ def test_completion_needs_its_extra(monkeypatch, capsys):
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [command.name for command in COMMANDS if command.name != "run"])
+@pytest.mark.parametrize("name", ["compare", "doctor", "explain", "trace", "tune"])
 def test_ctrl_c_is_one_line(name, folder, monkeypatch, capsys):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    lines = {"lists": "lists show float16", "doctor": "doctor ."}
-    places = {
-        "lists": "amp_patch.config.load_oplists",
-        "doctor": "amp_patch.doctor.find_files",
-    }
-    monkeypatch.setattr(places.get(name, "amp_patch.cli.scripts._call"), interrupted)
-    assert main(lines.get(name, f"{name} train.py").split()) == 130
+    monkeypatch.setattr("amp_patch.doctor.find_files", interrupted)
+    monkeypatch.setattr("amp_patch.cli.scripts._call", interrupted)
+    assert main([name, "train.py"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"amp-patch {name}: interrupted"

@@ -1,7 +1,6 @@
 """`amp-patch compare`: unmodified scripts, what it writes, and what it says of runs that fail."""
 
 import functools
-import json
 import re
 import signal
 
@@ -49,46 +48,42 @@ def table(text):
 def test_a_script_is_run_at_each_level(call, tmp_path):
     (tmp_path / "mine.yaml").write_text("whitelist: [relu]\n")
     files = ("--jsonl", "c.jsonl", "--html", "c.html", "--png", "c.png")
-    options = ("--runs", "O0,O4,O4+mine.yaml", "--steps", "4", *files)
+    options = ("--runs", "O0,O4+mine.yaml", "--steps", "4", *files)
     code, out, err = call(APEX + LOOP, *options, arguments=["--", "--steps", "9"])
     assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
     rows = table(out)
-    assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4", "bf16"), ("O4+mine.yaml", "bf16")]
-    assert err.count("amp-patch compare: run ") == 7 and "run 7 of 7: O4+mine.yaml, layers and memory" in err
+    assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4+mine.yaml", "bf16")]
+    assert err.count("amp-patch compare: run ") == 5 and "run 5 of 5: O4+mine.yaml, layers and memory" in err
     found = Comparison.read(tmp_path / "c.jsonl")
-    assert [len(curve.losses) for curve in found.curves("O4").values()] == [4]
-    assert [one.lists[-1].rpartition("/")[2] for one in found.runs[1:]] == ["apex", "mine.yaml"]
-    assert {one.module for one in found.layers("O4")} == {"0", "1", "2"} and not found.failed
+    assert [len(curve.losses) for curve in found.curves("O4+mine.yaml").values()] == [4]
+    assert found.runs[1].lists[-1].endswith("/mine.yaml")
+    assert {one.module for one in found.layers("O4+mine.yaml")} == {"0", "1", "2"} and not found.failed
     assert found.runs[0].peak > 0
     assert (tmp_path / "c.html").read_text().startswith("<!DOCTYPE html>")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_options_may_follow_the_script_as_far_as_two_dashes(call, tmp_path):
-    options = ["--steps", "2", "--jsonl", "c.jsonl", "--seeds", "2", "--", "--runs", "x"]
-    code, out, _ = call(APEX + LOOP, "--runs", "O0,O0", arguments=options)
-    assert code == 0 and (tmp_path / "given").read_text() == "['--runs', 'x']" and "2 steps, seeds 0 to 1" in out
+def test_each_run_has_the_seed_of_the_command(call, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["amp-patch", "compare", "--runs", "O0,O0", "a b.py"])
+    code, out, _ = call(APEX + LOOP, "--runs", "O0,O0", "--steps", "2", "--seeds", "2", "--jsonl", "c.jsonl")
+    assert code == 0 and "2 steps, seeds 0 to 1" in out
     found = Comparison.read(tmp_path / "c.jsonl")
     assert found.differences("O0 (2)") == [[0.0, 0.0]] * 2
     first, second = found.curves("O0").values()
     assert first.losses != second.losses  # the script sets no seed, so each run has that of the command
+    assert found.about.command == "amp-patch compare --runs O0,O0 'a b.py'"
 
 
-def test_runs_that_fail_have_a_row_and_a_reason(call, tmp_path):
+def test_runs_that_fail_have_a_row_and_a_reason(call):
     source = OURS + 'if amp.stats().opt_level == "O4":\n    sys.exit(3)\n' + LOOP
-    code, out, _ = call(source, "--runs", "O0,O4,O5", "--steps", "9", "--jsonl", "c.jsonl")
+    code, out, _ = call(source, "--runs", "O0,O4", "--steps", "9")
     assert code == 1 and table(out)["O4"][1:6] == ["bf16", "-", "-", "-", "-"]
     assert "O4: the script ended with exit code 3" in out and out.startswith("6 of 9 steps, since the script ended")
-    assert [bool(run.failed) for run in Comparison.read(tmp_path / "c.jsonl").runs] == [False, True, False]
 
 
 def test_a_script_without_steps_is_nothing_to_compare(call):
-    for source, reason in [
-        ("print(1)\n", "the script took no step\n  1)"),
-        ("1 / 0\n", "the script ended with exit code 1\n"),
-    ]:
-        code, _, err = call(source, "--runs", "O0")
-        assert code == 1 and f"nothing to compare: no run took a step (O0: {reason}" in err
+    code, _, err = call("print(1)\n", "--runs", "O0")
+    assert code == 1 and "nothing to compare: no run took a step (O0: the script took no step\n  1)" in err
 
 
 def test_a_script_that_fails_in_a_model_is_shown_by_its_own_lines_and_once(call):
@@ -102,6 +97,7 @@ with torch.autocast("cpu", torch.bfloat16):
     model(torch.zeros(2, 3))  # four are needed
 """
     code, _, err = call(source)
+    assert "no run took a step (as-is, O0, O1, O4: the script ended with exit code 1\n" in err
     lines = [line.strip() for line in err.splitlines()]
     assert code == 1 and lines.count("model(torch.zeros(2, 3))  # four are needed") == 1
     assert sum(line.startswith("RuntimeError: ") for line in lines) == 1 and "amp_patch/" not in err
@@ -159,10 +155,3 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
     monkeypatch.setattr("amp_patch.cli.compare.importlib.util.find_spec", lambda name: None)
     assert main(["compare", "--png", str(tmp_path / "c.png"), "train.py"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_the_command_line_is_in_the_records(call, monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["amp-patch", "compare", "--runs", "O0", "a b.py"])
-    call(APEX + LOOP, "--runs", "O0", "--steps", "1", "--jsonl", "c.jsonl")
-    line = (tmp_path / "c.jsonl").read_text().splitlines()[1]
-    assert json.loads(line)["command"] == "amp-patch compare --runs O0 'a b.py'"

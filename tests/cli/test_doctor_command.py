@@ -1,6 +1,5 @@
 """`amp-patch doctor`: exit codes and formats of output."""
 
-import io
 import json
 import subprocess
 import sys
@@ -56,28 +55,12 @@ def test_what_is_found_makes_the_exit_code_1_but_for_notes(source, code, diagnos
         (["absent.py"], "neither a file nor a directory"),
         (["--select", "AMP3O5"], "'AMP3O5' is not the code of a rule, nor the start of one. There are AMP001, AMP101"),
         (["--select", ""], "--select: '' names no rule: write codes or prefixes, such as AMP3,AMP501"),
-        (["--ignore", " ,"], "--ignore: ' ,' names no rule: write codes or prefixes, such as AMP3,AMP501"),
         (["--explain", "AMP999"], "'AMP999' is not the code of a rule"),
-        (["-"], "'-' is neither a file nor a directory"),
-        (["--output-format", "xml"], "'xml' is not one of the choices (text, json)"),
     ],
 )
 def test_what_cannot_be_used_is_2(options, said, diagnose):
     code, _, errors = diagnose(*options, ".", train=WARNING)
     assert code == 2 and said in errors
-
-
-@pytest.mark.parametrize("options", [["--list"], ["--explain", "AMP501"], ["."]], ids=" ".join)
-def test_a_reader_that_has_seen_enough_is_no_error(options, diagnose, monkeypatch):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
-
-    Path("train.py").write_text(ERROR)
-    monkeypatch.setattr(sys, "stdout", Closed())
-    assert main(["doctor", *options]) == 1
-    monkeypatch.undo()
-    assert diagnose("--list")[2] == ""
 
 
 def test_lines_for_people_count_notes_and_end_with_advice(diagnose):
@@ -124,8 +107,6 @@ def test_scripts_are_read_without_torch(tmp_path):
         "code = main(['doctor', '--no-advice', '--output-format', 'json', 'train.py'])\n"
         "sys.exit(code + 3 * ('torch' in sys.modules))"
     )
-    root = Path(amp_patch.__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True
-    )
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 1, done

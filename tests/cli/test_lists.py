@@ -4,12 +4,7 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -17,35 +12,31 @@ import torch
 import yaml
 
 from amp_patch.cli.main import main
-from amp_patch.config import explain
-from amp_patch.config.module_rules import ModuleRule
-from amp_patch.config.op_lists import OpLists, load_oplists
+from amp_patch.config.op_lists import load_oplists
 from amp_patch.config.shipped import shipped_names
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-Write = Callable[..., Path]
-Amp = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+def write(tmp_path, monkeypatch):
     """Write a file into the current folder, and return its path from there."""
     monkeypatch.chdir(tmp_path)
 
-    def write(content: str | bytes, name: str = "mine.yaml") -> Path:
+    def write(content, name="mine.yaml"):
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_text(content)
         return path
 
     return write
 
 
 @pytest.fixture
-def lists(capsys: pytest.CaptureFixture[str]) -> Amp:
+def lists(capsys):
     """Run `amp-patch lists` and return its exit code, what it printed, and what it complained of."""
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments):
         capsys.readouterr()
         code = main(["lists", *map(str, arguments)])
         return (code, *capsys.readouterr())
@@ -66,16 +57,14 @@ neutral: [cat]
 BASE = "blacklist: [{op: mm, why: careful}, exp]\nsequence_promote: [cat]\n"
 
 
-def test_show_tells_rule_reason_and_place(write: Write, lists: Amp) -> None:
+def test_show_tells_rule_reason_and_place(write, lists):
     write(BASE, "base.yml")
     code, shown, complaint = lists("show", write(MINE))
     assert (code, complaint) == (0, "")
     head, _, body = shown.partition("\n")
     resolved = load_oplists("mine.yaml")
-    assert (
-        head
-        == f"mine.yaml: {len(resolved.spellings)} spellings on torch {torch.__version__}, digest {resolved.digest[:12]}"
-    )
+    told = f"{len(resolved.spellings)} spellings on torch {torch.__version__}, digest {resolved.digest[:12]}"
+    assert head == f"mine.yaml: {told}"
     assert (
         body
         == """
@@ -102,57 +91,43 @@ kept out: since or until excludes this torch
     )
 
 
-def test_show_spellings(write: Write, lists: Amp) -> None:
+def test_show_spellings(write, lists):
     _, shown, _ = lists("show", write("blacklist: [exp, torch.fft.fft]\nneutral: [cat]"), "--spellings")
     assert "    torch.exp, torch.Tensor.exp, torch.exp_ (match_self), torch.Tensor.exp_ (match_self)\n" in shown
     assert "    torch.fft.fft\n" in shown
     assert "    torch.cat, torch.concat, torch.concatenate\n" in shown
 
 
-def test_show_lays_lists_over_each_other(write: Write, lists: Amp) -> None:
-    path = write("whitelist: [softmax]")
-    _, shown, _ = lists("show", "float16", path)
+def test_show_lays_lists_over_each_other(write, lists):
+    _, shown, _ = lists("show", "float16", write("whitelist: [softmax]"))
+    assert shown.startswith("float16, mine.yaml: ")
     assert re.search(r"^  softmax +mine\.yaml:1$", shown, flags=re.MULTILINE)
     assert re.search(r"^  layer_norm +range +float16\.yaml:\d+$", shown, flags=re.MULTILINE)
-    assert shown.startswith(f"float16, mine.yaml: {len(load_oplists(['float16', path]).spellings)} spellings")
 
 
-def test_show_json_holds_the_resolved_list(lists: Amp) -> None:
-    for name in shipped_names():
-        code, shown, _ = lists("show", name, "--json")
-        data, resolved = json.loads(shown), load_oplists(name)
-        assert code == 0
-        assert (data["lists"], data["digest"], data["inplace_blacklist"]) == (
-            [name],
-            resolved.digest,
-            resolved.inplace_blacklist,
-        )
-        told = {
-            (spelling["name"], spelling["kind"], entry["path"], entry["line"])
-            for entry in data["entries"]
-            for spelling in entry["spellings"]
-        }
-        expected = {
-            (f"{s.owner_name}.{s.name}", s.kind, s.entry.path, s.entry.line)
-            for s in (*resolved.spellings, *resolved.neutral)
-        }
-        assert told == expected
-        assert [entry["op"] for entry in data["missing"]] == [entry.op for entry in resolved.missing]
+def test_show_json_holds_the_resolved_list(lists):
+    data, resolved = json.loads(lists("show", "autocast-cuda", "--json")[1]), load_oplists("autocast-cuda")
+    assert (data["lists"], data["digest"]) == (["autocast-cuda"], resolved.digest)
+    assert data["inplace_blacklist"] == resolved.inplace_blacklist
+    told = {
+        (spelling["name"], spelling["kind"], entry["path"], entry["line"])
+        for entry in data["entries"]
+        for spelling in entry["spellings"]
+    }
+    assert told == {
+        (f"{one.owner_name}.{one.name}", one.kind, one.entry.path, one.entry.line)
+        for one in (*resolved.spellings, *resolved.neutral)
+    }
 
 
-def test_show_json_holds_history_and_entries_without_effect(write: Write, lists: Amp) -> None:
+def test_show_json_holds_history_and_entries_without_effect(write, lists):
     write(BASE, "base.yml")
     data = json.loads(lists("show", write(MINE), "--json")[1])
     (mm,) = (entry for entry in data["entries"] if entry["op"] == "torch.mm")
-    (spelling,) = mm["spellings"]
-    assert [(entry["op"], entry["rule"], entry["path"], entry["line"]) for entry in spelling["overridden"]] == [
-        ("mm", "blacklist", "base.yml", 1)
-    ]
-    assert {key: [entry["op"] for entry in data[key]] for key in ("missing", "deferred", "other_torch")} == {
-        "missing": ["soon"],
-        "deferred": ["lib_not_imported.f"],
-        "other_torch": ["tanh"],
-    }
+    (earlier,) = mm["spellings"][0]["overridden"]
+    assert [earlier[key] for key in ("op", "rule", "path", "line")] == ["mm", "blacklist", "base.yml", 1]
+    without_effect = [entry["op"] for key in ("missing", "deferred", "other_torch") for entry in data[key]]
+    assert without_effect == ["soon", "lib_not_imported.f", "tanh"]
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -161,93 +136,51 @@ MANY = """\
 extends: [flaot16, nowhere.yaml]
 whitlist: [mm]
 blacklist:
-  - sofmax
-  - {op: exp, wy: range, since: new, until: [2]}
-  - [a]
-  - {why: x}
-  - {op: pow, optional: yes, why: {a: b}}
+  - {op: exp, wy: range}
   - mul
 promote: mm
-description: [a]
-neutral: [mul, bmm, torch.bmm]
-inplace_blacklist: mach
+neutral: [mul]
 """
 
 
-def positions(printed: str) -> list[str]:
+def positions(printed):
     """The `line:column` of each printed line about mine.yaml, with the last words of what it says."""
     return [match[1] for line in printed.splitlines() if (match := re.match(r"mine\.yaml:(\d+:\d+): \S", line))]
 
 
-def test_check_finds_every_fault_in_the_order_of_the_file(write: Write, lists: Amp) -> None:
+def test_check_finds_every_fault_in_the_order_of_the_file(write, lists):
     code, printed, complaint = lists("check", write(MANY))
     assert (code, complaint) == (1, "")
-    at = "1:11 1:20 2:1 4:5 5:15 5:33 5:45 6:5 7:5 8:25 8:35 10:10 11:14 12:11 12:21 13:20"
-    assert positions(printed) == at.split()
-    assert len(printed.splitlines()) == len(at.split())
-    for said in (
-        "mine.yaml:2:1: unknown key 'whitlist'; ",
-        "Did you mean 'float16'?",
-        "Did you mean 'softmax'?",
-        "Did you mean 'why'?",
-        "mine.yaml:1:20: extends names 'nowhere.yaml', and there is no such file",
-        "'mul' is on neutral, but torch.mul is on blacklist by 'mul' at mine.yaml:9:5",
-    ):
-        assert said in printed
+    assert positions(printed) == ["1:11", "1:20", "2:1", "4:15", "6:10", "7:11"]
+    assert len(printed.splitlines()) == 6
+    assert "mine.yaml:2:1: unknown key 'whitlist'; " in printed
 
 
-def test_check_goes_on_to_the_next_file_and_into_extended_ones(write: Write, lists: Amp) -> None:
+def test_check_goes_on_to_the_next_file_and_into_extended_ones(write, lists):
     write("whitelist: [sofmax]", "base.yaml")
     write("extends: base.yaml\nblacklist: [nope_nope]", "a.yaml")
     write("extends: [base.yaml, broken.yaml]\nneutral: [exp]", "b.yaml")
     write("a: [", "broken.yaml")
     code, printed, _ = lists("check", "a.yaml", write("{}"), "b.yaml")
-    assert code == 1
-    assert [line.partition(": ")[0] for line in printed.splitlines()] == [
-        "base.yaml:1:13",
-        "a.yaml:2:13",
-        "broken.yaml:2:1",
-    ]
+    places = [line.partition(": ")[0] for line in printed.splitlines()]
+    assert (code, places) == (1, ["base.yaml:1:13", "a.yaml:2:13", "broken.yaml:2:1"])
 
 
-def test_check_names_a_list_without_faults_and_what_it_extends(write: Write, lists: Amp) -> None:
-    for name in shipped_names():
-        path = ROOT / "lists" / f"{name}.yaml"
-        code, printed, complaint = lists("check", path)
-        assert (code, complaint, len(printed.splitlines())) == (0, "", 1)
-        assert printed.startswith(f"{path}: no faults; it extends ")
-    write("blacklist: [exp]", "base.yaml")
-    _, printed, _ = lists("check", write("extends: base.yaml"), "base.yaml")
-    assert printed.splitlines()[0] == "mine.yaml: no faults; it extends base.yaml"
-    assert "base.yaml: no faults; it extends no list" in printed
+def test_check_names_lists_without_faults_and_what_they_extend(write, lists):
+    code, printed, _ = lists("check", write("blacklist: [exp]"), *shipped_names())
+    first, *others = printed.splitlines()
+    assert first == "mine.yaml: no faults; it extends no list, so it applies alone or on top of the lists before it"
+    assert code == 0 and all(": no faults; it extends " in line for line in others)
 
 
-def test_check_warns_of_entries_without_effect(write: Write, lists: Amp, caplog: pytest.LogCaptureFixture) -> None:
-    write("blacklist: [exp, torch.tan, cos_]\npromote: [cross]", "base.yaml")
-    text = (
-        "neutral: [relu, torch.tan]\n"
-        "blacklist: [exp, sin_, torch.sin, torch.Tensor.sin, cos, cos_]\n"
-        "promote: [torch.cross, add]\n"
-    )
-    code, printed, _ = lists("check", write(f"extends: base.yaml\n{text}"))
-    assert code == 0
-    assert positions(printed) == ["2:11", "3:13", "3:18", "3:58", "4:11"] and printed.count(": warning: ") == 5
-    for said in (
-        "'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13",
-        "the in-place twin of 'torch.sin'",
-    ):
-        assert said in printed
-    assert not caplog.records
-
-
-def test_check_keeps_warnings_for_files_without_faults(write: Write, lists: Amp) -> None:
+def test_check_warns_of_entries_without_effect_in_files_without_faults(write, lists):
+    code, printed, _ = lists("check", write("extends: [apex]\nneutral: [relu]"))
+    assert (code, positions(printed), printed.count(": warning: ")) == (0, ["2:11"], 1)
     code, printed, _ = lists("check", write("extends: [apex, flaot16]\nneutral: [relu]"))
     assert (code, positions(printed)) == (1, ["1:17"])
-    code, printed, _ = lists("check", write("extends: [apex]\nneutral: [relu]"))
-    assert (code, positions(printed), "warning" in printed) == (0, ["2:11"], True)
 
 
-def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path: Path) -> None:
+def test_check_of_what_is_no_file_is_trouble(write, lists, tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     write("{}", "folder.yaml/inside.yaml")
     faulty = write("whitelist: [sofmax]")
@@ -255,8 +188,6 @@ def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path:
         "folder.yaml": "this is a directory",
         "absent.yaml": "there is no such file",
         "pipe.yaml": "this is not a regular file",
-        f"{'x' * 300}.yaml": "the file cannot be read",
-        "a\nb.yaml": "there is no such file",
         "flaot16": "'flaot16' is not a shipped list",
     }.items():
         code, printed, complaint = lists("check", name, faulty)
@@ -264,34 +195,23 @@ def test_check_of_what_is_no_file_is_trouble(write: Write, lists: Amp, tmp_path:
         assert told in printed and positions(printed) == ["1:13"]  # and the other is checked nevertheless
 
 
-def test_every_task_exits_alike_where_there_is_no_list(write: Write, lists: Amp) -> None:
-    for task in ["show", "check", "explain softmax --lists", "diff float16"]:
-        for name in ["absent.yaml", "flaot16", "folder.yaml"]:
-            write("{}", "folder.yaml/inside.yaml")
-            assert lists(*task.split(), name)[0] == 2
-
-
-def test_check_json_holds_places_and_messages(write: Write, lists: Amp) -> None:
+def test_check_json_holds_places_and_messages(write, lists):
     write("blacklist: [exp]", "base.yaml")
     faulty, warned = write("whitelist: [sofmax]"), write("extends: base.yaml\nblacklist: [exp]", "warned.yaml")
     code, printed, _ = lists("check", faulty, warned, "--json")
     message = f"torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?"
     warning = "'exp' is on blacklist without this entry, by 'exp' at base.yaml:1:13"
-    assert (code, json.loads(printed)) == (
-        1,
-        {
-            "lists": ["mine.yaml", "warned.yaml"],
-            "faults": [{"message": message, "path": "mine.yaml", "line": 1, "column": 13}],
-            "warnings": [{"message": warning, "path": "warned.yaml", "line": 2, "column": 13}],
-        },
-    )
-    assert (lists("check", warned, "--json")[0], lists("check", "flaot16", "--json")[0]) == (0, 2)
+    assert code == 1 and json.loads(printed) == {
+        "lists": ["mine.yaml", "warned.yaml"],
+        "faults": [{"message": message, "path": "mine.yaml", "line": 1, "column": 13}],
+        "warnings": [{"message": warning, "path": "warned.yaml", "line": 2, "column": 13}],
+    }
 
 
 # ---- diff ------------------------------------------------------------------------------------------------------------
 
 
-def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
+def test_diff_prints_one_line_for_each_op(write, lists):
     path = write("blacklist: [gelu]\nwhitelist: [torch.nn.functional.softmax]\nneutral: [cat]")
     code, printed, _ = lists("diff", "float16", f"float16,{path}")
     assert code == 1
@@ -304,33 +224,30 @@ def test_diff_prints_one_line_for_each_op(write: Write, lists: Amp) -> None:
     assert lists("diff", "float16,bfloat16", "bfloat16") == (0, "", "")
 
 
-def test_diff_json(write: Write, lists: Amp) -> None:
+def test_diff_json(write, lists):
     code, printed, _ = lists("diff", write("blacklist: [sin]"), write("promote: [torch.sin]", "b.yaml"), "--json")
-    assert code == 1
-    assert json.loads(printed) == {
-        "left": ["mine.yaml"],
-        "right": ["b.yaml"],
-        "differences": [
-            {"op": "torch.sin", "spellings": ["torch.sin"], "left": "blacklist", "right": "promote"},
-            {"op": "torch.Tensor.sin", "spellings": ["torch.Tensor.sin"], "left": "blacklist", "right": "unlisted"},
-        ],
-    }
-    assert json.loads(lists("diff", "apex", "apex", "--json")[1])["differences"] == []
+    data = json.loads(printed)
+    assert (code, data["left"], data["right"]) == (1, ["mine.yaml"], ["b.yaml"])
+    assert data["differences"] == [
+        {"op": "torch.sin", "spellings": ["torch.sin"], "left": "blacklist", "right": "promote"},
+        {"op": "torch.Tensor.sin", "spellings": ["torch.Tensor.sin"], "left": "blacklist", "right": "unlisted"},
+    ]
 
 
-def test_trouble_is_told_apart_from_a_difference(write: Write, lists: Amp) -> None:
-    for side in ["flaot16", "float16,", "bad.yaml"]:
-        write("whitelist: [sofmax]", "bad.yaml")
-        for sides in (("float16", side), (side, "apex")):
-            code, printed, complaint = lists("diff", *sides)
+def test_a_list_that_cannot_be_used_is_trouble(write, lists):
+    write("whitelist: [sofmax]", "bad.yaml")
+    for task in ["show", "explain softmax --lists", "diff float16"]:
+        for name in ["flaot16", "absent.yaml", "bad.yaml"]:
+            code, printed, complaint = lists(*task.split(), name)
             assert (code, printed, complaint.count("\n")) == (2, "", 1)
             assert complaint.startswith("amp-patch lists: failed: ")
+    assert lists("explain", "sofmax")[0] == 2
 
 
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
-def test_explain_prints_rule_reason_history_and_effects(write: Write, lists: Amp) -> None:
+def test_explain_prints_rule_reason_history_and_effects(write, lists):
     write("blacklist: [{op: pow, why: range}]", "base.yaml")
     code, printed, complaint = lists(
         "explain", "pow", "--lists", write("extends: base.yaml\nwhitelist: [torch.pow]"), "--dtype", "bfloat16"
@@ -368,18 +285,15 @@ A call with out= or dtype= runs as it was written.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("relu", "on no list, so it runs in the dtype it is given"),
         ("linear", "linear, by float16 with float16 as the low dtype"),
         ("linear --lists over_bfloat16.yaml", "with bfloat16 as the low dtype"),
-        ("exp_ --lists apex", "float16, bfloat16  an error as the first argument, else cast to float32"),
-        ("binary_cross_entropy --lists apex", "banned: refuses 16-bit arguments"),
         ("lib_not_imported.f --lists mine.yaml", "is not imported yet; the entry takes effect when it is"),
         ("tanh --lists mine.yaml", "without effect: since 99.1, until 99.3 keeps it out on torch"),
         ("soon --lists float16 mine.yaml", "blacklist by mine.yaml:2, without effect: torch"),
         ("torch.concat --lists float16 mine.yaml", "cat on sequence_promote at base.yml:2"),
     ],
 )
-def test_explain_tells(arguments: str, said: str, write: Write, lists: Amp) -> None:
+def test_explain_tells(arguments, said, write, lists):
     write(BASE, "base.yml")
     write(MINE)
     write("extends: bfloat16\nblacklist: [gelu]", "over_bfloat16.yaml")
@@ -387,32 +301,19 @@ def test_explain_tells(arguments: str, said: str, write: Write, lists: Amp) -> N
     assert code == 0 and said in printed
 
 
-def test_explain_of_an_unknown_op_suggests_one(lists: Amp) -> None:
-    code, printed, complaint = lists("explain", "sofmax")
-    assert (code, printed) == (2, "")
-    assert (
-        complaint == f"amp-patch lists: failed: torch {torch.__version__} has no op 'sofmax'. Did you mean 'softmax'?\n"
-    )
-
-
-def test_explain_json(lists: Amp) -> None:
+def test_explain_json(lists):
     data = json.loads(lists("explain", "torch.exp", "--dtype", "bfloat16", "--json")[1])
     assert (data["op"], data["lists"], data["low"]) == ("torch.exp", ["bfloat16"], "bfloat16")
-    assert [(ruling["spellings"], ruling["kind"], ruling["entry"]["op"]) for ruling in data["rulings"]] == [
-        (["torch.exp"], "blacklist", "exp"),
-        (["torch.exp_"], "match_self", "exp"),
-    ]
-    assert data["effects"]["blacklist"] == {
-        "float16": "cast to float32",
-        "bfloat16": "cast to float32",
-        "float32": "as it is",
-    }
+    rulings = [(ruling["spellings"], ruling["kind"], ruling["entry"]["op"]) for ruling in data["rulings"]]
+    assert rulings == [(["torch.exp"], "blacklist", "exp"), (["torch.exp_"], "match_self", "exp")]
+    cast = "cast to float32"
+    assert data["effects"]["blacklist"] == {"float16": cast, "bfloat16": cast, "float32": "as it is"}
 
 
-# ---- init -------------------------------------------------------------------------------------------------
+# ---- init ------------------------------------------------------------------------------------------------------------
 
 
-def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, lists: Amp) -> None:
+def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write, lists):
     write("extends: apex\nneutral: [torch.nn.functional.gelu]", "my base.yaml")
     schema = jsonschema.Draft7Validator(json.loads((ROOT / "lists" / "schema.json").read_text()))
     for base in ("bfloat16", "my base.yaml"):
@@ -431,7 +332,7 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write: Write, 
         schema.validate(yaml.safe_load(path.read_text()))
 
 
-def test_init_refuses_and_writes_nothing(write: Write, lists: Amp, tmp_path: Path) -> None:
+def test_init_refuses_and_writes_nothing(write, lists, tmp_path):
     for arguments, told in [
         ("mine.yaml", "mine.yaml exists already; give another name, or remove it first"),
         ("mine.txt", "'mine.txt' does not end in .yaml or .yml; give a name that does"),
@@ -445,7 +346,7 @@ def test_init_refuses_and_writes_nothing(write: Write, lists: Amp, tmp_path: Pat
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"mine.yaml": "whitelist: [sofmax]"}
 
 
-def test_init_leaves_a_schema_that_is_there(write: Write, lists: Amp) -> None:
+def test_init_leaves_a_schema_that_is_there(write, lists):
     write("{}", "lists.schema.json")
     assert lists("init", "new.yaml")[1].count("\n") == 1
     assert Path("lists.schema.json").read_text() == "{}"
@@ -453,85 +354,52 @@ def test_init_leaves_a_schema_that_is_there(write: Write, lists: Amp) -> None:
 
 # ---- module rules ----------------------------------------------------------------------------------------------------
 
+RULES = """\
+extends: bfloat16
+modules:
+  - {match: encoder.*.norm, run: float32, why: range}
+  - {type: torch.nn.GELU, run: low}
+"""
 
-def with_modules(lists: OpLists, *rules: tuple[str, str]) -> OpLists:
-    """The lists with module rules of these choosers and runs."""
-    return replace(lists, modules=tuple(ModuleRule(c, run, None, "range", "mine.yaml", 3, 5) for c, run in rules))
 
-
-def test_module_rules_are_shown(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
-    loaded = with_modules(load_oplists("apex"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr("amp_patch.config.load_oplists", lambda spec: loaded)
-    shown = lists("show", "apex")[1]
-    assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low      range  mine.yaml:3\n" in shown
+def test_module_rules_are_shown_and_told_of_ops_that_follow_them(write, lists):
+    path = write(RULES)
+    assert "  encoder.*.norm  float32  range  mine.yaml:3\n  torch.nn.GELU   low " in lists("show", path)[1]
     rule = {"chooser": "encoder.*.norm", "run": "float32", "why": "range", "path": "mine.yaml", "line": 3, "column": 5}
-    assert json.loads(lists("show", "apex", "--json")[1])["modules"][0] == rule
-
-
-def test_module_rules_are_told_of_ops_that_follow_them(monkeypatch: pytest.MonkeyPatch, lists: Amp) -> None:
-    loaded = with_modules(load_oplists("bfloat16"), ("encoder.*.norm", "float32"), ("torch.nn.GELU", "low"))
-    monkeypatch.setattr("amp_patch.config.load_oplists", lambda spec: loaded)
+    assert json.loads(lists("show", path, "--json")[1])["modules"][0] == rule
+    assert json.loads(lists("explain", "mm", "--lists", path, "--json")[1])["modules"][0] == rule
     told = (
         "Within encoder.*.norm it runs in float32 (mine.yaml:3).\n"
-        "Within torch.nn.GELU it runs in bfloat16 (mine.yaml:3).\n"
+        "Within torch.nn.GELU it runs in bfloat16 (mine.yaml:4).\n"
     )
     for op, is_told in {"linear": True, "softmax": True, "cat": False, "relu": False}.items():
-        assert (told in lists("explain", op, "--lists", "bfloat16")[1]) is is_told
-    assert [rule["run"] for rule in json.loads(lists("explain", "mm", "--json")[1])["modules"]] == ["float32", "low"]
+        assert (told in lists("explain", op, "--lists", path)[1]) is is_told
 
 
-def test_module_rules_are_compared() -> None:
-    for left, right, expected in [
-        ([("a", "low")], [("a", "low")], []),
-        (
-            [("a", "low")],
-            [("a", "float32"), ("b", "low")],
-            [("modules a", "low", "float32"), ("modules b", "unlisted", "low")],
-        ),
-        (
-            [("a", "low"), ("b", "float32")],
-            [("b", "float32"), ("a", "low")],
-            [("modules", "a low, b float32", "b float32, a low")],
-        ),
+def test_module_rules_are_compared(write, lists):
+    first, second = "{match: a, run: low}", "{match: b, run: float32}"
+    left, right = "left.yaml", "right.yaml"
+    for of_left, of_right, told in [
+        (first, first, ""),
+        (first, second, "modules a  low -> (unlisted)\nmodules b  (unlisted) -> float32\n"),
+        (f"{first}, {second}", f"{second}, {first}", "modules  a low, b float32 -> b float32, a low\n"),
     ]:
-        apex = load_oplists("apex")
-        differences = explain.compare(with_modules(apex, *left), with_modules(apex, *right))
-        assert [(difference.op, difference.left, difference.right) for difference in differences] == expected
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = f"{shlex.quote(sys.executable)} -m amp_patch lists show float16 --json | head -n 1"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("{\n", "")
+        write(f"modules: [{of_left}]", left)
+        write(f"modules: [{of_right}]", right)
+        assert lists("diff", left, right)[1] == told
 
 
 # ---- the hook --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hook() -> dict[str, Any]:
-    """What pre-commit is told of the check."""
-    found: dict[str, Any] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
-    return found
-
-
-def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(
-    write: Write, lists: Amp, hook: dict[str, Any]
-) -> None:
+def test_the_hook_s_command_passes_good_files_and_stops_bad_ones(write, lists):
+    hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
+    assert (hook["id"], hook["language"]) == ("amp-patch-lists-check", "python")
     write("extends: float16\nneutral: [softmax]\n", "good_lists.yaml")
     write("extends: flaot16\nneutral: [sofmax]\n", "bad_lists.yaml")
     program, _, *task = shlex.split(hook["entry"])
     assert program == "amp-patch" and lists(*task, "good_lists.yaml")[::2] == (0, "")
-    code, printed, complaint = lists(*task, "good_lists.yaml", "bad_lists.yaml")
-    places = [line.partition(": ")[0] for line in printed.splitlines()]
-    assert (code, places, complaint) == (1, ["bad_lists.yaml:1:10", "bad_lists.yaml:2:11"], "")
-
-
-def test_the_hook_is_for_files_named_as_lists(hook: dict[str, Any]) -> None:
-    assert (hook["id"], hook["language"]) == ("amp-patch-lists-check", "python")
+    assert lists(*task, "good_lists.yaml", "bad_lists.yaml")[0] == 1
     named = ["my_lists.yaml", "lists.yml", "conf/op-list.yaml", "oplists.yaml", "a/b.lists.yml", "conf/amp_list.yaml"]
     other = ["playlists.yaml", "lists/presets.yaml", "lists.yaml.bak", "lists.py", "checklist.yml"]
     assert [name for name in named + other if re.search(hook["files"], name)] == named

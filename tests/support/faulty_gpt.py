@@ -88,15 +88,15 @@ class FaultyGPT(nn.Module):
         return self.head(x)
 
 
-def make_training(seed=0, level="O1", batches=4, make_model=FaultyGPT, **options):
+def make_training(level="O1", batches=4, make_model=FaultyGPT, lists=None, **options):
     """A function without arguments that trains a faulty transformer."""
 
     def train():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = make_model(**options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        lists = {"loss_scale": 128.0} if level == "O1" else {}
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **lists)
+        scale = 128.0 if level == "O1" else None
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, lists=lists, loss_scale=scale, verbosity=0)
         for _ in range(batches):
             tokens = torch.randint(20, (4, 9))
             loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

@@ -113,10 +113,8 @@ class Campaign:
         self._found: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
-        self._total = 0  # known once the first run has shown what there is to compare, unless that makes no difference
+        self._total = 0  # known once the first run has shown what there is to compare
         self._begin(plan.runs)
-        if plan.native_runs == plan.runs:
-            self._total = self._count_runs()
 
     def _begin(self, runs: dict[str, Settings]) -> None:
         self._runs = runs
@@ -131,7 +129,7 @@ class Campaign:
             compared, curves = self._compared[reference], self._curves[reference]
             self._begin(self._plan.native_runs)
             self._compared[reference], self._curves[reference] = compared, curves
-        self._total = self._count_runs()
+        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
@@ -149,10 +147,6 @@ class Campaign:
         """Tell whether the reference has the same losses from two seeds: the training sets a seed of its own."""
         losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
         return len(losses) > 1 and losses[0] == losses[1]
-
-    def _count_runs(self) -> int:
-        trainings = (len(self._runs) + 1) * len(self._plan.seeds)
-        return trainings + len(self._runs)
 
     def comparison(self) -> Comparison:
         """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""

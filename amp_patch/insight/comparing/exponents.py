@@ -6,8 +6,10 @@ those that bfloat16 rounds up to 2**(e + 1) (from 2 - 2**-8 times 2**e on), and 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+from ..records import GradientRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,16 +41,7 @@ class Shares(NamedTuple):
     infinite: float
 
 
-class Counted(NamedTuple):
-    """Counts from the power `lowest` on, and how many values are zero, and inf or NaN."""
-
-    lowest: int
-    counts: tuple[int, ...]
-    zeros: int
-    nonfinite: int
-
-
-def count(tensors: "Iterable[Tensor]") -> Counted:
+def count(tensors: "Iterable[Tensor]") -> GradientRecord:
     """Count the elements of floating tensors on any device, as float32. Waits for the device."""
     import torch
 
@@ -69,18 +62,19 @@ def count(tensors: "Iterable[Tensor]") -> Counted:
             total += torch.bincount(places, minlength=len(total)).cpu()
     powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
     if not any(powers):
-        return Counted(0, (), zeros, nonfinite)
+        return GradientRecord("", 0, (), zeros, nonfinite)
     first, last = powers.index(True), len(powers) - powers[::-1].index(True)
-    return Counted(first + _LOWEST, tuple(total[first * CLASSES : last * CLASSES].tolist()), zeros, nonfinite)
+    counts = tuple(total[first * CLASSES : last * CLASSES].tolist())
+    return GradientRecord("", first + _LOWEST, counts, zeros, nonfinite)
 
 
-def find_shares(lowest: int, counts: Sequence[int], low: str, scale: float = 1.0) -> Shares:
+def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares:
     """Return what a dtype of `FORMATS` makes of values multiplied by the power of two that is nearest to a scale:
     exact, but for subnormals that round up to a normal number.
     """
-    form, first = FORMATS[low], lowest + round(math.log2(scale))
+    form, first = FORMATS[low], counted.lowest + round(math.log2(scale))
     zero = subnormal = infinite = 0
-    for place, number in enumerate(counts):
+    for place, number in enumerate(counted.counts):
         power, kind = first + place // CLASSES, place % CLASSES
         if power < form.zero or (power == form.zero and kind == 0):
             zero += number
@@ -88,5 +82,5 @@ def find_shares(lowest: int, counts: Sequence[int], low: str, scale: float = 1.0
             subnormal += number
         elif power > form.last or (power == form.last and kind >= form.infinite):
             infinite += number
-    total = sum(counts) or 1
+    total = sum(counted.counts) or 1
     return Shares(zero / total, subnormal / total, infinite / total)

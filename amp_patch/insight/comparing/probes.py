@@ -19,7 +19,7 @@ from ..naming import name_modules
 from ..recorder import describe_run
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
-from . import exponents
+from .exponents import count
 from .memory import PeakMeter
 from .summary import mean
 
@@ -148,7 +148,7 @@ class LayerProbe(Probe):
         self._outputs: dict[str, tuple[float, ...]] = {}
         self._gradients: dict[str, tuple[float, ...]] = {}
         self._weights: tuple[float, ...] = ()
-        self._counted = exponents.Counted(0, (), 0, 0)
+        self._counted: GradientRecord | None = None
 
     def session_opened(self, session: Session) -> None:
         """Begin, or see to more models."""
@@ -208,7 +208,8 @@ class LayerProbe(Probe):
             if samples:
                 self._gradients[name] = tuple(samples)
         self._weights = tuple(weights)
-        self._counted = exponents.count(grad for grad in seen.values() if not grad.is_sparse)
+        if self._gradients:
+            self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Go on to memory after the first step, and end after the second."""
@@ -242,8 +243,8 @@ class LayerProbe(Probe):
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
             yield SampleRecord(name, *(one.get(name, ()) for one in (self._inputs, self._outputs, self._gradients)))
-        if self._gradients:
-            yield GradientRecord("", *self._counted)
+        if self._counted is not None:
+            yield self._counted
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -159,7 +159,7 @@ def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float
     """Return the part of gradients that would be zero in a dtype under a loss scale."""
     if low not in FORMATS:
         return 0.0
-    return find_shares(gradients.lowest, gradients.counts, low, scale).zero
+    return find_shares(gradients, low, scale).zero
 
 
 def last(values: Sequence[float]) -> Sequence[float]:

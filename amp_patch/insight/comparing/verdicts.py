@@ -35,22 +35,13 @@ class Verdict:
         self.row = row
         self._summary = summary
         self._reference = summary.about.reference
-        self._reference_row = next((one for one in summary.rows() if one.name == self._reference), None)
+        self._reference_row = next(one for one in summary.rows() if one.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
-
-    @property
-    def _base(self) -> float:
-        """The loss of the reference; NaN where it has none."""
-        if self._reference_row is None or self._reference_row.loss is None:
-            return math.nan
-        return self._reference_row.loss
-
-    @property
-    def _difference(self) -> float:
-        """The difference of the losses; NaN where one is missing."""
-        if self.row.difference is None:
-            return math.nan
-        return self.row.difference
+        self._base = self._difference = math.nan  # the loss of the reference, and of the run less that
+        if self._reference_row.loss is not None:
+            self._base = self._reference_row.loss
+        if row.difference is not None:
+            self._difference = row.difference
 
     @property
     def _is_all_skipped(self) -> bool:
@@ -151,10 +142,10 @@ class Verdict:
 
     def of_memory(self) -> str:
         """Return what it needs of memory, if that is another amount."""
-        base = self._reference_row
-        if self._is_all_skipped or self.row.run.peak is None or base is None or not base.run.peak:
+        peak, base = self.row.run.peak, self._reference_row.run.peak
+        if self._is_all_skipped or peak is None or not base:
             return ""
-        factor = self.row.run.peak / base.run.peak
+        factor = peak / base
         if abs(factor - 1) <= _ALIKE_IN_COST:
             return ""
         return f"; {factor:.2f} times the peak memory"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..comparing.exponents import CLASSES, FORMATS, Shares, find_shares
+from ..comparing.exponents import CLASSES, FORMATS, find_shares
 from ..records import GradientRecord
 from .markup import Markup, element, join
 
@@ -190,5 +190,5 @@ def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tu
 
 def tell_shares(record: GradientRecord, low: str, power: int) -> str:
     """Return the shares as the page's script writes them, too."""
-    shares: Shares = find_shares(record.lowest, record.counts, low, 2.0**power)
+    shares = find_shares(record, low, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

@@ -18,7 +18,8 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
     """Yield the sections."""
     rows = summary.rows()
     colours = {row.name: number for number, row in enumerate(rows)}
-    yield element("section", element("h2", "Runs"), _runs(rows), _notes(summary))
+    notes = element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
+    yield element("section", element("h2", "Runs"), _runs(rows), notes)
     yield _losses(summary, rows, colours)
     yield _costs(rows, colours)
     yield from _gradients(summary, rows)
@@ -29,10 +30,6 @@ def _runs(rows: Sequence[Row]) -> Markup:
     columns, cells = tabulate(rows)
     body = [[Cell(cell.text, cell.value) for cell in row] for row in cells]
     return make_table("runs", columns, body, label="runs", left=2)
-
-
-def _notes(summary: Summary) -> Markup:
-    return element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -137,7 +137,6 @@ class _Shadowing:
     def stop(self) -> None:
         """Leave everything as it was. Harmless twice."""
         self.is_on = False
-        self._mode.leave()
         self._undo.close()
         self.end_step()
 

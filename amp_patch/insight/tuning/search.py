@@ -4,31 +4,37 @@ A test may be anything; where more units than pass never fail, what is found is 
 can be left out. Units keep their order.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
 Test = Callable[[tuple[Unit, ...]], bool]
 
-FEW = 4
-"""Up to so many units that ranking has added are dropped one by one, more by delta debugging."""
-
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
     """Return units that pass, none of which can be left out; None if all together do not pass.
 
-    `forced` are tested first, alone; if they do not pass, as many of `ranked` join them as it takes.
+    `forced` are tested first, alone; if they do not pass, those of `ranked` join them that it takes. The last unit of
+    the shortest passing row of `ranked` is needed, whatever else is. With that one kept, the same holds of the row
+    before it, and so on: a number of tests that grows with the logarithm of the row for each unit that is needed.
     """
-    base = tuple(forced)
-    if test(base):
-        return drop_one_by_one(test, base)
-    count = find_prefix(lambda number: test((*base, *ranked[:number])), len(ranked))
-    if count is None:
-        return None
-    found = (*base, *ranked[:count])
-    if count <= FEW:
-        return drop_one_by_one(test, found)
-    return minimize(test, found)
+    base, left = tuple(forced), tuple(ranked)
+    needed: tuple[Unit, ...] = ()
+
+    def passes(number: int) -> bool:
+        return test((*base, *left[:number], *needed))
+
+    while not passes(0):
+        count = find_prefix(passes, len(left))
+        if count is None:
+            return None
+        needed = (left[count - 1], *needed)
+        left = left[: count - 1]
+    for unit in reversed(base):
+        rest = tuple(one for one in base if one != unit)
+        if test((*rest, *needed)):
+            base = rest
+    return (*base, *needed)
 
 
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
@@ -51,36 +57,3 @@ def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
         else:
             low = middle
     return high
-
-
-def drop_one_by_one(test: Test[Unit], units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Return what is left of units that pass when each that is not needed is left out, the last ones first."""
-    kept = tuple(units)
-    for unit in reversed(kept):
-        rest = tuple(one for one in kept if one != unit)
-        if test(rest):
-            kept = rest
-    return kept
-
-
-def minimize(test: Test[Unit], units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Return units that pass, none of which can be left out, of units that pass: delta debugging (Zeller's ddmin)."""
-    kept, parts = tuple(units), 2
-    while len(kept) > 1:
-        chunks = [kept[len(kept) * i // parts : len(kept) * (i + 1) // parts] for i in range(parts)]
-        passing = next(filter(test, chunks), None)
-        if passing is not None:
-            kept, parts = passing, 2
-            continue
-        if parts > 2:  # of two parts each is the rest of the other
-            rests = [tuple(unit for unit in kept if unit not in chunk) for chunk in chunks]
-            passing = next(filter(test, rests), None)
-        if passing is not None:
-            kept, parts = passing, max(parts - 1, 2)
-        elif parts < len(kept):
-            parts = min(2 * parts, len(kept))
-        else:
-            return kept
-    if test(()):
-        return ()
-    return kept

@@ -28,10 +28,8 @@ class _Sums:
     """What is known of one op in one module."""
 
     is_listed: bool
-    calls: int = 0
     overflow_in: float = 0.0
     overflow: float = 0.0
-    underflow: float = 0.0
     error: float = 0.0
     gradient_error: float = 0.0
     gradient: float = 0.0
@@ -81,7 +79,6 @@ class Shadow:
         if not shadow:
             return result
         with torch.no_grad(), contextlib.suppress(Exception):
-            sums.calls += 1
             sums.overflow_in = max((sums.overflow_in, *shares))
             for tensor, other in zip(tensors_in([result]), shadow, strict=True):
                 if _is_plain(tensor) and tensor.shape == other.shape and tensor.numel():
@@ -94,7 +91,6 @@ class Shadow:
     def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor) -> None:
         exact = tensor.detach()
         sums.overflow = max(sums.overflow, _share(_overflows(exact, low)))
-        sums.underflow = max(sums.underflow, _share((exact != 0) & (low == 0)))
         delta = torch.where(exact.isfinite() & low.isfinite(), low - exact, 0.0)
         sums.error = max(sums.error, _relative(delta, exact))
         if not (tensor.requires_grad and tensor.grad_fn is not None):
