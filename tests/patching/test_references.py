@@ -2,6 +2,7 @@
 running its code.
 """
 
+import builtins
 import copy
 import functools
 import gc
@@ -103,34 +104,19 @@ SLOTS = {
 """Where modules keep functions: source, and a call from there. Beside each kind a published package that has it."""
 
 
+OWN = (dict, list, tuple, staticmethod, classmethod, types.CellType, nn.Module)
+
+
 def describe(module):
-    """Everything that a module, its classes, functions and tables hold, by identity."""
-    held, pending = {}, [("", vars(module))]
+    """What a module, its classes, functions and tables hold, by identity."""
+    held, pending = {}, [vars(module)]
     while pending:
-        path, value = pending.pop()
-        held[path] = (type(value), id(value))
-        if isinstance(value, dict) and not path.endswith("__builtins__"):
-            pending += [
-                (f"{path}.{key}", item)
-                for key, item in value.items()
-                if key not in ("__builtins__", "__spec__", "__loader__")
-            ]
-        elif isinstance(value, (list, tuple)):
-            pending += [(f"{path}.{index}", item) for index, item in enumerate(value)]
-        elif isinstance(value, type) and value.__module__ == module.__name__:
-            pending += [
-                (f"{path}.{key}", item) for key, item in vars(value).items() if key not in ("__dict__", "__weakref__")
-            ]
-        elif isinstance(value, (staticmethod, classmethod)):
-            pending.append((f"{path}.__func__", value.__func__))
-        elif isinstance(value, nn.Module):
-            pending.append((f"{path}.__dict__", vars(value)))
-        elif isinstance(value, types.FunctionType):
-            pending += [
-                (f"{path}.{name}", getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__closure__")
-            ]
-        elif isinstance(value, types.CellType):
-            pending.append((f"{path}.cell", value.cell_contents))
+        value = pending.pop()
+        is_own = isinstance(value, OWN) or getattr(value, "__module__", None) == module.__name__
+        if is_own and id(value) not in held and value is not vars(builtins):
+            inner = [vars(value)] if isinstance(value, nn.Module) else gc.get_referents(value)
+            held[id(value)] = list(map(id, inner))
+            pending += inner
     return held
 
 
@@ -167,7 +153,7 @@ def test_a_slot_that_was_made_during_a_session_gets_the_original(programs, lists
     modules = programs()
     amp.reset()
     for slot, module in modules.items():
-        held = {identity for _, identity in describe(module).values()}
+        held = set().union(*describe(module).values())
         assert held & {id(F.gelu), id(F.silu)} and not held & set(pickling.get_originals()), slot
         assert SLOTS[slot][1](module, X).dtype is torch.float32, slot
 
@@ -291,26 +277,6 @@ def test_no_code_of_the_program_is_run(import_program, lists):
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
 
-def test_nothing_is_imported(import_program, lists):
-    import_program("ACT = {'gelu': F.gelu}")
-    _session = open_session(lists)
-    amp.reset()
-    before = set(sys.modules)
-    _session = open_session(lists)
-    amp.reset()
-    assert set(sys.modules) == before
-
-
-def test_modules_of_torch_are_left_alone(lists):
-    defaults = {
-        (c, f): vars(c)[f].__defaults__
-        for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-        for f in ("__init__", "forward")
-    }
-    _session = open_session(lists)
-    assert all(vars(c)[f].__defaults__ is value for (c, f), value in defaults.items())
-
-
 def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, lists):
     """`__torch_function__` is given what the public name holds, and looks it up: in tensordict, and in torch itself."""
     source = "HANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
@@ -341,34 +307,6 @@ def test_a_replacement_keeps_its_own_original(import_program, lists):
     assert module.shout(1) == 2
     references.undo([patcher], [])
     assert module.shout(1) == 1
-
-
-def test_a_package_that_cannot_hold_any_is_passed_over(write_modules, lists, monkeypatch):
-    write_modules(
-        {
-            "plain_x": "",
-            "plain_x.a": "def f(x=1):\n    pass",
-            "user_x": "",
-            "user_x.a": "import torch",
-            "user_x.b": "def f(x=1):\n    pass",
-        }
-    )
-    for name in ("plain_x.a", "user_x.a", "user_x.b"):
-        importlib.import_module(name)
-    visited = []
-    search_module = references.Search._search_module
-    monkeypatch.setattr(
-        references.Search,
-        "_search_module",
-        lambda self, name, module: (visited.append(name), search_module(self, name, module)),
-    )
-    _session = open_session(lists)
-    assert {"user_x", "user_x.a", "user_x.b"} <= set(visited)
-    assert not {
-        name
-        for name in visited
-        if name.partition(".")[0] in ("plain_x", "numpy", "sympy", "torch", "os", "collections")
-    }
 
 
 WALKS = """
@@ -677,18 +615,10 @@ def test_suspended_puts_every_original_back_and_every_replacement_in_again(progr
     assert ([describe(module) for module in modules], model.act) == during != before
 
 
-def test_script_reads_the_originals_of_what_is_bound_elsewhere(import_program, lists):
-    source = "from torch.nn.functional import silu\ndef f(x: torch.Tensor) -> torch.Tensor:\n    return silu(x)"
-    module = import_program(source)
-    _session = open_session(lists)
-    torch.testing.assert_close(torch.jit.script(module.f)(X), X * torch.sigmoid(X))
-    assert module.f(X).dtype is LOW
-
-
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slot", ["Global", "ClassAttribute", "Defaults"])
+@pytest.mark.parametrize("slot", ["Item", "ClassAttribute", "Defaults"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_program, lists, monkeypatch):
     source = """
