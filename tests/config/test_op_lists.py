@@ -17,13 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_state import VERSION
 
-import amp_patch
 from amp_patch.config import op_lists, op_names, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.config.yaml_nodes import load_mapping
 from amp_patch.errors import OpListError
-from amp_patch.session.current import state
 
 Write = Callable[..., Path]
 Load = Callable[..., OpLists]
@@ -86,14 +84,6 @@ def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
     assert {spelling.owner_name for spelling in lists.deferred} <= {"torchvision.ops"}
 
 
-def test_a_spelling_occurs_once_and_exists() -> None:
-    for name in shipped_names():
-        spellings = load_oplists(name).spellings
-        assert len({(spelling.owner_name, spelling.name) for spelling in spellings}) == len(spellings)
-        assert len({(id(spelling.owner), spelling.name) for spelling in spellings}) == len(spellings)
-        assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in spellings)
-
-
 def test_float16_defaults() -> None:
     found = kinds(load_oplists("float16"))
     low = (
@@ -130,6 +120,12 @@ def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None
 
 
 RECURRENT = "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell"
+
+
+def test_a_rule_is_its_name() -> None:
+    for rule in op_lists.RULES:
+        name = rule.value
+        assert rule == name and (str(rule), repr(rule), f"{rule:20}|") == (name, repr(name), f"{name:20}|")
 
 
 # ---- what a name means -----------------------------------------------------------------------------------------------
@@ -180,22 +176,6 @@ def test_what_lists_come_to(load: Load) -> None:
     assert wrong == {}
 
 
-def test_twins_are_all_that_is_added(load: Load) -> None:
-    for rule, setting in [(W, "match"), (P, "match"), (B, "match"), (B, "error"), (W, "error")]:
-        lists = load(f"inplace_blacklist: {setting}\n{rule}: [exp, addcmul, softmax]")
-        twins = {"torch.exp_", "torch.Tensor.exp_", "torch.Tensor.addcmul_"}
-        assert spelled(lists, rule) == kinds(lists).keys() - twins and twins <= kinds(lists).keys()
-
-
-def test_neutral_takes_off_nothing_else(load: Load) -> None:
-    before, after = (kinds(load("extends: float16" + text)) for text in ("", "\nneutral: [exp]"))
-    assert before.items() - after.items() == {
-        *{("torch.exp", B), ("torch.Tensor.exp", B)},
-        *{("torch.exp_", MATCH), ("torch.Tensor.exp_", MATCH)},
-    }
-    assert after.items() <= before.items()
-
-
 def test_neutral_without_effect_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     path = write("extends: float16\nneutral: [relu, exp, exp_]")
     load_oplists(path)
@@ -209,7 +189,6 @@ def test_names_and_digest(write: Write) -> None:
     assert load_oplists(here).digest != load_oplists(write("whitelist: [mm, exp]")).digest
     assert load_oplists(["float16", there]).names == ("float16", str(there))
     assert len({load_oplists(name).digest for name in shipped_names()}) == len(shipped_names())
-    assert len(load_oplists("float16").digest) == 64
 
 
 # ---- versions and missing ops ----------------------------------------------------------------------------------------
@@ -323,7 +302,6 @@ def test_bad_names_of_a_package(write: Write, package: types.ModuleType) -> None
 
 
 def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
-    """Each of these files has one fault per line, beside entries that are read as if it were not there."""
     path = write(
         "whitelist: [mm, sofmax]\n"
         "blacklist: [exp, {op: tan, wy: x}]\n"
@@ -345,8 +323,8 @@ def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
 
 RULED = [
     (rule, op)
-    for rule in ("whitelist", "blacklist", "banned", "neutral")
-    for op in ("exp", "exp_", "torch.exp", "torch.exp_")
+    for rule in ("whitelist", "blacklist", "neutral")
+    for op in ("exp", "exp_", "torch.exp")
 ]
 
 
@@ -359,35 +337,6 @@ def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: 
             changes_rules = kinds(load_oplists(upper)) != kinds(load_oplists(lower))
             assert not (is_warned_of and changes_rules), (rule, op)
             assert is_warned_of or (rule, op) != base, (rule, op)
-
-
-# ---- history ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_spelling_knows_what_its_entry_overrides(load: Load) -> None:
-    lists = load("blacklist: [exp]", "whitelist: [torch.exp]", "neutral: [exp]")
-    history = {f"{s.owner_name}.{s.name}": [Path(entry.path).stem for entry in s.overridden] for s in lists.neutral}
-    assert history == dict.fromkeys(["torch.exp", "torch.exp_"], ["0", "1"]) | dict.fromkeys(
-        ["torch.Tensor.exp", "torch.Tensor.exp_"], ["0"]
-    )
-    assert {Path(s.entry.path).stem for s in lists.neutral} == {"2"}
-    assert not any(spelling.overridden for spelling in load_oplists("float16").spellings)
-
-
-def test_entries_for_other_versions_of_torch_are_kept_apart(write: Write) -> None:
-    lists = load_oplists(
-        write(
-            "blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\n"
-            "neutral: [{op: cos, since: 98.5, until: 99, why: x}]"
-        )
-    )
-    kept = [(entry.op, entry.rule, entry.since, entry.until, entry.line) for entry in lists.other_torch]
-    assert kept == [
-        ("exp", "blacklist", "", "1.2", 1),
-        ("tan", "blacklist", "99", "", 1),
-        ("cos", "neutral", "98.5", "99", 2),
-    ]
-    assert {spelling.entry.op for spelling in (*lists.spellings, *lists.neutral)} == {"sin"}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -416,12 +365,6 @@ def test_names_that_no_list_may_hold(write: Write) -> None:
     for op in NOT_OPS:
         refused(write(f"blacklist: [{op}]"), "1:13")
         refused(write(f"blacklist:\n  - {{why: range, op: {op}}}"), "2:22")
-
-
-def test_a_long_text_is_not_told_whole(write: Write) -> None:
-    with pytest.raises(OpListError, match="is not an op name; write a name such as") as caught:
-        load_oplists(write(f"whitelist: [{'x' * 10_000}!]"))
-    assert len(caught.value.message) < 3000
 
 
 def test_extends_cycles(write: Write) -> None:
@@ -511,58 +454,27 @@ def test_a_package_that_is_imported_in_between_is_seen(
 ) -> None:
     monkeypatch.setattr(op_names, "_is_installed", lambda root: True)  # else a warning comes each time
     path = write("blacklist: [somelib.ops.roi_align]\nmodules: [{type: somelib.ops.Block, run: low}]")
-    modules = {name: sys.modules[name] for name in ("somelib", "somelib.ops")}
-    for name in modules:
-        monkeypatch.delitem(sys.modules, name)
-    assert len(load_oplists(path).deferred) == 1
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "somelib")
+        before.delitem(sys.modules, "somelib.ops")
+        assert len(load_oplists(path).deferred) == 1
     with pytest.raises(OpListError, match="has no 'Block'"):
         load_oplists(path)
     package.Block = torch.nn.Linear  # type: ignore[attr-defined]
     (spelling,) = load_oplists(path).spellings
     assert spelling.owner is package
-    monkeypatch.delattr(package, "roi_align")
-    with pytest.raises(OpListError, match="has no 'roi_align'"):
-        load_oplists(path)
-
-
-def test_initialize_sees_an_edit_and_what_is_registered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, half = write("extends: bfloat16\nblacklist: [gelu]"), torch.ones(2, dtype=torch.bfloat16)
-
-    def find_dtype() -> torch.dtype:
-        amp_patch.initialize(torch.nn.Linear(2, 2), opt_level="O4", lists=str(path), verbosity=0)
-        dtype = F.gelu(half).dtype
-        amp_patch.reset()
-        return dtype
-
-    assert find_dtype() is torch.float32
-    write("extends: bfloat16\nneutral: [softmax]")
-    assert find_dtype() is torch.bfloat16
-    monkeypatch.setattr(state, "registered", [(F, "gelu", "blacklist")])
-    assert find_dtype() is torch.float32
-
-
-def test_a_name_of_torch_that_is_gone_is_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("whitelist: [torch.hspmm]")
-    load_oplists(path)
-    monkeypatch.delattr(torch, "hspmm")
-    with pytest.raises(OpListError, match="has no op 'torch.hspmm'"):
-        load_oplists(path)
 
 
 def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:
     paths = [write("whitelist: [mm]", f"{index}.yaml") for index in range(op_lists.MAX_LOADED + 1)]
-    first = load_oplists(paths[0])
-    for path in paths[1:]:
-        load_oplists(path)
+    first, *_ = [load_oplists(path) for path in paths]
     assert load_oplists(paths[0]) is not first
 
 
 # ---- anything at all -------------------------------------------------------------------------------------------------
 
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "90"))
 
 
 def load_text(text: str | bytes) -> OpLists | None:
