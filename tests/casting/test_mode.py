@@ -42,15 +42,6 @@ def ask_in_foreign_thread(switch: Switch) -> bool:
 # ---- on and off ------------------------------------------------------------------------------------------------------
 
 
-def test_a_switch_is_off_until_it_is_turned_on_and_after_it_is_turned_off() -> None:
-    switch = Switch()
-    assert (switch.on, switch.is_on_here()) == (False, False)
-    switch.turn_on()
-    assert (switch.on, switch.is_on_here()) == (True, True)
-    switch.turn_off()
-    assert (switch.on, switch.is_on_here()) == (False, False)
-
-
 # ---- regions ---------------------------------------------------------------------------------------------------------
 
 
@@ -99,33 +90,6 @@ def test_a_region_belongs_to_the_thread_that_opened_it(switch: Switch) -> None:
         assert not switch.is_on_here()
 
 
-def test_two_threads_hold_opposite_regions_at_once(switch: Switch) -> None:
-    both_open = threading.Barrier(2, timeout=30)
-    both_asked = threading.Barrier(2, timeout=30)
-    answers: dict[bool, bool] = {}
-
-    def hold(on: bool) -> None:
-        with switch.region(Mode.BY_LISTS if on else Mode.OFF):
-            both_open.wait()
-            answers[on] = switch.is_on_here()
-            both_asked.wait()
-
-    threads = [threading.Thread(target=hold, args=(on,)) for on in (False, True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert answers == {False: False, True: True}
-    assert switch.regions == 0
-
-
-@pytest.mark.parametrize("ask", [ask_in_thread, ask_in_foreign_thread], ids=["python", "foreign"])
-def test_every_thread_is_on_while_no_region_is_open(switch: Switch, ask: Callable[[Switch], bool]) -> None:
-    assert ask(switch)
-    switch.turn_off()
-    assert not ask(switch)
-
-
 def test_a_foreign_thread_follows_the_region_that_was_opened_last(switch: Switch) -> None:
     with switch.region(Mode.OFF):
         assert not ask_in_foreign_thread(switch)
@@ -169,12 +133,6 @@ class TestFork:
 
         with switch._lock:
             assert exit_code_of_child(opens_a_region) == 0
-
-    def test_a_switch_made_in_the_child_works(self) -> None:
-        assert exit_code_of_child(lambda: (own := Switch()).turn_on() is None and own.is_on_here()) == 0
-
-    def test_the_check_itself_can_fail(self, switch: Switch) -> None:
-        assert exit_code_of_child(lambda: switch.on) == 1
 
 
 def test_regions_may_be_left_in_any_order(switch: Switch) -> None:

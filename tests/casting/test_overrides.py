@@ -2,7 +2,6 @@
 is given the public name, as in plain torch, and casts happen below it, as those of torch.autocast do.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.masked import masked_tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
@@ -25,20 +23,15 @@ LOW = torch.bfloat16
 OPS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     "F.linear": (lambda: F.linear, lambda x: F.linear(x, torch.ones(2, 4))),
     "F.linear, by keyword": (lambda: F.linear, lambda x: F.linear(input=x, weight=torch.ones(2, 4))),
-    "F.linear, second": (lambda: F.linear, lambda x: F.linear(torch.ones(2, 4), x)),
     "torch.matmul": (lambda: torch.matmul, lambda x: torch.matmul(x, torch.ones(4, 2))),
     "@": (lambda: Tensor.__matmul__, lambda x: x @ torch.ones(4, 2)),
-    "Tensor.matmul": (lambda: Tensor.matmul, lambda x: x.matmul(torch.ones(4, 2))),
     "F.conv1d": (lambda: F.conv1d, lambda x: F.conv1d(x[None], torch.ones(1, 3, 2))),
-    "torch.conv1d": (lambda: torch.conv1d, lambda x: torch.conv1d(x[None], torch.ones(1, 3, 2))),
     "torch.einsum": (lambda: torch.einsum, lambda x: torch.einsum("ij,kj", [torch.ones(2, 4), x])),
     "torch.exp": (lambda: torch.exp, lambda x: torch.exp(x)),
-    "torch.softmax": (lambda: torch.softmax, lambda x: torch.softmax(x, -1)),
     "F.layer_norm": (lambda: F.layer_norm, lambda x: F.layer_norm(x, (4,))),
     "F.mse_loss": (lambda: F.mse_loss, lambda x: F.mse_loss(x, torch.ones(3, 4))),
     "torch.cat": (lambda: torch.cat, lambda x: torch.cat([torch.ones(3, 4), x])),
     "torch.stack, by keyword": (lambda: torch.stack, lambda x: torch.stack(tensors=[x, x])),
-    "torch.addcmul": (lambda: torch.addcmul, lambda x: torch.addcmul(x, x, x)),
     "F.gelu": (lambda: F.gelu, lambda x: F.gelu(x)),
 }
 
@@ -265,15 +258,6 @@ def test_a_graph_of_fx_calls_ops_by_their_home_module_and_they_are_cast() -> Non
     assert graph(x, x.T).dtype is torch.float32
 
 
-def test_a_recorded_graph_holds_casts_and_no_stored_copy() -> None:
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", compute="native", verbosity=0)
-    model(x)
-    graph = make_fx(model)(x)
-    constants = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
-    assert constants and all(constant.dtype is torch.float32 for constant in constants)
-
-
 def test_a_mock_in_the_place_of_a_function_is_called_with_cast_arguments() -> None:
     with mock.patch("torch.nn.functional.linear", wraps=F.linear) as spy:
         model = nn.Linear(4, 3)
@@ -282,10 +266,3 @@ def test_a_mock_in_the_place_of_a_function_is_called_with_cast_arguments() -> No
         assert spy.call_count == 1 and spy.call_args.args[0].dtype is LOW
         amp.reset()
         assert F.linear is spy and model(torch.ones(2, 4)).dtype is torch.float32
-
-
-def test_sets_of_functions_cannot_follow_and_are_named(write_modules: Callable[[dict[str, str]], None]) -> None:
-    write_modules({"overriding_x": "import torch\nHANDLED = frozenset({torch.exp})"})
-    importlib.import_module("overriding_x")
-    with pytest.warns(UserWarning, match=r"HANDLED \(frozenset\)"), amp.session("O4", device="cpu"):
-        pass
