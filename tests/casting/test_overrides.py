@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.masked import masked_tensor
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 from torch.overrides import TorchFunctionMode
 
 import amp_patch as amp
@@ -133,56 +131,6 @@ def test_an_operator_that_nobody_answers_is_left_to_the_other_operand() -> None:
         assert torch.ones(2, 2) @ Other() == "mine"
 
 
-def test_attention_keeps_its_causal_mask(compute: str) -> None:
-    torch.manual_seed(0)
-    for make_bias, sizes in ((causal_upper_left, (8, 8)), (causal_upper_left, (3, 7)), (causal_lower_right, (3, 7))):
-        query = torch.randn(2, 2, sizes[0], 16)
-        key, value = torch.randn(2, 2, 2, sizes[1], 16)
-        with torch.autocast("cpu", LOW):
-            expected = F.scaled_dot_product_attention(query, key, value, attn_mask=make_bias(*sizes))
-        with amp.session("O4", device="cpu", compute=compute):
-            result = F.scaled_dot_product_attention(query, key, value, attn_mask=make_bias(*sizes))
-        assert result.dtype is expected.dtype
-        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
-
-
-def jagged(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.nested.nested_tensor(
-        [torch.randn(length, *shape, generator=generator) for length in (3, 5)], layout=torch.jagged
-    )
-
-
-NESTED: list[Callable[[], Tensor]] = [
-    lambda: F.linear(jagged(8), torch.ones(4, 8) / 8),
-    lambda: jagged(8) @ (torch.ones(8, 4) / 8),
-    lambda: F.gelu(jagged(8)),
-    lambda: F.layer_norm(jagged(8), (8,)),
-    lambda: torch.softmax(jagged(8), -1),
-    lambda: jagged(8).sum(-1),
-    lambda: torch.cat([jagged(8), jagged(8)], -1),
-]
-
-
-def test_nested_tensors_run_as_under_autocast() -> None:
-    with torch.autocast("cpu", LOW):
-        expected = [call() for call in NESTED]
-    with amp.session("O4", device="cpu", lists="autocast-cpu", compute="native"):
-        results = [call() for call in NESTED]
-    for result, wanted in zip(results, expected, strict=True):
-        assert type(result) is type(wanted) and result.dtype is wanted.dtype
-        assert torch.equal(result.values(), wanted.values())
-
-
-def test_nested_attention_runs_and_is_right(compute: str) -> None:
-    heads = jagged(2, 8).transpose(1, 2)
-    expected = F.scaled_dot_product_attention(heads, heads, heads)
-    with amp.session("O4", device="cpu", compute=compute):
-        result = F.scaled_dot_product_attention(heads, heads, heads)
-    assert result.is_nested
-    torch.testing.assert_close(result.values().float(), expected.values(), rtol=0.02, atol=0.02)
-
-
 MASKED: list[Callable[[Any], Any]] = [
     lambda m: torch.sum(m, 1),
     lambda m: m.sum(),
@@ -205,46 +153,6 @@ def test_masked_tensors_keep_their_masks() -> None:
     for result, wanted in zip(results, expected, strict=True):
         assert torch.equal(result.get_mask(), wanted.get_mask()) and result.dtype is wanted.dtype
         assert torch.equal(result.get_data()[result.get_mask()], wanted.get_data()[wanted.get_mask()])
-
-
-@pytest.mark.parametrize("is_made_before", [False, True])
-def test_gradients_of_each_sample_are_those_of_a_loop(is_made_before: bool) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4)
-    if is_made_before:
-        call_for_per_sample_grads(model)(x).sum().backward()
-        for parameter in model.parameters():
-            del parameter.grad_sample
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
-    call_for_per_sample_grads(model)(x).sum().backward()
-    samples = [parameter.grad_sample for parameter in model.parameters()]
-    for index in range(len(x)):
-        alone = torch.autograd.grad(model(x[index : index + 1]).sum(), list(model.parameters()))
-        for sample, gradient in zip(samples, alone, strict=True):
-            torch.testing.assert_close(sample[index].float(), gradient, rtol=0.03, atol=0.03)
-
-
-class Weighted(nn.Module):
-    """Its graph calls the function behind `F.linear` by its name in C++."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*[F.linear(x, self.weight)[None]] * 3)
-
-
-@pytest.mark.parametrize("is_traced_before", [False, True])
-def test_graphs_of_fx_are_cast_whenever_they_were_traced(is_traced_before: bool) -> None:
-    model, x = Weighted(), torch.ones(2, 4)
-    graph = torch.fx.symbolic_trace(model) if is_traced_before else None
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
-    graph = torch.fx.symbolic_trace(model) if graph is None else graph
-    assert graph(x).dtype is LOW and torch.equal(graph(x), model(x))
-    assert torch.equal(torch.fx.GraphModule(graph, graph.graph)(x), model(x))
-    amp.reset()
-    assert graph(x).dtype is torch.float32 and torch.equal(graph(x), model(x))
 
 
 def test_a_graph_of_fx_calls_ops_by_their_home_module_and_they_are_cast() -> None:

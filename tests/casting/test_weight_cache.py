@@ -319,7 +319,7 @@ def test_a_generator_s_graph_outlives_the_discriminator_s_step() -> None:
     assert_equal_all(train_adversaries(uses_amp=True), train_adversaries(uses_amp=False))
 
 
-# ---- threads, transforms ----------------------------------------------------------------------------------------------
+# ---- threads, transforms ---------------------------------------------------------------------------------------------
 
 
 def test_two_threads_in_forward_at_once_get_what_each_gets_alone(net: Net) -> None:
