@@ -61,7 +61,6 @@ from .shipped import lists_dir, shipped_names
 from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping, read_bytes
 
-MAX_EXTENDS = 16
 MAX_LOADED = 16
 
 TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
@@ -397,11 +396,9 @@ def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
         problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
         raise fault(problem, path, node)
     identity = _identify(base)
-    shown = " -> ".join(Path(name).name for name in (*chain, identity))
     if identity in chain:
+        shown = " -> ".join(Path(name).name for name in (*chain, identity))
         raise fault(f"the files extend each other: {shown}; remove one `extends`", path, node)
-    if len(chain) >= MAX_EXTENDS:
-        raise fault(f"more than {MAX_EXTENDS} files extend each other: {shown}; remove one `extends`", path, node)
     return base
 
 

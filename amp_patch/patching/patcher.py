@@ -340,7 +340,7 @@ class Patcher:
     def _find(self, owner: Any, name: str) -> Exchange | None:
         """Return the earliest exchange of an attribute."""
         for exchange in self._exchanges:
-            if exchange.slot.owner() is owner and exchange.slot.key == name:
+            if owner is not None and exchange.slot.owner() is owner and exchange.slot.key == name:
                 return exchange
         return None
 

@@ -390,21 +390,6 @@ def write_rules(path, rules):
     return str(path)
 
 
-def test_a_compiled_model_trains_by_its_module_rules(tmp_path):
-    lists, trained = write_rules(tmp_path / "rules.yaml", RULES), []
-    for is_compiled in (False, True):
-        model, optimizer = make("O4", lists=lists)
-        run = torch.compile(model, backend="aot_eager") if is_compiled else model
-        for seed in range(3):
-            take_step(run, optimizer, numbers(6, 8) + seed)
-        trained.append([parameter.clone() for parameter in amp.master_params(optimizer)])
-        amp.reset()
-    for eager, compiled in zip(*trained, strict=True):
-        torch.testing.assert_close(
-            compiled, eager, rtol=1e-2, atol=1e-3
-        )  # AOTAutograd sums some gradients in another order
-
-
 def test_a_module_rule_breaks_the_graph_which_is_said_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(compiling, "_has_told", False)
     model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES))

@@ -91,6 +91,3 @@ def test_the_op_of_a_spelling_means_it() -> None:
         if "." not in op:
             spellings = find_spellings(op, may_be_missing=False)
             assert key in spellings or key in {inplace_twin(spelling) for spelling in spellings}
-
-
-# ---- in-place twins --------------------------------------------------------------------------------------------------
