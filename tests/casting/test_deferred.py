@@ -240,15 +240,6 @@ def test_an_entry_that_cannot_come_any_more_is_warned_of_when_the_session_opens(
         _session = open_session(write_list(tmp_path, "whitelist: [lib_x.opps.f]"))
 
 
-def test_what_a_module_serves_when_asked_is_not_asked_for(write, tmp_path):
-    write(lib_x="def __getattr__(name):\n    raise SystemExit(name)", lib_x__ops=OPS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _session = open_session(write_list(tmp_path, "whitelist: [lib_x.lazy, lib_x.lazy.f, lib_x.ops.roi_align]"))
-        importlib.import_module("lib_x")
-        assert import_ops().roi_align(X).dtype is LOW
-
-
 def test_a_module_whose_import_fails_is_patched_when_it_succeeds(write, tmp_path):
     write(lib_x="1 / 0")
     _session = open_session(write_list(tmp_path, "whitelist: [lib_x.f]"))

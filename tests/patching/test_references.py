@@ -23,7 +23,6 @@ from torch_state import find_changes
 
 import amp_patch as amp
 from amp_patch.patching import pickling, references
-from amp_patch.patching.patcher import Patch, Patcher
 
 X = torch.ones(2, 4)
 LOW = torch.bfloat16
@@ -277,25 +276,6 @@ def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, list
     amp.reset()
     assert module.HANDLERS is table
     assert list(table) == ["a", original, "b", torch.softmax] and not hasattr(torch.softmax, "__wrapped__")
-
-
-def test_a_replacement_keeps_its_own_original(import_program, lists):
-    """The closure of a replacement refers to the original. Redirected, it would call itself for ever."""
-    source = """
-        def shout(x):
-            return x
-        def wrap(original):
-            def replacement(*args):
-                return original(*args) + 1
-            return replacement
-    """
-    module = import_program(source)
-    patcher = Patcher()
-    patcher.install([Patch(module, "shout", module.wrap)])
-    references.redirect([(patcher, references.functions_of(patcher))], [])
-    assert module.shout(1) == 2
-    references.undo([patcher], [])
-    assert module.shout(1) == 1
 
 
 def test_modules_are_walked_at_the_end_only_where_somebody_holds_a_replacement(monkeypatch):
