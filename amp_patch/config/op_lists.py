@@ -1,21 +1,9 @@
 """Op lists: which torch functions run in the low dtype, which in float32, which in the widest type of their arguments.
 
-A list is a YAML file with these keys, all optional:
-
-    description        free text
-    extends            a shipped list, a path relative to this file, or a list of those; read first, so this file wins
-    whitelist          ops that run in the low dtype
-    blacklist          ops that run in float32
-    promote            ops that run in the widest dtype among their arguments
-    sequence_promote   the same for ops whose first argument is a sequence of tensors
-    banned             ops that refuse 16-bit arguments
-    neutral            ops that come off whatever list an earlier file put them on
-    modules            rules for parts of a model, by name or by type: see `module_rules`
-    inplace_blacklist  what the in-place twin of a blacklisted op does to a 16-bit tensor: `match` (default) computes in
-                       the tensor's own dtype, `error` refuses
-
-An entry is a name or `{op: name, why: reason, since: "2.12", until: "2.14", optional: true}`: `since` is the first
-torch version the entry applies to, `until` the first it no longer applies to, `optional` lets torch lack the op.
+docs/lists.md says what a list file holds. Beside that, an entry may have `since` and `until`, the first torch version
+that it applies to and the first that it no longer applies to, and `optional: true`, which lets torch lack the op. By
+`inplace_blacklist: error` the in-place twin of a blacklisted op refuses a 16-bit tensor, instead of computing in the
+tensor's own dtype (`match`, the default).
 
 A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `op_names` finds them. In-place
 twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
