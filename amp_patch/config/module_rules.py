@@ -1,8 +1,9 @@
 """Module rules: which parts of a model run in the low dtype or in float32, whatever the op lists say of their ops.
 
-docs/lists.md says how they are written, under `modules` in an op-list file. A rule covers the modules it chooses and
-everything inside them. Where several cover a module, the last one counts; files that come later come later here too.
-Nothing is imported to find a type: a class of a package that is not imported has no instances.
+docs/lists.md says how they are written, under `modules` in an op-list file; `match: "re:^head\\."` searches a name for
+a regular expression. A rule covers the modules it chooses and everything inside them. Where several cover a module, the
+last one counts; files that come later come later here too. Nothing is imported to find a type: a class of a package
+that is not imported has no instances.
 """
 
 import inspect
