@@ -154,9 +154,10 @@ class _Loaded:
             return False
 
 
-def _get_known_names() -> list[list[str]]:
-    """Return what each namespace of torch's ops has, and what is imported: names on a list mean the same meanwhile."""
-    return [list(sys.modules), *(list(vars(owner)) for owner in OWNERS.values())]
+def _get_known_names() -> tuple[object, ...]:
+    """Return what is imported, and what each namespace of torch's ops has: names on a list mean the same meanwhile."""
+    imported = {name: id(module) for name, module in list(sys.modules.items())}
+    return imported, *(list(vars(owner)) for owner in OWNERS.values())
 
 
 _loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last

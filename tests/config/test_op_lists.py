@@ -385,6 +385,10 @@ def test_a_package_that_is_imported_in_between_is_seen(
     package.Block = torch.nn.Linear  # type: ignore[attr-defined]
     (spelling,) = load_oplists(path).spellings
     assert spelling.owner is package
+    monkeypatch.setitem(sys.modules, "somelib.ops", again := types.ModuleType("somelib.ops"))  # imported anew
+    vars(again).update(vars(package))
+    monkeypatch.setattr(sys.modules["somelib"], "ops", again)
+    assert load_oplists(path).spellings[0].owner is again
 
 
 def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:
