@@ -58,15 +58,12 @@ class Attention:
         how = (self.attn_mask, self.dropout_p, self.is_causal)
         if is_recorded() and chooses_flash_attention(query, key, value, *how, scale=self.scale):
             options = {"is_causal": self.is_causal, "scale": self.scale}
-            rounded: Tensor = _Recorded.apply(query, key, value, self._make_added_mask(), options)  # type: ignore[no-untyped-call]
+            added = None  # the mask as what is added to scores
+            if self.attn_mask is not None:
+                added = torch.zeros_like(self.attn_mask, dtype=torch.float32).masked_fill_(~self.attn_mask, -math.inf)
+            rounded: Tensor = _Recorded.apply(query, key, value, added, options)  # type: ignore[no-untyped-call]
             return rounded
         return original(query.float(), key.float(), value.float(), *how, scale=self.scale).to(query.dtype)
-
-    def _make_added_mask(self) -> Tensor | None:
-        """Return the mask as what is added to scores: float32, 0 or -inf."""
-        if self.attn_mask is None:
-            return None
-        return torch.zeros_like(self.attn_mask, dtype=torch.float32).masked_fill_(~self.attn_mask, -math.inf)
 
 
 class _Recorded(torch.autograd.Function):

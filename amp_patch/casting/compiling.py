@@ -62,10 +62,7 @@ def forget_compiled_code() -> None:
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Make the on-disk compile caches of a patched process differ from those of any other, until it is undone.
-
-    Without `cache_key_tag` in torch, do nothing.
-    """
+    """Have the on-disk caches of a patched process differ from those of others, until it is undone."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         before = config.cache_key_tag

@@ -182,10 +182,7 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """The TorchScript compiler reads the source of what it compiles, and that of no wrapper.
-
-    What it compiles casts nothing.
-    """
+    """The TorchScript compiler reads the source of what it compiles, which then casts nothing."""
 
     def script(*args: Any, **kwargs: Any) -> Any:
         with patcher.suspended():

@@ -5,10 +5,10 @@ A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves not
 the parameter in any number of forward and backward passes.
 
 What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
-them), nor do addresses (memory is used again), so a copy is used only while its entry is *valid*: the entry holds the
-memory that the copy was made from, each use compares the signature and the dtype, and these events invalidate entries:
-any optimizer step, both ends of an outermost forward without gradients, the exit of `scale_loss`, `refresh`. What
-records ops (traces, function transforms, dispatch modes) must see the cast each time, and is never given an entry.
+them), nor do addresses (memory is used again). So a copy is used only while its entry is *valid*: the entry holds the
+memory that the copy was made from, each use compares the signature and the dtype, and any optimizer step, both ends of
+an outermost forward without gradients, the exit of `scale_loss` and `refresh` invalidate entries. What records ops
+(traces, function transforms, dispatch modes) must see the cast each time, and is never given an entry.
 
 Where launching a kernel costs more than running it, copies that no graph holds any more are *refreshed* in place, all
 of them in one `torch._foreach_copy_`; one that a live graph holds is replaced by a new one. On a CPU copies are dropped

@@ -134,7 +134,7 @@ class OpCasts:
             "whitelist": (self._whitelist, self.low),
             "blacklist": (self._blacklist, torch.float32),
             "promote": (self._promote, None),
-            "sequence_promote": (self._promote_sequence, None),
+            "sequence_promote": (lambda original: self._promote(original, is_in_sequence=True), None),
             "match_self": (self._match_self, None),
             "inplace_error": (self._inplace_error, torch.float32),
             "banned": (self._banned, torch.float32),
@@ -332,9 +332,6 @@ class OpCasts:
             return original, (), {**kwargs, "tensors": values}
 
         return rule
-
-    def _promote_sequence(self, original: Op) -> Rule:
-        return self._promote(original, is_in_sequence=True)
 
     def _match_self(self, original: Op) -> Rule:
         """Run in place in the dtype of the first argument; the other tensors are cast to it."""

@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(errors))
 
 
-def _describe(name: str, report: "config.op_lists.CheckedLists") -> str:
+def _describe(name: str, report: "config.op_lists.Diagnostics") -> str:
     """Return a line on a list without faults."""
-    bases = [path.name for path in report.files[1:]]
+    bases = [path.name for path in report.files][1:]
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"
     return f"{name}: no faults; it extends no list, so it applies alone or on top of the lists before it"

@@ -61,10 +61,6 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-_LIST_OF_DTYPE = {
-    **dict.fromkeys(("float32", "float", "fp32"), Rule.BLACKLIST),
-    **dict.fromkeys(("low", "float16", "half", "fp16", "bfloat16", "bf16"), Rule.WHITELIST),
-}
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -101,11 +97,15 @@ class Diagnostics:
 
     Args:
         is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
+
+    Attributes:
+        files: what each file holds that was read, the one that was asked for first.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
         self.has_warned = False
+        self.files: dict[Path, bytes] = {}
         self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
 
     def __enter__(self) -> None:
@@ -276,7 +276,13 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
-    _check_that_its_op_is_no_key(node.value, node, rule, path)
+    for key in node.value:
+        if "." in key or key in get_op_names():  # `softmax: range`, or `linear: float32`
+            problem = (
+                f"{key!r} is an op, and not a key of an entry; put `- {key}` under the list that decides its dtype, or"
+                f" with a reason `- {{op: {key}, why: range}}`"
+            )
+            raise fault(problem, path, node)
     fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
     values = {"why": "", "since": "", "until": "", "optional": "false"}
     for name in values:
@@ -305,20 +311,6 @@ def _read_field(name: str, node: Node, path: Path) -> str:
     if not VERSION.fullmatch(text):
         raise fault(f"{name} is {text!r}; give a torch version such as 2.12", path, node)
     return text
-
-
-def _check_that_its_op_is_no_key(keys: dict[str, Node], node: Node, rule: Rule, path: Path) -> None:
-    """Raise OpListError for an entry such as `softmax: range` or `linear: float32`."""
-    for key, given in keys.items():
-        if not isinstance(key, str) or not ("." in key or key in get_op_names()):
-            continue
-        meant = rule
-        if isinstance(given.value, str):
-            meant = _LIST_OF_DTYPE.get(given.value, rule)
-        remedy = f"write {key}, or with a reason {{op: {key}, why: range}}"
-        if meant is not rule:
-            remedy = f"the list decides the dtype: put `- {key}` under `{meant}`"
-        raise fault(f"{key!r} is an op, and not a key of an entry; {remedy}", path, node)
 
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:

@@ -1,15 +1,9 @@
 """Module rules: which parts of a model run in the low dtype or in float32, whatever the op lists say of their ops.
 
-A rule stands under `modules` in an op-list file, and chooses by qualified name or by type:
-
-    modules:
-      - {match: "encoder.layers.*.norm", run: float32}   # `*` stands for one part of the name, `**` for any number
-      - {match: "re:^head\\.", run: float32}             # a regular expression, searched for in the name
-      - {type: torch.nn.LayerNorm, run: low}             # the class or a subclass of it
-
-A rule covers the modules it chooses and everything inside them. Where several cover a module, the last one counts;
-files that come later come later here too. Nothing is imported to find a type: a class of a package that is not imported
-has no instances.
+docs/lists.md says how they are written, under `modules` in an op-list file; `match: "re:^head\\."` searches a name for
+a regular expression. A rule covers the modules it chooses and everything inside them. Where several cover a module, the
+last one counts; files that come later come later here too. Nothing is imported to find a type: a class of a package
+that is not imported has no instances.
 """
 
 import inspect
@@ -60,12 +54,6 @@ class ModuleRule:
         if name:
             name += "."
         return self.pattern.fullmatch(name) is not None
-
-    def find_problem(self) -> str | None:
-        """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
-        if self.pattern is not None:
-            return None
-        return _find_problem(self.chooser)
 
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:

@@ -1,21 +1,9 @@
 """Op lists: which torch functions run in the low dtype, which in float32, which in the widest type of their arguments.
 
-A list is a YAML file with these keys, all optional:
-
-    description        free text
-    extends            a shipped list, a path relative to this file, or a list of those; read first, so this file wins
-    whitelist          ops that run in the low dtype
-    blacklist          ops that run in float32
-    promote            ops that run in the widest dtype among their arguments
-    sequence_promote   the same for ops whose first argument is a sequence of tensors
-    banned             ops that refuse 16-bit arguments
-    neutral            ops that come off whatever list an earlier file put them on
-    modules            rules for parts of a model, by name or by type: see `module_rules`
-    inplace_blacklist  what the in-place twin of a blacklisted op does to a 16-bit tensor: `match` (default) computes in
-                       the tensor's own dtype, `error` refuses
-
-An entry is a name or `{op: name, why: reason, since: "2.12", until: "2.14", optional: true}`: `since` is the first
-torch version the entry applies to, `until` the first it no longer applies to, `optional` lets torch lack the op.
+docs/lists.md says what a list file holds. Beside that, an entry may have `since` and `until`, the first torch version
+that it applies to and the first that it no longer applies to, and `optional: true`, which lets torch lack the op. By
+`inplace_blacklist: error` the in-place twin of a blacklisted op refuses a 16-bit tensor, instead of computing in the
+tensor's own dtype (`match`, the default).
 
 A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `op_names` finds them. In-place
 twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
@@ -26,7 +14,8 @@ remembers what came of it.
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,22 +26,22 @@ from ..errors import OpListError, did_you_mean
 from .list_file import INPLACE_CHOICES as INPLACE_CHOICES
 from .list_file import MEANINGS as MEANINGS
 from .list_file import RULES as RULES
-from .list_file import Diagnostics, fault, get_items, is_null, read_choice, read_entries, read_keys, read_text
+from .list_file import Diagnostics as Diagnostics
 from .list_file import Finding as Finding
 from .list_file import OpEntry as OpEntry
 from .list_file import Rule as Rule
+from .list_file import fault, get_items, is_null, read_choice, read_entries, read_keys, read_text
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import (
     Key,
     find_deferred,
     find_doubt,
-    get_names_of_torch,
     inplace_twin,
     is_augmented,
-    is_elsewhere,
     is_inplace,
 )
 from .op_names import find_spellings as find_spellings
+from .op_namespaces import OWNERS
 from .products import find_products as find_products
 from .products import is_product as is_product
 from .products import is_without_kernel as is_without_kernel
@@ -60,7 +49,6 @@ from .shipped import lists_dir, shipped_names
 from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping, read_bytes
 
-MAX_EXTENDS = 16
 MAX_LOADED = 16
 
 TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
@@ -144,65 +132,47 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Loaded:
-    """Resolved lists, and what they depend on: the files, the names of torch, and which packages are imported."""
+    """Resolved lists, and what they depend on: the files, the names of torch, and what is imported."""
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
         diagnostics = Diagnostics()
-        self._overlay = Overlay(diagnostics)
+        overlay = Overlay(diagnostics)
         for path in paths:
-            self._overlay.add(path)
-        self.lists = self._overlay.resolve(names)
-        self._names_of_torch = get_names_of_torch()
+            overlay.add(path)
+        self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
+        self._files = diagnostics.files
+        self._known = _get_known_names()
 
     def is_current(self) -> bool:
         """Tell whether reading the files again would give the same."""
-        if self._names_of_torch != get_names_of_torch():
+        if self._known != _get_known_names():
             return False
         try:
-            for path, content in self._overlay.files.items():
-                if read_bytes(path, OpListError) != content:
-                    return False
-            for op, found in self._overlay.found_elsewhere.items():
-                if find_spellings(op, may_be_missing=True) != found:
-                    return False
-            return all(rule.find_problem() is None for rule in self.lists.modules)
+            return all(read_bytes(path, OpListError) == content for path, content in self._files.items())
         except OpListError:
             return False
+
+
+def _get_known_names() -> tuple[object, ...]:
+    """Return what is imported, and what each namespace of torch's ops has: names on a list mean the same meanwhile."""
+    imported = {name: id(module) for name, module in list(sys.modules.items())}
+    return imported, *(list(vars(owner)) for owner in OWNERS.values())
 
 
 _loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedLists:
-    """What was found in a list file and in those it extends.
-
-    Attributes:
-        errors: faults.
-        warnings: what is no fault but has no effect.
-        files: all that were read, the list's own first.
-    """
-
-    errors: list[Finding]
-    warnings: list[Finding]
-    files: tuple[Path, ...]
-
-
-def check_oplists(path: Path) -> CheckedLists:
-    """Look for all faults of a list file and of those it extends. Raises nothing."""
+def check_oplists(path: Path) -> Diagnostics:
+    """Return all faults of a list file and of those it extends. Raises nothing."""
     diagnostics = Diagnostics(is_collecting=True)
-    overlay = Overlay(diagnostics)
     with diagnostics:
-        overlay.add(path)
-    return CheckedLists(diagnostics.errors, diagnostics.warnings, tuple(overlay.files))
+        Overlay(diagnostics).add(path)
+    return diagnostics
 
 
 def find_owner(spelling: Spelling) -> object | None:
-    """Return the owner of a deferred op, or None while it may still be imported.
-
-    Raises OpListError, with the place of the entry, if it cannot be.
-    """
+    """Return the owner of a deferred op, or None while it may come; OpListError with its place if it cannot."""
     entry = spelling.entry
     try:
         return find_deferred(entry.op)
@@ -217,16 +187,10 @@ class Overlay:
     """The spellings that files put on lists; the `kind` of each is the rule of its entry until `resolve`.
 
     Each `with self._diagnostics` block is what one fault spoils.
-
-    Attributes:
-        files: what each file holds that was read.
-        found_elsewhere: the spellings of each op outside of torch's namespaces, with their owners.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self._diagnostics = diagnostics
-        self.files: dict[Path, bytes] = {}
-        self.found_elsewhere: dict[str, dict[Key, object | None]] = {}
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
@@ -243,8 +207,8 @@ class Overlay:
         identity = _identify(path)
         if identity in self._done:
             return
-        self.files[path] = read_bytes(path, OpListError)
-        keys = read_keys(load_mapping(path, OpListError, self.files[path]), path, self._diagnostics)
+        content = self._diagnostics.files[path] = read_bytes(path, OpListError)
+        keys = read_keys(load_mapping(path, OpListError, content), path, self._diagnostics)
         extends = keys.get("extends")
         if is_null(extends):
             self._clear(is_whole=True)
@@ -294,8 +258,6 @@ class Overlay:
             found = find_spellings(entry.op, may_be_missing)
         except OpListError as error:
             raise _at(entry, str(error)) from None
-        if is_elsewhere(entry.op):
-            self.found_elsewhere[entry.op] = found
         for key in found or {("", entry.op): None}:
             other = named[key].entry if key in named else absent.get(key)
             if other is not None:
@@ -359,7 +321,8 @@ class Overlay:
         """Say that a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
         if self._diagnostics.is_collecting and not self._spellings:
             return  # a file that is checked and extends none: what it will lie over is not known
-        if not any(_has_rule(key, side) for key in found for side in (self._spellings, named)):
+        ruled = {**self._spellings, **named}
+        if not any(key in ruled or _without_underscore(key) in ruled for key in found):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
     def _warn_of_redundant(self, named: Mapping[Key, Spelling]) -> None:
@@ -422,11 +385,9 @@ def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
         problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
         raise fault(problem, path, node)
     identity = _identify(base)
-    shown = " -> ".join(Path(name).name for name in (*chain, identity))
     if identity in chain:
+        shown = " -> ".join(Path(name).name for name in (*chain, identity))
         raise fault(f"the files extend each other: {shown}; remove one `extends`", path, node)
-    if len(chain) >= MAX_EXTENDS:
-        raise fault(f"more than {MAX_EXTENDS} files extend each other: {shown}; remove one `extends`", path, node)
     return base
 
 
@@ -440,11 +401,6 @@ def _identify(path: Path) -> str:
 def _without_underscore(key: Key) -> Key:
     """Return the spelling of the op whose in-place twin this may be."""
     return key[0], key[1].removesuffix("_")
-
-
-def _has_rule(key: Key, spellings: Container[Key]) -> bool:
-    """Whether a spelling, or the op whose in-place twin it is, has a rule."""
-    return key in spellings or _without_underscore(key) in spellings
 
 
 def _at(entry: OpEntry, problem: str) -> OpListError:

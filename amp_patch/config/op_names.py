@@ -13,7 +13,6 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
 
 import torch
 
@@ -26,17 +25,6 @@ Key = tuple[str, str]  # owner name, attribute name
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
-
-
-def get_names_of_torch() -> list[list[str]]:
-    """Return what each namespace of ops has: while it is the same, names on a list mean the same ops of torch."""
-    return [list(vars(owner)) for owner in OWNERS.values()]
-
-
-def is_elsewhere(op: str) -> bool:
-    """Tell whether a name on a list means something outside of torch's namespaces of ops."""
-    first, dot, _ = op.partition(".")
-    return bool(dot) and first not in SHORT and op.rpartition(".")[0] not in OWNERS
 
 
 def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
@@ -68,7 +56,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     if faults and not found:
         raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
     if not found and not may_be_missing:
-        raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(owner_name, name)}")
+        raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(op, name)}")
     return found
 
 
@@ -92,7 +80,7 @@ def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
 def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_missing: bool) -> None:
     """Raise OpListError for what no list may name, whatever torch has by that name."""
     if not may_be_missing and _is_module_class(owner_name, name):
-        meant = did_you_mean(name, _bare_names(), cutoff=0.8)
+        meant = did_you_mean(name, get_op_names(), cutoff=0.8)
         raise OpListError(
             f"{op!r} is a class of modules, and a rule applies to functions. Name an op, or choose these modules by"
             f" `modules: [{{type: torch.nn.{name}, run: float32}}]` (or low).{meant}"
@@ -114,27 +102,12 @@ def _is_module_class(owner_name: str, name: str) -> bool:
     return is_there and isinstance(getattr(torch.nn, name, None), type)
 
 
-def _bare_names() -> Iterator[str]:
-    return (name for name in get_op_names() if "." not in name)
-
-
-def _suggest_op(owner_name: str, name: str) -> str:
-    """Return a hint for an unknown torch op: the same name in another namespace, or a similar name."""
-    for other, owner in OWNERS.items():
-        if other not in SEARCHED and other != "torch._VF" and hasattr(owner, name):
-            return did_you_mean(name, [name], prefix=f"{other}.")
-    hint = _suggest_in(owner_name, name) if owner_name else ""
-    return hint or did_you_mean(name, _bare_names())
-
-
-def _suggest_in(owner_name: str, name: str) -> str:
-    """Return a hint for the name of an op of one namespace."""
-    prefix = f"{owner_name}."
-    known = []
-    for op in get_op_names():
-        if op.startswith(prefix):
-            known.append(op.removeprefix(prefix))
-    return did_you_mean(name, known, prefix=prefix)
+def _suggest_op(op: str, name: str) -> str:
+    """Return a hint for an unknown torch op: the same name in another namespace, or a similar name in this one."""
+    elsewhere = [known for known in get_op_names() if known.endswith(f".{name}")]
+    prefix = op.removesuffix(name)
+    alike = [known.removeprefix(prefix) for known in get_op_names() if known.startswith(prefix)]
+    return did_you_mean(op, elsewhere, cutoff=0.0) or did_you_mean(name, alike, prefix=prefix)
 
 
 # ---- spellings that belong together ----------------------------------------------------------------------------------
@@ -158,10 +131,7 @@ def inplace_twin(key: Key) -> Key | None:
 
 
 def get_op(key: Key) -> str:
-    """Return the name by which a list means a spelling and all others of its op: bare if that reaches it, else dotted.
-
-    In-place twins have the name of their op.
-    """
+    """Return the name by which a list means all spellings of an op and its twins: bare if that reaches this one."""
     owner_name, name = key
     candidates = [name]
     if is_inplace(name):
@@ -183,10 +153,7 @@ def find_or_none(op: str) -> dict[Key, object | None]:
 
 
 def is_inplace(name: str) -> bool:
-    """Whether an op of this name writes to its first argument.
-
-    The augmented operators are asked for by `is_augmented`.
-    """
+    """Whether an op of this name writes to its first argument; augmented operators are not asked for here."""
     return name.endswith("_") and not name.endswith("__")
 
 
@@ -224,10 +191,7 @@ def find_deferred(op: str) -> object | None:
 
 
 def _find_owner(op: str, path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None where it may yet come with an import.
-
-    Looks attributes up without running code.
-    """
+    """Return the owner of a name outside torch, or None where an import may bring it. Runs no code."""
     top = path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
@@ -293,12 +257,9 @@ def check_that_it_may_come(path: list[str]) -> None:
 
 
 def find_doubt(op: str) -> str | None:
-    """Return a sentence if an op is of a package that is not installed, else None.
-
-    Looks for the package by name, and runs nothing of it.
-    """
-    root = op.partition(".")[0]
-    if not is_elsewhere(op) or sys.modules.get(root) is not None or _is_installed(root):
+    """Return a sentence if an op is of a package that is not installed, else None. Imports nothing."""
+    root, dot, _ = op.partition(".")
+    if not dot or root in SHORT or sys.modules.get(root) is not None or _is_installed(root):
         return None
     hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # for `linalg.norm` and the like
     return f"there is no package {root!r} installed.{hint}"

@@ -101,10 +101,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def find_fault(value: Any, name: str) -> str | None:
-    """Return what keeps an attribute of a torch namespace from being an op, or None.
-
-    Decides alike for an op and its patched replacement.
-    """
+    """Return what keeps an attribute of a namespace, or the replacement of one, from being an op, or None."""
     if isinstance(value, type):
         return "a class"
     if isinstance(value, types.ModuleType):

@@ -35,10 +35,7 @@ def shipped_levels() -> tuple[str, ...]:
 
 
 def locate(spec: str | os.PathLike[str], base: Path) -> Path:
-    """Return the file that a spec names: a shipped list, or a path from the folder `base`.
-
-    Raises OpListError without a place.
-    """
+    """Return the shipped list, or the path from `base`, that a spec names; OpListError without a place."""
     text = str(os.fspath(spec))
     separators = tuple(filter(None, (os.sep, os.altsep)))
     if (

@@ -199,11 +199,7 @@ _INDICATOR = re.compile(r"[*&!%@`|>]")
 
 
 def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
-    """Return what is wrong with a file that is not YAML, and what to do, with line and column from 1.
-
-    Args:
-        exc: the `yaml.YAMLError`, of either of PyYAML's parsers.
-    """
+    """Return what a YAMLError of either parser complains of and what to do, with line and column from 1."""
     problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
     context = getattr(exc, "context", None) or ""
     begin = getattr(exc, "context_mark", None)

@@ -45,6 +45,8 @@ class Patch:
 class Slot:
     """Somewhere that refers to a function. All but `Attribute` are read and written without running anybody's code.
 
+    Each can `read` its value, which may be ABSENT, and `write` another.
+
     Attributes:
         key: of an attribute, its name.
     """
@@ -60,11 +62,9 @@ class Slot:
         return None
 
     def read(self) -> Any:
-        """Return the value of the slot, or ABSENT."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
-        """Put `value` there."""
         raise NotImplementedError
 
 
@@ -85,26 +85,22 @@ class Attribute(Slot):
 
 
 class Item(Slot):
-    """An item of a dict."""
+    """An item of a dict, such as a global of the module `owner`."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, holder: dict[Any, Any], key: Any, owner: types.ModuleType | None = None) -> None:
+        super().__init__(holder, key)
+        self._owner = owner
+
+    def owner(self) -> Any:
+        return self._owner
 
     def read(self) -> Any:
         return dict.get(self._holder, self.key, ABSENT)
 
     def write(self, value: Any) -> None:
         dict.__setitem__(self._holder, self.key, value)
-
-
-class Global(Slot):
-    """A global of a module."""
-
-    def owner(self) -> Any:
-        return self._holder
-
-    def read(self) -> Any:
-        return namespace_of(self._holder).get(self.key, ABSENT)
-
-    def write(self, value: Any) -> None:
-        namespace_of(self._holder)[self.key] = value
 
 
 class Key(Slot):
@@ -236,7 +232,6 @@ class Patcher:
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
-        self._by_attribute: dict[tuple[int, Any], list[Exchange]] = {}
         self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each is around
 
     def __len__(self) -> int:
@@ -257,9 +252,6 @@ class Patcher:
         try:
             for exchange in exchanges:
                 self._exchanges.append(exchange)  # before the slot changes: an interrupt in between is undone as well
-                owner = exchange.slot.owner()
-                if owner is not None:
-                    self._by_attribute.setdefault((id(owner), exchange.slot.key), []).append(exchange)
                 exchange.slot.write(exchange.after)
         except BaseException:
             self._undo_down_to(mark)
@@ -281,20 +273,14 @@ class Patcher:
             if not _take_out(exchange):
                 owner = exchange.slot.owner()
                 stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
-            self._retire(exchange)
+            if exchange.is_patch:
+                pickling.retire(exchange.after)  # copies of models may still hold it
             self._exchanges.pop()  # last: what an interrupt cut short is done again
         if stuck:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
                 ", ".join(stuck),
             )
-
-    def _retire(self, exchange: Exchange) -> None:
-        """Forget an exchange that was taken out; copies of models may still hold its replacement."""
-        same = self._by_attribute.get((id(exchange.slot.owner()), exchange.slot.key), [])
-        same[:] = [other for other in same if other is not exchange]
-        if exchange.is_patch:
-            pickling.retire(exchange.after)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -344,17 +330,19 @@ class Patcher:
 
     def is_patched(self, owner: Any, name: str) -> bool:
         """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
-        return bool(self._find(owner, name))
+        return self._find(owner, name) is not None
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
         """Return what `owner.name` was before it was patched, or None if it is not patched."""
         found = self._find(owner, name)
-        return found[0].original if found else None
+        return None if found is None else found.original
 
-    def _find(self, owner: Any, name: str) -> list[Exchange]:
-        """Return the exchanges of an attribute, the earliest first."""
-        known = self._by_attribute.get((id(owner), name), ())
-        return [exchange for exchange in known if exchange.slot.owner() is owner]  # the id may be another's by now
+    def _find(self, owner: Any, name: str) -> Exchange | None:
+        """Return the earliest exchange of an attribute."""
+        for exchange in self._exchanges:
+            if owner is not None and exchange.slot.owner() is owner and exchange.slot.key == name:
+                return exchange
+        return None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yield each patched function with its replacement, in the order in which they were put in."""

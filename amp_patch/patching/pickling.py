@@ -22,10 +22,7 @@ _numbers = itertools.count()
 
 
 def retire(replacement: Any) -> None:
-    """Have a replacement that was taken out be pickled by a name of this module.
-
-    A static or class method stands for its function.
-    """
+    """Have a replacement, or that in a static or class method, be pickled by a name of this module."""
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
         # a dot would be read as an attribute of an attribute

@@ -26,7 +26,6 @@ from .patcher import (
     ClassAttribute,
     Defaults,
     Exchange,
-    Global,
     InstanceAttribute,
     Item,
     Key,
@@ -65,10 +64,7 @@ _HOLDERS = frozenset({functools.partial, tuple, list, dict})
 
 
 def functions_of(patcher: Patcher) -> Functions:
-    """Return the replacement of each function that is patched, by the id of the function.
-
-    Of several, the one that was put in last.
-    """
+    """Return the replacement of each patched function, the last of several, by the id of the function."""
     return {id(original): replacement for original, replacement in patcher.functions()}
 
 
@@ -232,7 +228,7 @@ class Search:
             return
         for key, value in list(namespace.items()):
             if id(value) in self._ids:
-                self._enter(Global(module, key), value)
+                self._enter(Item(namespace, key, module), value)
             elif type(value) not in _PLAIN:
                 self._search_value(value, name, key)
 
@@ -365,10 +361,7 @@ def _package_of(function: types.FunctionType) -> str:
 
 
 def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:
-    """Return what the values refer to, directly or through a dict or tuple of theirs.
-
-    The garbage collector knows without running any code of theirs.
-    """
+    """Return what the values refer to, directly or through a dict or tuple. Runs no code of theirs."""
     direct = gc.get_referents(*values)
     inner = [value for value in direct if type(value) in (dict, tuple) and id(value) not in handled]
     return [value for value in direct if id(value) not in handled] + gc.get_referents(*inner)

@@ -82,19 +82,6 @@ def test_the_innermost_function_decides():
             assert dtypes(low(Q, K)) == [FLOAT, FLOAT]
 
 
-@each_decorator
-def test_the_region_ends_with_an_error(decorate, dtype):
-    @decorate
-    def fail(query):
-        assert (query @ K).dtype is dtype
-        raise ZeroDivisionError
-
-    with amp.session("O4", device="cpu"):
-        with pytest.raises(ZeroDivisionError):
-            fail(Q)
-        assert dtypes(scores(Q, K)) == [LOW, FLOAT, LOW]
-
-
 def test_a_call_that_names_a_dtype_or_a_result_runs_as_it_was_written():
     @amp.float_function
     def total(x, dtype=None, out=None):

@@ -3,7 +3,6 @@ with its arguments cast by hand, and the floating results have the dtype that th
 are native, and but for rounding where they are computed in float32.
 """
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -82,18 +81,3 @@ def test_every_op_runs_as_if_cast_by_hand(name: str, compute: str, low: torch.dt
     faults = {key: find_fault(*call, expected[key], is_equal) for key, call in calls.items()}
     amp_patch.reset()
     assert {key: fault for key, fault in faults.items() if fault} == {}
-
-
-@pytest.mark.parametrize(
-    ("op", "wrong"),
-    [("matmul", "blacklist"), ("exp", "whitelist"), ("addcmul", "blacklist")],
-    ids=["low", "wide", "widest"],
-)
-def test_an_op_under_another_rule_than_the_list_says_is_noticed(op: str, wrong: str) -> None:
-    spelling = next(one for one in load_oplists("float16").spellings if one.name == op)
-    given = GIVEN["low"](torch.bfloat16)
-    expected = expected_of(dataclasses.replace(spelling, kind=wrong), find_sample("torch", op), given, torch.bfloat16)
-    amp_patch.initialize(
-        nn.Linear(2, 2), opt_level="O1", lists="float16", patch_torch_functions_type=torch.bfloat16, verbosity=0
-    )
-    assert find_fault(spelling, find_sample("torch", op), given, expected)

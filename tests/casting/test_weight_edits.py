@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
+from cached_net import LOW, SIZE, Net, by_hand
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ import amp_patch as amp
 from amp_patch.casting import weight_cache
 from amp_patch.session import current
 
-LOW = torch.bfloat16
-SIZE = 4
 EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "60"))
 
 
@@ -35,34 +33,6 @@ class Twice(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
-
-
-class Net(nn.Module):
-    """Two square layers and a convolution: transposing a weight keeps its shape and address."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False)
-        self.third = nn.Conv1d(SIZE, SIZE, 1)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.linear(x, self.first.weight, self.first.bias) @ self.second.weight
-        return F.conv1d(hidden.unsqueeze(-1), self.third.weight, self.third.bias).squeeze(-1)
-
-
-def by_hand(net: Net, x: Tensor, compute: str) -> Tensor:
-    """`net(x)`, cast afresh."""
-
-    def product(op: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        low = [value.to(LOW) for value in operands]
-        return op(*low) if compute == "native" else op(*[value.float() for value in low]).to(LOW)
-
-    hidden = product(torch.matmul, product(F.linear, x, net.first.weight, net.first.bias), net.second.weight)
-    return product(F.conv1d, hidden.unsqueeze(-1), net.third.weight, net.third.bias).squeeze(-1)
 
 
 class Trial:

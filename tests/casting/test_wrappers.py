@@ -16,7 +16,7 @@ import amp_patch
 from amp_patch.casting.mode import Mode, Switch
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.casting.wrappers import OpCasts
-from amp_patch.errors import AmpError, BannedOpError
+from amp_patch.errors import BannedOpError
 
 PACKAGE = str(Path(amp_patch.__file__).parent)
 CASTING = ("whitelist", "blacklist", "match_self", "inplace_error")
@@ -38,13 +38,6 @@ def casts() -> OpCasts:
 
 def rand(*shape: int, dtype: torch.dtype = FULL, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def by_hand(value: Any, dtype: torch.dtype) -> Any:
-    """The reference: one argument as somebody who writes the casts out would pass it."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in FLOATS else value
-    return [by_hand(item, dtype) for item in value] if type(value) is list else value
 
 
 class Recorder:
@@ -167,29 +160,22 @@ class Named(NamedTuple):
 NEVER_CAST = {
     "float64": rand(2).double(),
     "complex64": rand(2).to(torch.complex64),
-    "int64": torch.arange(2),
     "float8": rand(2).to(torch.float8_e4m3fn),
     "meta-float32": torch.empty(2, device="meta"),
-    "meta-bfloat16": torch.empty(2, device="meta", dtype=LOW),
     "none": None,
     "str": "ij,jk->ik",
     "int": 3,
 }
 UNTOUCHED = {
     **NEVER_CAST,
-    "complex128": rand(2).to(torch.complex128),
-    "bool": torch.tensor([True]),
-    "uint8": torch.ones(2, dtype=torch.uint8),
+    "int64": torch.arange(2),
     "float": 2.5,
     "int-tuple": (1, 2),
-    "int-list": [1, 2],
     "list-without-tensors": [None, "text"],
-    "empty-tuple": (),
     "empty-list": [],
     "size": torch.Size([2, 3]),
     "namedtuple": Named(3),
     "dict": {"a": rand(2)},
-    "generator-object": torch.Generator(),
 }
 
 
@@ -295,17 +281,6 @@ def test_a_first_argument_that_is_no_sequence_reaches_the_op(casts: OpCasts) -> 
 # ---- in place --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "other"), [(HALF, LOW), (LOW, FULL), (FULL, LOW)], ids=str)
-def test_an_op_in_place_runs_in_its_target_s_dtype(casts: OpCasts, target: torch.dtype, other: torch.dtype) -> None:
-    x, y, z = rand(3, dtype=target), rand(3, dtype=other, seed=1), rand(3, dtype=other, seed=2)
-    expected = x.clone().addcmul_(y.to(target), z.to(target), value=0.5)
-    pointer = x.data_ptr()
-    result = casts.wrap("match_self", torch.Tensor.addcmul_)(x, y, tensor2=z, value=0.5)
-    assert result is x
-    assert (x.data_ptr(), x.dtype) == (pointer, target)
-    assert torch.equal(x, expected)
-
-
 @ways
 @pytest.mark.parametrize("target", FLOATS, ids=str)
 def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
@@ -321,78 +296,43 @@ def test_the_other_arguments_of_an_op_in_place_are_cast_to_its_target_s_dtype(
     assert [value.dtype for value in seen] == [target] * (3 if as_keyword else 6)
 
 
-def test_gradients_flow_through_an_op_in_place_to_arguments_in_their_own_dtype(casts: OpCasts) -> None:
-    x, y, expected = rand(3, dtype=LOW), rand(3).requires_grad_(), rand(3).requires_grad_()
-    casts.wrap("match_self", torch.Tensor.mul_)(x * 1, y).sum().backward()
-    (x * 1).mul_(expected.to(LOW)).sum().backward()
-    assert y.grad is not None and expected.grad is not None
-    assert y.grad.dtype is FULL and torch.equal(y.grad, expected.grad)
-
-
 @pytest.mark.parametrize("target", [torch.float64, torch.int64], ids=str)
 def test_beside_a_target_that_is_never_cast_the_others_stay(casts: OpCasts, target: torch.dtype) -> None:
     recorder, other = Recorder(), rand(2, dtype=LOW)
     assert recorder.seen(casts.wrap("match_self", recorder.op), torch.zeros(2, dtype=target), other)[1] is other
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals: see also test_every_op --------------------------------------------------------------------------------
 
 
 @ways
-@pytest.mark.parametrize("dtype", [HALF, LOW], ids=str)
-def test_inplace_error_refuses_a_16_bit_target_and_names_the_way_out(
-    casts: OpCasts, dtype: torch.dtype, as_keyword: bool
-) -> None:
-    x = rand(2, dtype=dtype)
-    replacement = casts.wrap("inplace_error", torch.exp_)
-    with pytest.raises(BannedOpError, match=rf"exp_ .* {dtype} tensor\. Call exp instead") as raised:
-        replacement(input=x) if as_keyword else replacement(x)
-    assert isinstance(raised.value, (AmpError, NotImplementedError))
-    assert torch.equal(x, rand(2, dtype=dtype))
-
-
-def test_inplace_error_lets_a_float32_target_through_and_casts_the_others_to_float32(casts: OpCasts) -> None:
-    x, power = rand(3).abs(), rand(3, dtype=LOW)
-    expected = x.clone().pow_(power.float())
-    assert casts.wrap("inplace_error", torch.Tensor.pow_)(x, power) is x
-    assert torch.equal(x, expected)
-
-
-@ways
-@pytest.mark.parametrize(("dtype", "position"), [(HALF, 0), (LOW, 1)], ids=["input", "target"])
-def test_a_banned_op_refuses_any_16_bit_tensor(
-    casts: OpCasts, dtype: torch.dtype, position: int, as_keyword: bool
-) -> None:
-    arguments = [torch.full((2,), 0.5), torch.ones(2)]
-    arguments[position] = arguments[position].to(dtype)
-    banned = casts.wrap("banned", F.binary_cross_entropy)
+def test_refusals_name_the_way_out_and_leave_the_tensor(casts: OpCasts, as_keyword: bool) -> None:
+    x = rand(2, dtype=LOW)
+    in_place, banned = casts.wrap("inplace_error", torch.exp_), casts.wrap("banned", F.binary_cross_entropy)
+    with pytest.raises(BannedOpError, match=rf"exp_ .* {LOW} tensor\. Call exp instead"):
+        in_place(input=x) if as_keyword else in_place(x)
+    assert torch.equal(x, rand(2, dtype=LOW))
     with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
-        banned(input=arguments[0], target=arguments[1]) if as_keyword else banned(*arguments)
+        banned(input=rand(2), target=x) if as_keyword else banned(rand(2), x)
 
 
 # ---- wrong arguments and the frame budget ----------------------------------------------------------------------------
 
 WRONG = {
     "whitelist": (F.linear, ("text", rand(2, 2))),
-    "whitelist-three": (F.linear, ("text", rand(2, 2), None)),
     "whitelist-einsum": (torch.einsum, ("i,i->", 3)),
-    "whitelist-shapes": (torch.mm, (rand(2, 3), rand(2, 3))),
     "blacklist": (torch.exp, ("text",)),
-    "blacklist-missing": (torch.softmax, (LOW_ROWS,)),
     "promote": (torch.dot, (rand(2), "text")),
     "sequence_promote": (torch.cat, (["text"],)),
     "match_self": (torch.Tensor.add_, (rand(2), "text")),
-    "inplace_error": (torch.Tensor.pow_, (rand(2), "text")),
-    "banned": (F.binary_cross_entropy_with_logits, (rand(2), "text")),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_raise_torch_s_own_error_through_one_frame_of_ours(casts: OpCasts, name: str) -> None:
     op, args = WRONG[name]
-    in_low = LOW if name == "whitelist-shapes" else FULL
     with pytest.raises(Exception) as expected:
-        op(*(by_hand(value, in_low) for value in args))
+        op(*args)
     with pytest.raises(expected.type) as raised:
         casts.wrap(name.partition("-")[0], op)(*args)
     assert str(raised.value) == str(expected.value)
@@ -415,41 +355,3 @@ def test_a_cached_weight_that_is_an_input_too_is_cast_and_has_its_gradient(op: O
         expected = op(low, low)
         assert torch.equal(output, expected)
         assert torch.equal(gradient, torch.autograd.grad(expected.float().square().sum(), weight)[0])
-
-
-# ---- functions of users that have the name of one of torch's ---------------------------------------------------------
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return (x * weight).sum() / weight.square().sum()
-
-
-def layer_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return residual
-
-
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    return mask
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor) -> Tensor:
-    return extra
-
-
-@pytest.mark.parametrize(
-    ("rule", "op", "dtypes", "expected"),
-    [
-        ("blacklist", norm, "fl", FULL),
-        ("blacklist", layer_norm, "f(ffl", FULL),
-        ("whitelist", scaled_dot_product_attention, "lllf", LOW),
-        ("whitelist", linear, "lllf", LOW),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_name_of_torchs_says_nothing_of_a_users_function(
-    casts: OpCasts, rule: str, op: Op, dtypes: str, expected: torch.dtype
-) -> None:
-    values = {"f": rand(4), "l": rand(4, dtype=LOW), "(": (4,)}
-    assert casts.wrap(rule, op)(*(values[kind] for kind in dtypes)).dtype is expected
-    if op is norm:
-        assert torch.equal(casts.wrap(rule, op)(values["f"], values["l"]), norm(values["f"], values["l"].float()))

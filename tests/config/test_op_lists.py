@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,11 @@ import torch.nn.functional as F
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_state import VERSION
 
-import amp_patch
 from amp_patch.config import op_lists, op_names, shipped
 from amp_patch.config.op_lists import OpLists, Spelling, check_oplists, load_oplists
 from amp_patch.config.shipped import lists_dir, shipped_names
-from amp_patch.config.yaml_nodes import load_mapping
 from amp_patch.errors import OpListError
-from amp_patch.session.current import state
 
 Write = Callable[..., Path]
 Load = Callable[..., OpLists]
@@ -53,71 +49,15 @@ def load(write: Write) -> Load:
     return lambda *texts: load_oplists([write(text, f"{index}.yaml") for index, text in enumerate(texts)])
 
 
-def spelled(lists: OpLists, kind: str) -> set[str]:
-    return {name for name, k in kinds(lists).items() if k == kind}
-
-
-def dotted(owner: str, names: str) -> set[str]:
-    return {f"{owner}.{name}" for name in names.split()}
-
-
 # ---- shipped lists ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", shipped_names())
-def test_every_shipped_entry_resolves_or_is_missing(name: str) -> None:
+def test_every_shipped_entry_has_a_reason(name: str) -> None:
     lists = load_oplists(name)
-    used = {(spelling.entry.path, spelling.entry.line) for spelling in (*lists.spellings, *lists.deferred)}
-    reported = {(entry.path, entry.line) for entry in lists.missing}
-    root = load_mapping(lists_dir() / f"{name}.yaml", OpListError)
-    path = str(lists_dir() / f"{name}.yaml")
-    assert isinstance(root.value, dict)
-    for rule in ("whitelist", "blacklist", "promote", "sequence_promote", "banned"):
-        for node in getattr(root.value.get(rule), "value", []):
-            is_for_later = "since" in node.value and tuple(map(int, node.value["since"].value.split("."))) > VERSION
-            assert is_for_later or (path, node.line) in used | reported, node
-            assert isinstance(node.value, dict) and node.value["why"].value in (
-                "range",
-                "kernel",
-                "speed",
-                "dtype-match",
-                "parity",
-            )
+    entries = {*(spelling.entry for spelling in (*lists.spellings, *lists.deferred)), *lists.missing}
+    assert {entry.why for entry in entries} <= {"range", "kernel", "speed", "dtype-match", "parity"}
     assert {spelling.owner_name for spelling in lists.deferred} <= {"torchvision.ops"}
-
-
-def test_a_spelling_occurs_once_and_exists() -> None:
-    for name in shipped_names():
-        spellings = load_oplists(name).spellings
-        assert len({(spelling.owner_name, spelling.name) for spelling in spellings}) == len(spellings)
-        assert len({(id(spelling.owner), spelling.name) for spelling in spellings}) == len(spellings)
-        assert all(callable(getattr(spelling.owner, spelling.name)) for spelling in spellings)
-
-
-def test_float16_defaults() -> None:
-    found = kinds(load_oplists("float16"))
-    low = (
-        "torch.nn.functional.linear torch.Tensor.__matmul__ torch.einsum"
-        " torch.nn.functional.scaled_dot_product_attention torch._VF.lstm"
-    )
-    wide = (
-        "torch.softmax torch.Tensor.softmax torch.special.log_softmax torch.nn.functional.layer_norm"
-        " torch.Tensor.__pow__ torch.Tensor.sum"
-    )
-    wide += (
-        " torch.nn.functional.cross_entropy torch.nn.functional.binary_cross_entropy torch.fft.rfft torch.linalg.svd"
-        " torch.Tensor.square"
-    )
-    assert {found[name] for name in low.split()} == {"whitelist"}
-    assert {found[name] for name in wide.split()} == {"blacklist"}
-    assert found["torch.Tensor.index_put_"] == found["torch.Tensor.exp_"] == "match_self"
-    assert found["torch.concat"] == "sequence_promote"
-    untouched = (
-        "add sub mul div eq lt __add__ __mul__ __rsub__ __truediv__ __iadd__ __lt__ relu mean gelu sigmoid cpu to add_"
-        " mul_"
-    )
-    assert not dotted("torch.Tensor", untouched) & found.keys()
-    assert not dotted("torch.nn.functional", "gelu relu batch_norm dropout embedding") & found.keys()
 
 
 def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None:
@@ -130,6 +70,12 @@ def test_bfloat16_differs_from_float16_only_where_range_was_the_reason() -> None
 
 
 RECURRENT = "rnn_relu rnn_tanh gru lstm rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell"
+
+
+def test_a_rule_is_its_name() -> None:
+    for rule in op_lists.RULES:
+        name = rule.value
+        assert rule == name and (str(rule), repr(rule), f"{rule:20}|") == (name, repr(name), f"{name:20}|")
 
 
 # ---- what a name means -----------------------------------------------------------------------------------------------
@@ -155,18 +101,10 @@ def test_spellings_of_a_name(write: Write) -> None:
         ("torch.fft.rfft", "torch.fft.rfft"),
         *((name, f"torch.{name} torch._VF.{name}") for name in RECURRENT.split()),
     ]:
-        lists = load_oplists(write(f"whitelist: [{op}]"))
-        assert kinds(lists).keys() == set(expected.split())
-        for spelling in lists.spellings:
-            owner = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor}.get(
-                spelling.owner_name, spelling.owner
-            )
-            assert spelling.owner is owner and hasattr(owner, spelling.name)
+        assert kinds(load_oplists(write(f"whitelist: [{op}]"))).keys() == set(expected.split())
 
 
 # ---- in-place twins, and files over files ----------------------------------------------------------------------------
-
-B, W, P, MATCH = "blacklist", "whitelist", "promote", "match_self"
 
 
 def test_what_lists_come_to(load: Load) -> None:
@@ -178,22 +116,6 @@ def test_what_lists_come_to(load: Load) -> None:
         if told != case["rules"]:
             wrong[name] = told
     assert wrong == {}
-
-
-def test_twins_are_all_that_is_added(load: Load) -> None:
-    for rule, setting in [(W, "match"), (P, "match"), (B, "match"), (B, "error"), (W, "error")]:
-        lists = load(f"inplace_blacklist: {setting}\n{rule}: [exp, addcmul, softmax]")
-        twins = {"torch.exp_", "torch.Tensor.exp_", "torch.Tensor.addcmul_"}
-        assert spelled(lists, rule) == kinds(lists).keys() - twins and twins <= kinds(lists).keys()
-
-
-def test_neutral_takes_off_nothing_else(load: Load) -> None:
-    before, after = (kinds(load("extends: float16" + text)) for text in ("", "\nneutral: [exp]"))
-    assert before.items() - after.items() == {
-        *{("torch.exp", B), ("torch.Tensor.exp", B)},
-        *{("torch.exp_", MATCH), ("torch.Tensor.exp_", MATCH)},
-    }
-    assert after.items() <= before.items()
 
 
 def test_neutral_without_effect_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +131,6 @@ def test_names_and_digest(write: Write) -> None:
     assert load_oplists(here).digest != load_oplists(write("whitelist: [mm, exp]")).digest
     assert load_oplists(["float16", there]).names == ("float16", str(there))
     assert len({load_oplists(name).digest for name in shipped_names()}) == len(shipped_names())
-    assert len(load_oplists("float16").digest) == 64
 
 
 # ---- versions and missing ops ----------------------------------------------------------------------------------------
@@ -235,7 +156,7 @@ def test_missing_ops(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         write("blacklist: [{op: soon_to_come, optional: true}, {op: torch.fft.soon, optional: 'true'}, exp]")
     )
     assert [entry.op for entry in lists.missing] == ["soon_to_come", "torch.fft.soon"]
-    assert spelled(lists, "blacklist") == {"torch.exp", "torch.Tensor.exp"}
+    assert {"torch.exp", "torch.Tensor.exp"} <= kinds(lists).keys()
     monkeypatch.setattr(op_lists, "lists_dir", lambda: tmp_path)
     shipped = load_oplists(write("blacklist: [soon_to_come]", "float16.yaml"))
     assert [entry.op for entry in shipped.missing] == ["soon_to_come"]
@@ -259,26 +180,19 @@ def package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return ops
 
 
-@pytest.mark.usefixtures("package")
-def test_a_name_of_an_imported_package_resolves(write: Write, package: types.ModuleType) -> None:
-    lists = load_oplists(write("blacklist: [somelib.ops.roi_align]\nwhitelist: [somelib.linear]"))
-    entry = {spelling.name: spelling for spelling in lists.spellings}
-    assert lists.deferred == ()
-    assert entry["roi_align"] == Spelling(package, "somelib.ops", "roi_align", "blacklist", entry["roi_align"].entry)
-    assert entry["linear"].kind == "whitelist"
-
-
-def test_a_name_of_a_package_not_imported_is_deferred(
+def test_a_name_of_a_package_resolves_or_is_deferred_until_it_is_imported(
     write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType
 ) -> None:
-    path = write("blacklist: [somelib.ops.roi_align]")
-    resolved = load_oplists(path)
+    path = write("blacklist: [somelib.ops.roi_align]\nwhitelist: [somelib.linear]")
+    lists = load_oplists(path)
+    wide, low = sorted(lists.spellings, key=lambda one: one.kind)
+    assert lists.deferred == ()
+    assert wide == Spelling(package, "somelib.ops", "roi_align", "blacklist", wide.entry) and low.kind == "whitelist"
     monkeypatch.delitem(sys.modules, "somelib")
     monkeypatch.delitem(sys.modules, "somelib.ops")
-    lists = load_oplists(path)
-    assert [spelling.entry.op for spelling in lists.deferred] == ["somelib.ops.roi_align"]
-    assert lists.spellings == ()
-    assert lists.digest == resolved.digest
+    later = load_oplists(path)
+    assert {spelling.entry.op for spelling in later.deferred} == {"somelib.ops.roi_align", "somelib.linear"}
+    assert later.spellings == () and later.digest == lists.digest
 
 
 @pytest.mark.usefixtures("package")
@@ -323,7 +237,6 @@ def test_bad_names_of_a_package(write: Write, package: types.ModuleType) -> None
 
 
 def test_a_check_finds_what_comes_after_a_fault(write: Write) -> None:
-    """Each of these files has one fault per line, beside entries that are read as if it were not there."""
     path = write(
         "whitelist: [mm, sofmax]\n"
         "blacklist: [exp, {op: tan, wy: x}]\n"
@@ -343,11 +256,7 @@ def test_a_fault_of_a_file_reached_twice_is_found_once(write: Write) -> None:
     assert len(check_oplists(write("extends: [left.yaml, right.yaml, base.yaml]")).errors) == 1
 
 
-RULED = [
-    (rule, op)
-    for rule in ("whitelist", "blacklist", "banned", "neutral")
-    for op in ("exp", "exp_", "torch.exp", "torch.exp_")
-]
+RULED = [(rule, op) for rule in ("whitelist", "blacklist", "neutral") for op in ("exp", "exp_", "torch.exp")]
 
 
 def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: Write) -> None:
@@ -359,35 +268,6 @@ def test_an_entry_is_warned_of_only_if_the_rules_are_the_same_without_it(write: 
             changes_rules = kinds(load_oplists(upper)) != kinds(load_oplists(lower))
             assert not (is_warned_of and changes_rules), (rule, op)
             assert is_warned_of or (rule, op) != base, (rule, op)
-
-
-# ---- history ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_spelling_knows_what_its_entry_overrides(load: Load) -> None:
-    lists = load("blacklist: [exp]", "whitelist: [torch.exp]", "neutral: [exp]")
-    history = {f"{s.owner_name}.{s.name}": [Path(entry.path).stem for entry in s.overridden] for s in lists.neutral}
-    assert history == dict.fromkeys(["torch.exp", "torch.exp_"], ["0", "1"]) | dict.fromkeys(
-        ["torch.Tensor.exp", "torch.Tensor.exp_"], ["0"]
-    )
-    assert {Path(s.entry.path).stem for s in lists.neutral} == {"2"}
-    assert not any(spelling.overridden for spelling in load_oplists("float16").spellings)
-
-
-def test_entries_for_other_versions_of_torch_are_kept_apart(write: Write) -> None:
-    lists = load_oplists(
-        write(
-            "blacklist: [{op: exp, until: 1.2}, {op: tan, since: 99}, sin]\n"
-            "neutral: [{op: cos, since: 98.5, until: 99, why: x}]"
-        )
-    )
-    kept = [(entry.op, entry.rule, entry.since, entry.until, entry.line) for entry in lists.other_torch]
-    assert kept == [
-        ("exp", "blacklist", "", "1.2", 1),
-        ("tan", "blacklist", "99", "", 1),
-        ("cos", "neutral", "98.5", "99", 2),
-    ]
-    assert {spelling.entry.op for spelling in (*lists.spellings, *lists.neutral)} == {"sin"}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -418,12 +298,6 @@ def test_names_that_no_list_may_hold(write: Write) -> None:
         refused(write(f"blacklist:\n  - {{why: range, op: {op}}}"), "2:22")
 
 
-def test_a_long_text_is_not_told_whole(write: Write) -> None:
-    with pytest.raises(OpListError, match="is not an op name; write a name such as") as caught:
-        load_oplists(write(f"whitelist: [{'x' * 10_000}!]"))
-    assert len(caught.value.message) < 3000
-
-
 def test_extends_cycles(write: Write) -> None:
     write("extends: b.yaml", "a.yaml")
     write("description: x\nextends: [float16, sub/../c.yaml]", "b.yaml")
@@ -434,15 +308,6 @@ def test_extends_cycles(write: Write) -> None:
     ):
         load_oplists(path)
     refused(write("extends: mine.yaml"), "1:10", "extend each other")
-
-
-def test_a_long_chain_of_extends_is_refused(write: Write) -> None:
-    for index in range(40):
-        path = write(f"extends: f{index - 1}.yaml" if index else "whitelist: [mm]", f"f{index}.yaml")
-        if index < op_lists.MAX_EXTENDS:
-            assert load_oplists(path).spellings
-    with pytest.raises(OpListError, match=r"f24\.yaml:1:10: more than 16 files extend each other"):
-        load_oplists(path)
 
 
 def test_bad_specs() -> None:
@@ -511,111 +376,31 @@ def test_a_package_that_is_imported_in_between_is_seen(
 ) -> None:
     monkeypatch.setattr(op_names, "_is_installed", lambda root: True)  # else a warning comes each time
     path = write("blacklist: [somelib.ops.roi_align]\nmodules: [{type: somelib.ops.Block, run: low}]")
-    modules = {name: sys.modules[name] for name in ("somelib", "somelib.ops")}
-    for name in modules:
-        monkeypatch.delitem(sys.modules, name)
-    assert len(load_oplists(path).deferred) == 1
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "somelib")
+        before.delitem(sys.modules, "somelib.ops")
+        assert len(load_oplists(path).deferred) == 1
     with pytest.raises(OpListError, match="has no 'Block'"):
         load_oplists(path)
     package.Block = torch.nn.Linear  # type: ignore[attr-defined]
     (spelling,) = load_oplists(path).spellings
     assert spelling.owner is package
-    monkeypatch.delattr(package, "roi_align")
-    with pytest.raises(OpListError, match="has no 'roi_align'"):
-        load_oplists(path)
-
-
-def test_initialize_sees_an_edit_and_what_is_registered(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, half = write("extends: bfloat16\nblacklist: [gelu]"), torch.ones(2, dtype=torch.bfloat16)
-
-    def find_dtype() -> torch.dtype:
-        amp_patch.initialize(torch.nn.Linear(2, 2), opt_level="O4", lists=str(path), verbosity=0)
-        dtype = F.gelu(half).dtype
-        amp_patch.reset()
-        return dtype
-
-    assert find_dtype() is torch.float32
-    write("extends: bfloat16\nneutral: [softmax]")
-    assert find_dtype() is torch.bfloat16
-    monkeypatch.setattr(state, "registered", [(F, "gelu", "blacklist")])
-    assert find_dtype() is torch.float32
-
-
-def test_a_name_of_torch_that_is_gone_is_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write("whitelist: [torch.hspmm]")
-    load_oplists(path)
-    monkeypatch.delattr(torch, "hspmm")
-    with pytest.raises(OpListError, match="has no op 'torch.hspmm'"):
-        load_oplists(path)
+    monkeypatch.setitem(sys.modules, "somelib.ops", again := types.ModuleType("somelib.ops"))  # imported anew
+    vars(again).update(vars(package))
+    monkeypatch.setattr(sys.modules["somelib"], "ops", again)
+    assert load_oplists(path).spellings[0].owner is again
 
 
 def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:
     paths = [write("whitelist: [mm]", f"{index}.yaml") for index in range(op_lists.MAX_LOADED + 1)]
-    first = load_oplists(paths[0])
-    for path in paths[1:]:
-        load_oplists(path)
+    first, *_ = [load_oplists(path) for path in paths]
     assert load_oplists(paths[0]) is not first
 
 
 # ---- anything at all -------------------------------------------------------------------------------------------------
 
 
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "150"))
-
-
-def load_text(text: str | bytes) -> OpLists | None:
-    """The lists, or None where the file was refused. Fails unless a check finds the refusal, and finds nothing where
-    there was none.
-
-    All faults have a position and one line.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "f.yaml")
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-        found = [str(fault) for fault in check_oplists(path).errors]
-        for fault in found:
-            line, column, problem = fault.removeprefix(f"{path}:").split(":", 2)
-            assert int(line) >= 1 and int(column) >= 1 and problem.strip() and len(fault.splitlines()) == 1
-        try:
-            lists = load_oplists(path)
-        except OpListError as exc:
-            assert str(exc) in found
-            return None
-        assert not found
-        return lists
-
-
-NAMES = st.sampled_from(
-    [
-        *("exp", "pow", "torch.mm", "torch.Tensor.exp_", "__pow__", "os.system"),
-        *("nope", "lib.f", "cat", "torch.nn", "exp_", "~"),
-    ]
-)
-FIELDS = [
-    *("why: x", "since: 2.1", "until: 2.1", "until: 99", "optional: true"),
-    *("optional: maybe", "since: soon", "why: [x]", "wy: x"),
-]
-ENTRIES = (
-    NAMES
-    | st.builds("{{op: {}, {}}}".format, NAMES, st.sampled_from(FIELDS))
-    | st.sampled_from(["{a: b}", "[exp]", "{}", "{op: [exp]}"])
-)
-KEYS = st.sampled_from([*op_lists.RULES, "extends", "description", "inplace_blacklist", "typo"])
-
-
-@given(st.lists(st.tuples(KEYS, st.lists(ENTRIES, max_size=4)), max_size=4))
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_near_valid_files_give_consistent_lists_or_the_error(content: Sequence[tuple[str, list[str]]]) -> None:
-    lists = load_text("\n".join(f"{key}: [{', '.join(entries)}]" for key, entries in content) or "{}")
-    if lists is not None:
-        allowed = {"whitelist", "blacklist", "promote", "sequence_promote", "banned", "match_self", "inplace_error"}
-        assert {spelling.kind for spelling in lists.spellings} <= allowed
-        assert len(kinds(lists)) == len(lists.spellings)
-        assert all(hasattr(spelling.owner, spelling.name) for spelling in lists.spellings)
-        written = {entry.removeprefix("{op: ").partition(",")[0] for _, entries in content for entry in entries}
-        assert {spelling.entry.op for spelling in lists.spellings} <= written
+EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "30"))
 
 
 OPS = ["exp", "mm", "tan", "sum", "cat", "softmax", "matmul", "acos", "bmm", "log", "linear", "add"]
@@ -624,7 +409,7 @@ OPS = ["exp", "mm", "tan", "sum", "cat", "softmax", "matmul", "acos", "bmm", "lo
 @given(
     st.lists(st.dictionaries(st.sampled_from(OPS), st.sampled_from(op_lists.RULES), min_size=1), min_size=1, max_size=3)
 )
-@settings(max_examples=EXAMPLES // 3, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_overlays_equal_one_file_with_the_last_word_of_each_op(layers: list[dict[str, str]]) -> None:
     def text(rules: dict[str, str]) -> str:
         return "\n".join(f"{rule}: [{', '.join(op for op in rules if rules[op] == rule)}]" for rule in op_lists.RULES)

@@ -104,16 +104,3 @@ def test_no_level_needs_scale_loss_when_the_scale_is_one(level):
         optimizer.step()
         assert loss.item() == expected
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_loop_over_levels_needs_nothing_but_new_models(level):
-    batches = make_batches(5)
-    alone = initialize_and_train(
-        model := make_model(), torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=level
-    )
-    amp.reset()
-    for other in ("O1", "O5", level):
-        model = make_model()
-        losses = initialize_and_train(model, torch.optim.SGD(model.parameters(), lr=0.05), batches, opt_level=other)
-    assert losses == alone

@@ -10,7 +10,6 @@ import generate_autocast_lists
 import pytest
 import torch
 from torch import nn
-from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch_autocast import get_overload_rules, get_rules
 from torch_state import VERSION
 
@@ -57,32 +56,6 @@ def rules_in_header() -> dict[str, str]:
 @pytest.mark.skipif(not HEADER.is_file(), reason="this build of torch ships no ATen/autocast_mode.h")
 def test_the_rules_for_cuda_are_those_of_torch_s_header() -> None:
     assert get_overload_rules("cuda") == rules_in_header() | BESIDE_THE_MACROS
-
-
-CUDA_TABLES = {
-    "torch_fp16 nn_fp16 linalg_fp16": "whitelist",
-    "torch_fp32 nn_fp32": "blacklist",
-    "torch_need_autocast_promote": "promote",
-    "banned": "banned",
-}
-CPU_TABLES = {
-    "torch_16 nn_16": "whitelist",
-    "torch_fp32 nn_fp32": "blacklist",
-    "torch_need_autocast_promote": "sequence_promote",
-}
-TABLES = {"cuda": (AutocastTestLists, CUDA_TABLES), "cpu": (AutocastCPUTestLists, CPU_TABLES)}
-
-
-@devices
-def test_the_rules_are_those_that_torch_tests(device_type: str) -> None:
-    make, attributes = TABLES[device_type]
-    lists = make(torch.device("cpu"))
-    tested = {
-        entry[0]: rule for names, rule in attributes.items() for name in names.split() for entry in getattr(lists, name)
-    }
-    observed = {overload.partition(".")[0]: rule for overload, rule in get_overload_rules(device_type).items()}
-    assert len(tested) > 25
-    assert {name: observed.get(name) for name in tested} == tested
 
 
 @devices

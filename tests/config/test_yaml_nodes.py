@@ -3,18 +3,15 @@ anything else.
 """
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from amp_patch.config import yaml_nodes
 from amp_patch.config.yaml_nodes import MAX_BYTES, MAX_DEPTH, Node, load_mapping
-from amp_patch.errors import AmpError, OpListError, PolicyError
+from amp_patch.errors import OpListError
 
 
 @pytest.fixture(params=["c", "python"])
@@ -47,9 +44,6 @@ class TestWellFormed:
         words = ["no", "on", "true", "null", "~", "1", "2.10", "1e3", "0x1f", "2020-01-01", "1:30", ".inf", "=", "<<"]
         assert plain(read(tmp_path, "a: [" + ", ".join(words) + "]")) == {"a": words}
 
-    def test_keys_stay_text_and_a_merge_key_merges_nothing(self, tmp_path: Path) -> None:
-        assert plain(read(tmp_path, "no: a\n1: b\n<<: {c: d}\n")) == {"no": "a", "1": "b", "<<": {"c": "d"}}
-
     def test_positions(self, tmp_path: Path) -> None:
         root = read(tmp_path, "# comment\nfirst: one\n\nsecond:\n  - two\n  - {deep: 'three'}\n")
         assert isinstance(root.value, dict)
@@ -61,64 +55,39 @@ class TestWellFormed:
         assert items[0] == Node("two", 5, 5)
         assert items[1] == Node({"deep": Node("three", 6, 12, quoted=True)}, 6, 5, key_at={"deep": (6, 6)})
 
-    def test_quoted(self, tmp_path: Path) -> None:
-        for text, quoted in [("x", False), ("'x'", True), ('"x"', True), ("|-\n  x", True), (">-\n  x", True)]:
+    def test_quoted_and_empty(self, tmp_path: Path) -> None:
+        for text, quoted in [("x", False), ("'x'", True), ('"x"', True), ("|-\n  x", True)]:
             root = read(tmp_path, f"a: {text}\n")
             assert isinstance(root.value, dict)
             assert (root.value["a"].value, root.value["a"].quoted) == ("x", quoted)
-
-    def test_byte_order_mark_is_skipped(self, tmp_path: Path) -> None:
-        root = read(tmp_path, b"\xef\xbb\xbfa: b\n")
-        assert plain(root) == {"a": "b"}
-        assert root.key_at == {"a": (1, 1)}
+        assert plain(read(tmp_path, b"\xef\xbb\xbfa:\nno: ''\n<<: {c: d}\n")) == {"a": "", "no": "", "<<": {"c": "d"}}
 
     def test_deepest_allowed(self, tmp_path: Path) -> None:
         depth = MAX_DEPTH - 1  # the root is the first level
-        root = read(tmp_path, "a: " + "[" * depth + "]" * depth)
-        for _ in range(depth - 1):
-            root = next(iter(root.value.values())) if isinstance(root.value, dict) else root.value[0]  # type: ignore[assignment]
-        assert isinstance(root.value, list)
+        read(tmp_path, "a: " + "[" * depth + "]" * depth)
 
     def test_largest_allowed(self, tmp_path: Path) -> None:
         head = b"a: b\n#"
         assert plain(read(tmp_path, head + b"x" * (MAX_BYTES - len(head)))) == {"a": "b"}
 
-    def test_empty_value_is_empty_text(self, tmp_path: Path) -> None:
-        assert plain(read(tmp_path, "a:\nb: ''\n")) == {"a": "", "b": ""}
 
-
+# beside those of wrong_files.yaml
 BAD = {
-    "empty": (b"", "1:1", "is empty"),
     "only a comment": (b"# nothing\n", "1:1", "is empty"),
     "root is text": (b"\nword\n", "2:1", "must hold a mapping"),
-    "root is a list": (b"- a\n", "1:1", "must hold a mapping"),
     "root is null": (b"---\n", "2:1", "must hold a mapping"),
-    "two documents": (b"a: 1\n---\nb: 2\n", "2:1", "second document"),
-    "anchor": (b"a: &x 1\n", "1:4", "anchor &x"),
     "anchor on the root": (b"&x\na: 1\n", "1:1", "anchor &x"),
-    "alias": (b"a: 1\nb: *x\n", "2:4", "alias *x"),
-    "python tag": (b"a: !!python/object/apply:os.system [ls]\n", "1:4", "tag "),
-    "python name tag": (b"a: !!python/name:os.system\n", "1:4", "tag "),
-    "local tag": (b"a: [1, !x 2]\n", "1:8", "tag '!x'"),
-    "harmless tag": (b"a: !!str 1\n", "1:4", "tag "),
     "bare tag": (b"a: ! 1\n", "1:4", "tag '!'"),
     "tagged key": (b"!!str a: 1\n", "1:1", "tag "),
-    "duplicate key": (b"a: 1\nb: 2\na: 3\n", "3:1", "'a' is already given at 1:1"),
     "duplicate nested key": (b"a: {b: 1, 'b': 2}\n", "1:11", "'b' is already given at 1:5"),
     "list as key": (b"? [a]\n: 1\n", "1:3", "a key is a list"),
     "mapping as key": (b"a: {? {b: c} : 1}\n", "1:7", "a key is a mapping"),
-    "tab": (b"a:\n\t- b\n", "2:1", "tabs"),
-    "unclosed": (b"a: [1\n", "2:1", "not valid YAML"),
-    "unclosed quote": (b"a: 'x\n", "2:1", "not valid YAML"),
-    "two colons": (b"a: b: c\n", "1:5", "not valid YAML"),
-    "bad indent": (b"a:\n  - x\n - y\n", "3:2", "not valid YAML"),
     "bad version": (b"%YAML 9.9\n---\na: 1\n", "1:1", "not valid YAML"),
     "bad escape": (b'a: "\\UFFFFFFFF"\n', "1:", "not valid YAML"),
     "not UTF-8": (b"a: b\nc: \xff\n", "2:4", "byte 0xff is not UTF-8"),
     "not UTF-8 after a byte order mark": (b"\xef\xbb\xbfa: \xff\n", "1:4", "byte 0xff is not UTF-8"),
     "UTF-16": ("a: b\n".encode("utf-16"), "1:1", "not UTF-8"),
     "null byte": (b"a: b\nc: d\x00\n", "2:5", "U+0000"),
-    "escape character": (b"a: \x1b[0m\n", "1:4", "U+001B"),
     "too deep": (b"a: " + b"[" * 16 + b"]" * 16, "1:19", "deeper than 16"),
     "far too deep": (b"[" * 500_000, "1:1", "deeper than 16"),  # libyaml of PyYAML 6.0.4 reads as far as 1:1001
     "far too deep block": (b"- " * 400_000, "1:33", "deeper than 16"),
@@ -151,63 +120,3 @@ def test_bad_path(tmp_path: Path) -> None:
             load_mapping(path, OpListError)
         assert str(caught.value).startswith(f"{path}:1:1: ")
         assert problem in str(caught.value)
-
-
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    path = tmp_path / "file.yaml"
-    path.write_text("a: b\n")
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(OpListError, match=r"file\.yaml:1:1: the file cannot be read: .*Permission denied"):
-        load_mapping(path, OpListError)
-
-
-def test_error_is_of_the_type_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "file.yaml").write_text("[]")
-    with pytest.raises(PolicyError):
-        load_mapping(tmp_path / "file.yaml", PolicyError)
-
-
-EXAMPLES = int(os.environ.get("AMP_PATCH_EXAMPLES", "40"))
-
-
-def load_bytes(data: bytes) -> Node | None:
-    """The root, or None where the reader refused; a refusal without a position fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "f.yaml")
-        path.write_bytes(data)
-        try:
-            return load_mapping(path, OpListError)
-        except AmpError as exc:
-            line, column, problem = str(exc).removeprefix(f"{path}:").split(":", 2)
-            assert int(line) >= 1 and int(column) >= 1 and problem.strip()
-            return None
-
-
-TEXT = st.text(
-    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="\ufeff\ufffe\uffff"), max_size=8
-)
-TREES = st.recursive(
-    TEXT, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=12
-)
-
-
-def depth(tree: object) -> int:
-    """The number of levels, with the scalars as one."""
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return 1 + max(map(depth, inner), default=0)
-
-
-@given(st.dictionaries(TEXT, TREES, max_size=4), st.booleans())
-@settings(max_examples=EXAMPLES, deadline=None)
-def test_what_is_dumped_is_read_back(tree: dict[str, object], is_flow: bool) -> None:
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: object) -> bool:
-            return True
-
-    text = yaml.dump(tree, Dumper=Dumper, default_flow_style=is_flow, default_style='"', allow_unicode=True)
-    root = load_bytes(text.encode())
-    assert (root is not None) == (depth(tree) <= MAX_DEPTH)
-    assert root is None or plain(root) == tree

@@ -42,6 +42,7 @@ MATRIX, MATRIX2, MATRIX3 = rand(4, 4), rand(4, 4, seed=1), rand(4, 4, seed=2)
 BATCH, BATCH2, BATCH3 = rand(2, 3, 4), rand(2, 4, 3, seed=1), rand(2, 3, 3, seed=2)
 POSITIVE = MATRIX @ MATRIX.T + 4 * torch.eye(4)
 IMAGE, VOLUME = rand(1, 2, 5, 5), rand(1, 2, 4, 4, 4)
+FILTERS, BIAS, STRIDES = rand(3, 2, 3, 3, seed=1), rand(3, seed=2), ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
 GRID, GRID3 = rand(1, 3, 3, 2, seed=1), rand(1, 2, 2, 2, 3, seed=1)
 SIGNAL = rand(16)
 CLASSES, SIGNS, MASK = (
@@ -137,33 +138,14 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("prelu", call(MATRIX - 0.5, VECTOR)),
     # convolutions
     **_each("conv1d", call(rand(1, 2, 5), rand(3, 2, 3, seed=1), rand(3, seed=2))),
-    **_each("conv2d", call(IMAGE, rand(3, 2, 3, 3, seed=1), rand(3, seed=2))),
+    **_each("conv2d", call(IMAGE, FILTERS, BIAS)),
     **_each("conv3d", call(VOLUME, rand(3, 2, 2, 2, 2, seed=1), rand(3, seed=2))),
     **_each("conv_transpose1d", call(rand(1, 2, 5), rand(2, 3, 3, seed=1), rand(3, seed=2))),
     **_each("conv_transpose2d", call(IMAGE, rand(2, 3, 3, 3, seed=1), rand(3, seed=2))),
     **_each("conv_transpose3d", call(VOLUME, rand(2, 3, 2, 2, 2, seed=1), rand(3, seed=2))),
     **_each("conv_tbc", call(rand(5, 1, 2), rand(3, 2, 4, seed=1), rand(4, seed=2))),
-    **_each(
-        "convolution", call(IMAGE, rand(3, 2, 3, 3, seed=1), rand(3, seed=2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
-    ),
-    **_each(
-        "_convolution",
-        call(
-            IMAGE,
-            rand(3, 2, 3, 3, seed=1),
-            rand(3, seed=2),
-            (1, 1),
-            (0, 0),
-            (1, 1),
-            False,
-            (0, 0),
-            1,
-            False,
-            False,
-            True,
-            True,
-        ),
-    ),
+    **_each("convolution", call(IMAGE, FILTERS, BIAS, *STRIDES)),
+    **_each("_convolution", call(IMAGE, FILTERS, BIAS, *STRIDES, False, False, True, True)),
     # recurrent layers
     "lstm": recurrent(4, is_lstm=True),
     "gru": recurrent(3),
