@@ -166,11 +166,8 @@ STEP_POST_HOOKS, STATE_DICT_HOOKS = "_optimizer_step_post_hooks", "_state_dict_h
 """Where optimizers and modules keep hooks, in the order in which they run."""
 
 
-def remove_step_hook(hook: Callable[..., Any], optimizer: Optimizer | None = None) -> None:
-    """Remove a hook after the steps of all optimizers, or of one, if it is there.
-
-    Its handle cannot be relied on: an interrupt may come before `register_optimizer_step_post_hook` has returned it.
-    """
+def remove_step_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> None:
+    """Remove a hook after the steps of one optimizer, or of all (None), if it is there. See `remove_hook`."""
     hooks = GLOBAL_POST_HOOKS if optimizer is None else getattr(optimizer, STEP_POST_HOOKS, {})
     for key in [key for key, value in hooks.items() if value is hook]:
         hooks.pop(key, None)

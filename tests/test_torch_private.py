@@ -253,14 +253,14 @@ def hooks_left_by(remove: Callable[[nn.Module, object], None]) -> int:
     return count() - before
 
 
-def step_hooks_left_by(remove: Callable[[Callable[..., None]], None]) -> int:
+def step_hooks_left_by(remove: Callable[[None, Callable[..., None]], None]) -> int:
     def hook(*_: object) -> None:
         return None
 
     register_optimizer_step_post_hook(hook)
     assert hook in torch_private.GLOBAL_POST_HOOKS.values()
-    remove(hook)
-    remove(hook)
+    remove(None, hook)
+    remove(None, hook)
     return sum(value is hook for value in torch_private.GLOBAL_POST_HOOKS.values())
 
 

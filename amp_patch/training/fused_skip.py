@@ -1,6 +1,4 @@
-"""What the `step` of an optimizer does by itself: skip on the device, given the flag, as fused ones do, or call a
-closure before all else.
-"""
+"""What an optimizer's own `step` does: skip on the device by a flag, as fused ones do, or call its closure first."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -58,7 +56,7 @@ class PushHook(StepHook):
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:
-    """Tell whether a bound `step` calls its closure once, at first: torch's do, but LBFGS, and the stand-in's."""
+    """Tell whether a bound `step` calls its closure once, at first: torch's do, except LBFGS, and the stand-in's."""
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
@@ -75,14 +73,10 @@ def _get_function(step: Callable[..., Any]) -> Any:
 
 class DeviceSkip:
     """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
-    flag on the device, and so do the stand-in's that name their `step_by_flag`.
+    flag on the device, and so do the stand-in's that name their `step_by_flag`. What a subclass, or a hook, does around
+    such a step would not be skipped.
 
-    Only for these very `step` methods: what a subclass does around one would not be skipped. The same goes for hooks on
-    its steps.
-
-    Args:
-        optimizer: the optimizer.
-        step: its bound `step`, as it was before the session replaced it.
+    `step` is the bound method, as it was before the session replaced it.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:

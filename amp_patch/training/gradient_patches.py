@@ -31,11 +31,7 @@ def zero_masters(
 
 
 def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[[], None]) -> Callable[..., Any]:
-    """Clipping 16-bit parameters clips what the optimizer steps on: their masters, whose gradients are in float32.
-
-    `fold` adds 16-bit gradients to those of the masters, which a backward pass outside of `scale_loss` leaves where
-    they are until the step.
-    """
+    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `fold` moves gradients there."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -49,10 +45,8 @@ def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[
 
 
 def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
-    """Giving all ranks the parameters of one gives them its masters: 16-bit parameters would round theirs.
-
-    And its loss scales: ranks that were given different numbers of batches, or of which one has loaded a checkpoint,
-    would divide what they reduce by different ones.
+    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales: each rank divides
+    what they reduce by its own.
     """
 
     def sync_module_states(

@@ -36,9 +36,8 @@ class Groups:
         self._masters = masters
         self._optimizer = weakref.ref(optimizer)
         self._inner: list[weakref.ref[Optimizer]] = []  # optimizers inside it, as in SAM and Lookahead
-        self._cast: list[
-            tuple[weakref.ref[Optimizer], Tensor, torch.dtype]
-        ] = []  # the states that were cast, with their earlier dtype
+        # whose states were cast, with their earlier dtype
+        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -131,10 +130,7 @@ class Groups:
         return master
 
     def restore(self) -> None:
-        """Put the parameters back into the groups, and cast states back to their earlier dtype.
-
-        After an interrupt, call it again.
-        """
+        """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
         self.placed.clear()
         for reference, parameter, dtype in self._cast:

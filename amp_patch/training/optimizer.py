@@ -112,7 +112,7 @@ class OptimizerBinding:
             self._replace(inner, "step", self._step)
         if self._use_masters:
             hook = PushHook(self._push_in_step)
-            self._undo.callback(_remove_step_hook, self.reference, hook)
+            self._undo.callback_on(optimizer, remove_step_hook, hook)
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
         self.attach("step_was_skipped", False)
@@ -120,7 +120,7 @@ class OptimizerBinding:
 
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
-        self._undo.callback(_delete, self.reference, name)
+        self._undo.callback_on(self.optimizer, _delete, name)
         vars(self.optimizer)[name] = value
 
     def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
@@ -133,7 +133,7 @@ class OptimizerBinding:
             return method(original, *args, **kwargs)
 
         vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
-        self._undo.callback(_restore, weakref.ref(target), self, name, had_own)
+        self._undo.callback_on(target, _restore, self, name, had_own)
         setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
@@ -407,28 +407,19 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _delete(reference: "weakref.ref[Any]", name: str) -> None:
-    target = reference()
-    if target is not None:
-        vars(target).pop(name, None)
+def _delete(target: Any, name: str) -> None:
+    vars(target).pop(name, None)
 
 
-def _restore(reference: "weakref.ref[Any]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
+def _restore(target: Any, binding: OptimizerBinding, name: str, had_own: bool) -> None:
     """Remove a replaced method, unless an LR scheduler has wrapped it since: then it stays and calls the original."""
-    target = reference()
-    current = None if target is None else vars(target).get(name)
+    current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return
     if had_own:
         setattr(target, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
     else:
         delattr(target, name)
-
-
-def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        remove_step_hook(hook, optimizer)
 
 
 def _masters_exist() -> None:
