@@ -19,13 +19,7 @@ from .bindings import Bindings
 
 
 class CheckpointHelpers:
-    """Patches the helpers as soon as they are imported, until it is closed.
-
-    Args:
-        bindings: the optimizers of the session.
-        patcher: takes the patches, and undoes them.
-        lock: held while the patcher is at work.
-    """
+    """Patches the helpers as soon as they are imported, until it is closed. `lock` is held meanwhile."""
 
     def __init__(self, bindings: Bindings, patcher: Patcher, lock: contextlib.AbstractContextManager[Any]) -> None:
         self._bindings = bindings
@@ -77,7 +71,7 @@ class CheckpointHelpers:
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Have a mapping from parameters to their names and back know masters instead: states are loaded in float32."""
+    """Replace parameters by their masters in a mapping to names and back, so that states are loaded in float32."""
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)
         if names is None:

@@ -54,8 +54,8 @@ def initialize(
     """Open a session for these objects, or bring them under the open one if its policy is the same. See
     `amp_patch.initialize`.
 
-    With `replace_other`, a session of another policy is closed, as `replace` closes any. With `accept_low`, models may
-    hold 16-bit parameters already at any level.
+    `replace_other` closes a session of another policy, as `replace` closes any. With `accept_low`, models may hold
+    16-bit parameters already.
     """
     with state.lock:
         device_type = device_type_of(models)
@@ -207,9 +207,7 @@ def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: S
 
 
 def close_if_over() -> None:
-    """Close the session in force if all its models are gone, if it was inherited through a fork, or if an interrupt cut
-    its opening or closing short.
-    """
+    """Close the session in force if all its models are gone, or it came through a fork, or is not whole."""
     session = state.session
     if session is None:
         return
@@ -234,7 +232,7 @@ def reset() -> None:
 
 
 def _close() -> None:
-    """Close the session in force. It stays known until nothing of it is left, so that whoever comes next can finish."""
+    """Close the session in force, which stays known until nothing of it is left to undo."""
     session = state.session
     if session is None:
         return

@@ -17,11 +17,7 @@ from .loss_scaler import LossScaler
 
 
 class Decisions:
-    """Updates the scalers of a session.
-
-    Args:
-        scalers: the list of scalers, read at each call.
-        device_type: the device of the flags.
+    """Updates the scalers of a session, a list that is read at each call.
 
     Attributes:
         groups: the process groups whose ranks decide together. Empty: each process decides alone.

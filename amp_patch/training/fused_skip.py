@@ -19,19 +19,18 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of optimizers, which a skipped step may run as well."""
+    """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well."""
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
         self._mark_updated = mark_updated
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Mark what the optimizer stepped on as updated."""
         for group in optimizer.param_groups:
             self._mark_updated(group["params"])
 
 
 class MasterHook(StepHook):
-    """The same for masters, but not for bound optimizers: they push their masters by themselves, and mark them."""
+    """The same for masters, except those of bound optimizers, which push them."""
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if "_amp_stash" not in vars(optimizer):
@@ -39,11 +38,7 @@ class MasterHook(StepHook):
 
 
 class PushHook(StepHook):
-    """A hook on the steps of one optimizer, before all others: what they look at is this step's.
-
-    Args:
-        push: copies its masters to their parameters.
-    """
+    """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters."""
 
     def __init__(self, push: Callable[[], None]) -> None:
         self._push = push

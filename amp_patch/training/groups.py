@@ -18,13 +18,11 @@ class Groups:
 
     Args:
         optimizer: held by a weak reference.
-        masters: all masters of the session.
         use_masters: give every 16-bit parameter a float32 master. If False, only cast its state.
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, and the master, by the master's id. Parameters that have left the
-            groups stay here.
+        placed: each parameter that got a master here, and the master, by the master's id: also those that have left.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """`OptimizerBinding`: puts float32 masters into the groups of an optimizer, and skips its step after an overflow.
 
-`step`, `zero_grad` and `add_param_group` of the instance are replaced once, when the optimizer is bound. Nothing is
-patched in the training loop: `step` reads the flags of the ledger.
+`step`, `zero_grad` and `add_param_group` of the instance are replaced once, when the optimizer is bound.
 """
 
 import contextlib
@@ -36,18 +35,10 @@ class OptimizerBinding:
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
-        masters: the masters of the session.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: the casts of the session, turned off during the step.
-        cache: the weight cache, or None.
-        ledgers: the ledgers of the session.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
-
-    Attributes:
-        groups: its parameter groups.
-        ledger: its overflow flags.
-        steps: counts and reports its steps.
     """
 
     def __init__(
@@ -89,10 +80,7 @@ class OptimizerBinding:
     # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, float32_data: dict[int, Tensor]) -> None:
-        """Put masters into the groups and replace the methods.
-
-        `float32_data` holds parameters' values from before they were cast, by id.
-        """
+        """Put masters into the groups, with the values from before the cast (by id), and replace the methods."""
         optimizer: Any = self.optimizer
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._is_bound = True
@@ -267,9 +255,7 @@ class OptimizerBinding:
         return result
 
     def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
-        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host has to read
-        the flags and decide.
-        """
+        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host decides."""
         if outcome.is_known() or waits_for_each():
             return None
         if self._device_skip is None or not self._device_skip.is_possible(self.reference()):
@@ -312,7 +298,7 @@ class OptimizerBinding:
                 master.grad = None
 
     def _look_for_gradients(self) -> None:
-        """Warn once if the first step has no gradients or no scaled loss, or if training updates buffers in 16 bits.
+        """Warn once if the first step has no gradients or no scaled loss, or if it follows updates of 16-bit buffers.
         Waits for the device if buffers were cast.
         """
         name = type(self.reference()).__name__
