@@ -44,25 +44,18 @@ def as_models(models: Any) -> list[nn.Module]:
 
     Raises ArgumentTypeError.
     """
-    if isinstance(models, nn.Module):
-        return [models]
-    if isinstance(models, Optimizer):
-        raise ArgumentTypeError(
-            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}: models come first,"
-            " then optimizers"
-        )
-    if isinstance(models, type) or not _is_iterable(models):
-        raise ArgumentTypeError(
-            f"models must be a torch.nn.Module or a sequence of them, not {_name_kind(models)}: {_NO_MODEL}"
-        )
-    result = list(models)
+    result = [models]
+    if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
+        result = list(models)
     for model in result:
         if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {_name_kind(model)}: {_NO_MODEL}")
+            remedy = "pass the model itself, or amp.session(opt_level=...) for code without one"
+            if isinstance(model, Optimizer):
+                remedy = "models come first, then optimizers"
+            raise ArgumentTypeError(
+                f"models must be a torch.nn.Module or a sequence of them, not {_name_kind(model)}: {remedy}"
+            )
     return result
-
-
-_NO_MODEL = "pass the model itself, or amp.session(opt_level=...) for code without one"
 
 
 def _is_iterable(value: Any) -> bool:

@@ -105,13 +105,17 @@ def initialize(
         reset()
         _check_models(policy, others, accept_low)
         _check_optimizers(policy, models, optimizers)
-        _open(session, models, optimizers, overflow_group)
+        open_session(session, models, optimizers, overflow_group)
         return session
 
 
-def _open(
-    session: Session, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None
+def open_session(
+    session: Session,
+    models: Sequence[nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    overflow_group: Any = None,
 ) -> None:
+    """Put a session into force. There must be none."""
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
@@ -145,11 +149,6 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         open_session(session)
         return session
-
-
-def open_session(session: Session) -> None:
-    """Put a session into force that belongs to no model yet. There must be none."""
-    _open(session, [], [])
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ..torch_private import remove_step_hook
 from ..training import MasterHook, StepHook, gradient_patches
 from . import torch_patches
 from .bindings import Bindings
-from .checkpoints import CheckpointHelpers
+from .checkpoints import patch_helpers
 
 
 class Installer:
@@ -89,10 +89,7 @@ class Installer:
             self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
         if self._has_masters:
             _add_step_hook(MasterHook(self._bindings.masters.mark_updated), undo)
-        helpers = CheckpointHelpers(self._bindings, self._module_patcher, self._lock)
-        undo.callback(helpers.close)
-        helpers.open()
-
+        patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()
         self.redirect(self._bindings.models(), with_modules=True)
