@@ -13,7 +13,7 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
 from ..torch_private import remove_step_hook
-from ..training import MasterHook, StepHook, gradient_patches
+from ..training import StepHook, gradient_patches
 from . import torch_patches
 from .bindings import Bindings
 from .checkpoints import patch_helpers
@@ -88,7 +88,7 @@ class Installer:
         if self._scales or self._casts_model:
             self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
         if self._has_masters:
-            _add_step_hook(MasterHook(self._bindings.masters.mark_updated), undo)
+            _add_step_hook(StepHook(self._bindings.masters.mark_updated, of_bound=False), undo)
         patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()

@@ -19,22 +19,19 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well."""
+    """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well.
 
-    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
+    `of_bound`: also what bound optimizers stepped on, which push their masters themselves.
+    """
+
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, of_bound: bool = True) -> None:
         self._mark_updated = mark_updated
+        self._of_bound = of_bound
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            self._mark_updated(group["params"])
-
-
-class MasterHook(StepHook):
-    """The same for masters, except those of bound optimizers, which push them."""
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if "_amp_stash" not in vars(optimizer):
-            super().__call__(optimizer, args, kwargs)
+        if self._of_bound or "_amp_stash" not in vars(optimizer):
+            for group in optimizer.param_groups:
+                self._mark_updated(group["params"])
 
 
 class PushHook(StepHook):
