@@ -21,9 +21,7 @@ logger = logging.getLogger("amp_patch")
 
 
 class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
-    """Writes to whatever sys.stdout is at the moment of writing, unless another handler shows the record there or on
-    stderr.
-    """
+    """Writes to what sys.stdout is at the moment, unless another handler shows the record there or on stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -144,9 +142,7 @@ def find_rank() -> int | None:
 
 
 def _find_stacklevel() -> int:
-    """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code
-    that called the package, be it through torch.
-    """
+    """Return the `stacklevel` by which a warning of the caller points at the code that called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "amp_patch",

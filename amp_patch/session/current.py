@@ -244,10 +244,7 @@ def _close() -> None:
 
 
 def disable() -> None:
-    """Make the API a no-op, as `initialize(enabled=False)` asks.
-
-    Raises SessionError while another session is in use.
-    """
+    """Make the API a no-op, for `initialize(enabled=False)`. Raises SessionError while a session is in use."""
     with state.lock:
         close_if_over()
         if state.session is not None:

@@ -14,11 +14,8 @@ from torch import nn
 from ..config import Policy
 from .arguments import describe
 
-HOPS = 4
-"""A model in a list of an object's attribute is that many references away from the object's name."""
-
-MOST = 4
-"""So many holders are named."""
+HOPS = 4  # so far is a model in a list of an object's attribute from the object's name
+MOST = 4  # so many holders are named
 
 _NOT_USER_MODULES = frozenset({"amp_patch", "builtins", "sys", "IPython", "ipykernel"})
 
@@ -77,10 +74,7 @@ def _advise(holders: Sequence[str]) -> str:
 
 
 def find_holders(objects: Sequence[object]) -> list[str]:
-    """Return the names of what holds any of the objects: `Out[3]`, `model`, `sys.last_value`, at most `MOST`.
-
-    An error's traceback holds what a call on its way had in a local variable.
-    """
+    """Return the names of what holds any of the objects: `Out[3]`, `model`, `sys.last_value`, at most `MOST`."""
     own = {id(sys._getframe()), id(objects)}
     keepers: dict[int, object] = {id(one): one for one in objects}
     found = list(objects)
@@ -118,9 +112,7 @@ def _in_errors(keepers: Mapping[int, object]) -> Iterator[str]:
 
 
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
-    """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
-    `%reset`.
-    """
+    """Yield the outputs of cells that IPython keeps; else its names for the last ones, kept beyond `%reset`."""
     names: dict[str, Any] = {}
     if "__main__" in sys.modules:
         names = vars(sys.modules["__main__"])

@@ -45,9 +45,7 @@ def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[
 
 
 def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
-    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales: each rank divides
-    what they reduce by its own.
-    """
+    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales."""
 
     def sync_module_states(
         module: torch.nn.Module,

@@ -66,10 +66,7 @@ class Groups:
         return found
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the pairs of parameter and master.
-
-        16-bit parameters that a script has put into a group get masters first.
-        """
+        """Return the parameters without a master, and the others with theirs. New 16-bit ones get masters first."""
         plain: list[Tensor] = []
         pairs: list[Pair] = []
         optimizer = self._optimizer()

@@ -120,9 +120,7 @@ class LossScaler:
 
     @property
     def hopeless_after(self) -> int:
-        """How many overflows in a row take the scale down by 2**100, at least 100: one that starts at 2**16 has passed
-        2**-84 by then, and gradients are non-finite whatever the scale.
-        """
+        """How many overflows in a row take the scale down by 2**100, at least 100: the scale is not the cause then."""
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     def loss_scale(self) -> float:

@@ -138,8 +138,8 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or those of a buffer before it was cast, except in
-        elements that have changed since.
+        """Return the float32 values of a 16-bit tensor: its master, or of a buffer those that were kept, where it has
+        not changed since.
         """
         master = self.get(tensor)
         if master is not None:
@@ -195,10 +195,7 @@ class Masters:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def pull(self) -> None:
-        """Copy edited parameters to their masters, except where the master was edited, too.
-
-        Warns once if masters moved and a compiled model may have run since with old parameters.
-        """
+        """Take over edits; warn once if masters moved and a compiled model may have run since with old parameters."""
         if self.take_edits() and self.is_compiled:
             self.is_compiled = False
             warn(

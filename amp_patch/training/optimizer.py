@@ -298,9 +298,7 @@ class OptimizerBinding:
                 master.grad = None
 
     def _look_for_gradients(self) -> None:
-        """Warn once if the first step has no gradients or no scaled loss, or if it follows updates of 16-bit buffers.
-        Waits for the device if buffers were cast.
-        """
+        """Warn once of no gradients, no scaled loss, or changed 16-bit buffers, for which it waits for the device."""
         name = type(self.reference()).__name__
         if self.ledger.has_begun:
             self._has_looked_for_gradients = True
