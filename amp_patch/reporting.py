@@ -65,22 +65,17 @@ _is_printing = False
 _verbosity = 0
 
 
-def check_verbosity(verbosity: object) -> None:
-    """Raise ArgumentTypeError unless this is a whole number."""
-    if not isinstance(verbosity, int):
-        raise ArgumentTypeError(
-            f"verbosity={verbosity!r} is not a whole number: pass 0 for no messages on stdout, 1 for the usual ones, or"
-            " 2 for the parameters of each overflow too"
-        )
-
-
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
     """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
 
     With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError.
     """
     global _is_printing, _verbosity
-    check_verbosity(verbosity)
+    if not isinstance(verbosity, int):
+        raise ArgumentTypeError(
+            f"verbosity={verbosity!r} is not a whole number: pass 0 for no messages on stdout, 1 for the usual ones, or"
+            " 2 for the parameters of each overflow too"
+        )
     _is_printing, _verbosity = is_printing and verbosity > 0, verbosity
     if verbosity > 0 and not is_printing:
         logger.addHandler(_handler)

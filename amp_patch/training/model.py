@@ -198,7 +198,9 @@ class ModelBinding:
             cast.append((tensor, tensor.dtype))
             if self._policy.master_weights and tensor.is_leaf and tensor.grad is not None:
                 self._masters.keep_gradient(tensor)
-            _set_dtype(tensor, dtype)
+            tensor.data = tensor.data.to(dtype)  # the Parameter object stays
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(dtype)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -264,13 +266,6 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Cast in place, and the gradient with it: the Parameter object stays."""
-    tensor.data = tensor.data.to(dtype)
-    if tensor.is_leaf and tensor.grad is not None:
-        tensor.grad = tensor.grad.to(dtype)
-
-
 def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
     for tensor, dtype in tensors:
         master = masters.get(tensor)
@@ -320,7 +315,7 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
         if (module, run_of_caller) in seen:
             return
         seen.add((module, run_of_caller))
-        if _has_forward(module):
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
             run = runs.get(module)
             if run is not None and run != run_of_caller:
                 borders[module] = run
@@ -330,7 +325,3 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
 
     visit(model, None)
     return borders
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
