@@ -32,32 +32,16 @@ def describe(model, optimizer):
     )
 
 
+APEX = "models optimizers enabled opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
+APEX += " loss_scale cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale"
+OURS = {"patch_torch_functions_type": None, "compute": None, "lists": None, "presets": None, "replace": False}
+OURS |= {"overflow_group": None}
+
+
 def test_the_first_fourteen_parameters_are_apex_s_and_the_rest_are_keywords():
     parameters = list(inspect.signature(amp.initialize).parameters.values())
-    assert [p.name for p in parameters[:14]] == [
-        "models",
-        "optimizers",
-        "enabled",
-        "opt_level",
-        "cast_model_type",
-        "patch_torch_functions",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-        "cast_model_outputs",
-        "num_losses",
-        "verbosity",
-        "min_loss_scale",
-        "max_loss_scale",
-    ]
-    assert {p.name: p.default for p in parameters[14:]} == {
-        "patch_torch_functions_type": None,
-        "compute": None,
-        "lists": None,
-        "presets": None,
-        "replace": False,
-        "overflow_group": None,
-    }
+    assert [p.name for p in parameters[:14]] == APEX.split()
+    assert {p.name: p.default for p in parameters[14:]} == OURS
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters[14:])
 
 
