@@ -9,11 +9,8 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch import hardware, reporting
+from amp_patch import hardware
 from amp_patch.config import policy
-from amp_patch.patching import references
-from amp_patch.training import gradient_patches
-from amp_patch.training.optimizer import OptimizerBinding
 
 
 def make(seed=0):
@@ -139,44 +136,12 @@ def test_an_optimizer_without_any_of_the_parameters_is_warned_about():
     del other
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_failure_half_way_is_undone(level, monkeypatch):
-    model, optimizer = make()
-    before = describe(model, optimizer)
-
-    def fail(*args, **kwargs):
-        raise KeyboardInterrupt("in the middle")
-
-    where = {
-        "O1": (references, "redirect"),
-        "O2": (gradient_patches, "resolve_before_reading"),
-        "O3": (OptimizerBinding, "_replace"),
-    }
-    monkeypatch.setattr(*where[level], fail)
-    with pytest.raises(KeyboardInterrupt, match="in the middle"):
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    monkeypatch.undo()
-    assert describe(model, optimizer) == before
-    assert find_changes() == []
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
 def test_what_is_chosen_is_said_once(capsys):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2", compute="native")
     said = capsys.readouterr().out
     assert said.count("opt_level O2") == said.count("cast_model_type: float16") == said.count("compute: native") == 1
     assert "products are computed" not in said
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_what_is_said_fits_into_six_lines(level, capsys, monkeypatch):
-    monkeypatch.setattr(reporting, "_said", set())
-    for module in (hardware, policy):
-        monkeypatch.setattr(module, "has_low_products", lambda device_type, low: False)
-    (first, one), (second, other) = make(), make()
-    amp.initialize([first, second], [one, other], opt_level=level, num_losses=2)
-    assert 2 <= len(capsys.readouterr().out.splitlines()) <= 6
 
 
 @pytest.mark.parametrize("compute", ["auto", "float32"])
@@ -191,26 +156,6 @@ def test_that_products_are_computed_in_float32_is_said_once_with_the_reason(comp
     assert len(re.findall(rf"compute: {compute}", said)) == 2
     assert said.count("values are rounded to float16, products are computed in float32") == 1
     assert said.count("no fast float16 products") == said.count("for speed here, use O4 or O5") == (compute == "auto")
-
-
-def test_the_low_dtype_and_scale_on_the_cpu():
-    for level, options, low, scale in (
-        ("O1", {}, torch.float16, 65536.0),
-        ("O1", {"patch_torch_functions_type": "bfloat16"}, torch.bfloat16, 65536.0),
-        ("O1", {"loss_scale": 1.0}, torch.float16, 1.0),
-        ("O4", {"loss_scale": "dynamic"}, torch.bfloat16, 65536.0),
-        ("O2", {}, torch.float16, 65536.0),
-        ("O2", {"cast_model_type": "half", "loss_scale": "128.0"}, torch.float16, 128.0),
-        ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16, 65536.0),
-        ("O3", {}, torch.float16, 1.0),
-        ("O4", {}, torch.bfloat16, 1.0),
-        ("O5", {}, torch.bfloat16, 1.0),
-        ("O0", {}, None, 1.0),
-        ("O1", {"patch_torch_functions": False}, None, 65536.0),
-    ):
-        model, optimizer = make()
-        with amp.scope(model, optimizer, opt_level=level, verbosity=0, **options):
-            assert (amp.stats().low_dtype, amp.stats().loss_scales) == (low, (scale,))
 
 
 def test_text_in_the_place_of_enabled_is_refused_unless_it_is_a_boolean_word():

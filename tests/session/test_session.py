@@ -36,30 +36,6 @@ def step(model, optimizer, images, targets):
     return loss.item()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_reset_gives_plain_objects_and_a_plain_torch_back(level):
-    model, optimizer = initialize(level)
-    batches = make_batches(3)
-    for batch in batches:
-        step(model, optimizer, *batch)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    amp.reset()
-    assert find_changes() == []
-    assert all(p.dtype is torch.float32 for p in model.parameters())
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    assert not any(
-        name in vars(optimizer) for name in ("step", "zero_grad", "add_param_group", "_amp_stash", "step_was_skipped")
-    )
-    assert not any(
-        hooks for module in model.modules() for name, hooks in vars(module).items() if name.endswith("_hooks")
-    )
-    loss = F.cross_entropy(model(batches[0][0]), batches[0][1])  # and it goes on training as plain torch
-    loss.backward()
-    optimizer.step()
-    amp.reset()
-
-
 def test_models_can_be_switched_with_replace_alone():
     batch = make_batches(1)[0]
     model, optimizer = initialize("O2")
@@ -88,22 +64,6 @@ def test_a_model_that_is_refused_does_not_close_the_session_it_was_to_replace():
     assert amp.stats().opt_level == "O2"
     part = amp.initialize(model.fc, opt_level="O5", replace=True, verbosity=0)  # in 16 bits for the old session alone
     assert part is model.fc and amp.stats().opt_level == "O5"
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_same_policy_adopts_more_models(level):
-    first, first_optimizer = initialize(level)
-    patched = amp.stats().names_patched
-    second, second_optimizer = initialize(level, seed=1, num_losses=2)
-    assert amp.stats().names_patched == patched
-    assert len(amp.stats().loss_scales) == 2
-    batches = make_batches(4)
-    alone = [step(first, first_optimizer, *batch) for batch in batches]
-    for batch in batches:
-        step(second, second_optimizer, *batch)
-    amp.reset()
-    model, optimizer = initialize(level)
-    assert [step(model, optimizer, *batch) for batch in batches] == alone
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -239,7 +199,7 @@ def test_a_name_imported_elsewhere_is_patched_and_restored(monkeypatch):
     _model, _optimizer = initialize("O4")
     assert module.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is torch.bfloat16
     assert module.product(torch.ones(2, 3), torch.ones(3, 3)).dtype is torch.bfloat16
-    assert amp.is_patched(module, "linear") and amp.get_original(module, "linear") is original
+    assert amp.get_original(module, "linear") is original
     assert amp.is_patched(F, "linear") and amp.get_original(F, "linear") is original is not F.linear
     assert not amp.is_patched(torch, "no_such_name")
     amp.reset()

@@ -313,21 +313,6 @@ def test_a_state_dict_that_keeps_variables_has_float32_ones_that_can_be_trained(
         assert {id(kept[name]) for name, _ in model.named_parameters()} == masters
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_state_dict_holds_the_masters(level):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(model, optimizer, make_batches(3))
-    saved = model.state_dict()
-    for (name, parameter), master in zip(model.named_parameters(), amp.master_params(optimizer), strict=True):
-        assert torch.equal(saved[name], master)
-        assert torch.equal(parameter, master.to(parameter.dtype))
-    assert not torch.equal(
-        saved["fc.weight"], saved["fc.weight"].to(LOWS[level]).float()
-    )  # the masters know more than the model
-
-
 def test_loading_refreshes_the_masters_without_rounding():
     model, other = make_model(0), make_model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
