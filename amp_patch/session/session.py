@@ -95,23 +95,25 @@ class Session:
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
-        products, low = None, policy.low_dtype
-        in_float32 = policy.computes_in_float32(device_type)
-        longest_attention = policy.get_longest_attention(device_type)
-        if policy.patch_torch_functions and low is not None:
-            smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
-            self._cache = WeightCache(
-                low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
-            )
-        if in_float32 and low is not None:
-            products = Products(low, device_type, self._cache)
-        elif longest_attention and low is not None:
-            products = Products(low, device_type, None, longest_attention)
-        if policy.patch_torch_functions and low is not None:
-            inside = policy.casts_inside
-            self.casts = OpCasts(
-                self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
-            )
+        products: Products | None = None
+        low = policy.low_dtype
+        if low is not None:
+            in_float32 = policy.computes_in_float32(device_type)
+            longest_attention = policy.get_longest_attention(device_type)
+            if policy.patch_torch_functions:
+                smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
+                self._cache = WeightCache(
+                    low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
+                )
+            if in_float32:
+                products = Products(low, device_type, self._cache)
+            elif longest_attention:
+                products = Products(low, device_type, None, longest_attention)
+            if policy.patch_torch_functions:
+                inside = policy.casts_inside
+                self.casts = OpCasts(
+                    self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
+                )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)

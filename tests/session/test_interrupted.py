@@ -169,7 +169,7 @@ def test_an_interrupt_as_masters_are_made(rules):
     options = {"places": ("training/masters.py",)}
     places = count_lines(Script("O2", rules).initialize, **options)
     amp.reset()
-    for position in choose(places, 4 * INTERRUPTS, seed="masters O2"):
+    for position in choose(places, 2 * INTERRUPTS, seed="masters O2"):
         alone, first, second = (Script("O2", rules) for _ in range(3))
         assert interrupted_at(position, alone.initialize, **options)
         amp.reset()
