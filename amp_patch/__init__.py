@@ -7,6 +7,7 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
     scaled_loss.backward()
 optimizer.step()
 """
+# ruff: noqa: F403, F405
 
 import importlib
 import sys
@@ -15,49 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import amp as amp
-    from .api import (
-        Stats,
-        disable_casts,
-        float_function,
-        fsdp_policy,
-        get_original,
-        half_function,
-        initialize,
-        is_patched,
-        load_state_dict,
-        master_params,
-        promote_function,
-        refresh,
-        register_float_function,
-        register_half_function,
-        register_promote_function,
-        reset,
-        scale,
-        scale_loss,
-        scope,
-        session,
-        state_dict,
-        stats,
-        unscale,
-    )
-    from .errors import (
-        AmpError,
-        ArgumentTypeError,
-        ArgumentValueError,
-        BannedOpError,
-        CheckpointError,
-        GradientOverflowError,
-        LossIdError,
-        MissingExtraError,
-        ModelError,
-        NonFiniteError,
-        OpListError,
-        OptimizerError,
-        PolicyError,
-        RecordError,
-        SessionError,
-        SettingsError,
-    )
+    from .api import *
+    from .errors import *
 
 __version__ = "0.2.0"
 

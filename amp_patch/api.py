@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .casting import cast_tree
-from .config import Policy, make_policy
+from .config import make_policy
 from .errors import ArgumentTypeError, CheckpointError, ModelError, refuse_unknown
 from .events import tell
 from .functions import (
@@ -166,12 +166,7 @@ def _announce(opened: Session, *, is_known: bool) -> None:
     say("  %s", ", ".join(f"{name}: {value}" for name, value in properties.items()))
     if opened.oplists is not None and opened.oplists.missing:
         say("  ops that this torch lacks: %s", ", ".join(entry.op for entry in opened.oplists.missing))
-    _announce_compute(policy, opened.device_type)
-
-
-def _announce_compute(policy: Policy, device_type: str) -> None:
-    """Say once in a process that products are not computed by 16-bit instructions."""
-    for sentence in policy.explain_compute(device_type):
+    for sentence in policy.explain_compute(opened.device_type):
         say_once(sentence)
 
 
@@ -309,7 +304,8 @@ def session(
     device_type = as_device_type(device)
     overrides = {"lists": lists, "patch_torch_functions_type": patch_torch_functions_type, "compute": compute}
     policy = choose_policy(opt_level, overrides, presets, has_models=False)
-    _announce_compute(policy, device_type)
+    for sentence in policy.explain_compute(device_type):
+        say_once(sentence)
     with _current.without_model(policy, device_type):
         yield
 

@@ -165,9 +165,7 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
 
 
 def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: a keyword argument that the function does not take is an ArgumentTypeError, with the one that may be
-    meant.
-    """
+    """Decorator: a keyword argument that the function does not take is an ArgumentTypeError with a suggestion."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -17,12 +17,15 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     beside = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
-        if place.exists() and not place.is_file():
+        was_there = place.exists()
+        if was_there and not place.is_file():
             place.write_bytes(data)
             return
-        _check_writable(place)
+        if was_there:
+            with place.open("ab"):  # renaming would replace a file that may not be written
+                pass
         beside.write_bytes(data)
-        if place.exists():
+        if was_there:
             shutil.copymode(place, beside)
         os.replace(beside, place)
     except OSError as error:
@@ -30,10 +33,3 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # of a file system that is read-only: the error above says so
             beside.unlink()
-
-
-def _check_writable(place: Path) -> None:
-    """Raise PermissionError for a file that may not be written, which renaming would replace all the same."""
-    if place.exists():
-        with place.open("ab"):
-            pass

@@ -80,14 +80,15 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def check_owner(owner: Any, name: Any, function: str) -> None:
     """Raise ArgumentTypeError if `owner` is text, or `name` is not: a common mistake is to pass both in one way."""
-    if isinstance(owner, str) or not isinstance(name, str):
-        place = owner if isinstance(owner, str) else getattr(owner, "__name__", "torch")
-        given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
-        if isinstance(owner, str):
-            wrong = f"the module or class itself, not the text {owner!r}"
-        else:
-            wrong = f"the name of a function as text, not a {type(name).__name__}"
-        raise ArgumentTypeError(f"{function} takes {wrong}: write {function}({place}, {given!r})")
+    if isinstance(owner, str):
+        wrong, place = f"the module or class itself, not the text {owner!r}", owner
+    elif not isinstance(name, str):
+        wrong = f"the name of a function as text, not a {type(name).__name__}"
+        place = getattr(owner, "__name__", "torch")
+    else:
+        return
+    given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
+    raise ArgumentTypeError(f"{function} takes {wrong}: write {function}({place}, {given!r})")
 
 
 def _register(module: Any, name: str, kind: str) -> None:

@@ -14,14 +14,13 @@ _BFLOAT16_FLAGS = CPU_FLAGS[:3]
 
 
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell whether devices of a type train in a 16-bit dtype by instructions made for it.
+    """Tell whether devices of a type train in a 16-bit dtype by instructions made for it, as the hardware says.
 
-    Looks at what the hardware says, and at no clock. On a CPU only bfloat16 may be: oneDNN must take it (which follows
-    ONEDNN_MAX_CPU_ISA and `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions too, since oneDNN
-    imitates them by AVX-512. float16 has fast kernels on no CPU: where there are instructions for it (avx512_fp16), a
-    product takes as long as in float32, and the backward pass of a convolution 150 times as long (torch 2.13.0).
-    NVIDIA GPUs take float16 from compute capability 5.3 and bfloat16 from 8.0 on; any other device counts as having
-    both.
+    On a CPU only bfloat16 may be: oneDNN must take it (which follows ONEDNN_MAX_CPU_ISA and
+    `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions too, since oneDNN imitates them by
+    AVX-512. float16 has fast kernels on no CPU, not even with avx512_fp16 (torch 2.13.0: the backward pass of a
+    convolution takes 150 times as long as in float32). NVIDIA GPUs take float16 from compute capability 5.3 and
+    bfloat16 from 8.0 on; any other device counts as having both.
     """
     if device_type == "cpu":
         if dtype is not torch.bfloat16 or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -78,9 +77,7 @@ def as_device_type(device: torch.device | str | None) -> str:
 
 
 def explain_products(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence on products that are computed in float32; where the hardware is the reason, with that, what it
-    costs and what to do.
-    """
+    """Return a sentence on products computed in float32, with cost and remedy where the hardware is the reason."""
     name = str(dtype).removeprefix("torch.")
     told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
     if has_low_products(device_type, dtype):
@@ -88,20 +85,12 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
     cost = ""
     if device_type == "cpu":
         cost = "a step usually takes 1.1 to 1.7 times as long as in float32; "
-    fast = get_fast_levels(device_type)
-    return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
-
-
-def get_fast_levels(device_type: str) -> str:
-    """Return the levels whose products the hardware has, as the doctor advises them; where it has none, O0.
-
-    A step of a small model is mostly something else than products, so O0 is named with them.
-    """
+    fast = "O0"
     if has_low_products(device_type, torch.bfloat16):
-        return "O4 or O5, or O0 for a small model"
-    if has_low_products(device_type, torch.float16):
-        return "O1 or O2, or O0 for a small model"
-    return "O0"
+        fast = "O4 or O5, or O0 for a small model"
+    elif has_low_products(device_type, torch.float16):
+        fast = "O1 or O2, or O0 for a small model"
+    return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:

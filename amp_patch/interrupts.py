@@ -6,6 +6,7 @@ An interrupt is any exception that is no Exception: KeyboardInterrupt, SystemExi
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,8 @@ class TerminatedError(KeyboardInterrupt):
 class UndoStack:
     """Callbacks to be run last in, first out.
 
-    `contextlib.ExitStack` forgets a callback before it runs it, so that an interrupt in the middle loses the rest of
-    that one. Here a callback is forgotten once it has run, and runs again where it was cut short. So it is registered
-    before the change that it undoes, and harmless twice, or without the change.
+    `contextlib.ExitStack` forgets a callback before it runs it. Here one that an interrupt cut short runs again. So it
+    is registered before the change that it undoes, and harmless twice, or without the change.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,10 @@ class UndoStack:
     def callback(self, function: Callable[..., Any], *args: Any) -> None:
         """Have `close` call `function(*args)`."""
         self._callbacks.append(functools.partial(function, *args))
+
+    def callback_on(self, owner: object, function: Callable[..., Any], *args: Any) -> None:
+        """Have `close` call `function(owner, *args)` if the owner, which is held weakly, is still alive."""
+        self.callback(_call_on, weakref.ref(owner), function, *args)
 
     def close(self) -> None:
         """Run what has not run yet.
@@ -47,6 +51,12 @@ class UndoStack:
             self._callbacks.pop()
         if errors:
             raise errors[0]
+
+
+def _call_on(reference: "weakref.ref[Any]", function: Callable[..., Any], *args: Any) -> None:
+    owner = reference()
+    if owner is not None:
+        function(owner, *args)
 
 
 def is_running(frame: types.FrameType) -> bool:

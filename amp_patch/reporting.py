@@ -21,9 +21,7 @@ logger = logging.getLogger("amp_patch")
 
 
 class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
-    """Writes to whatever sys.stdout is at the moment of writing, unless another handler shows the record there or on
-    stderr.
-    """
+    """Writes to what sys.stdout is at the moment, unless another handler shows the record there or on stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -67,22 +65,17 @@ _is_printing = False
 _verbosity = 0
 
 
-def check_verbosity(verbosity: object) -> None:
-    """Raise ArgumentTypeError unless this is a whole number."""
-    if not isinstance(verbosity, int):
-        raise ArgumentTypeError(
-            f"verbosity={verbosity!r} is not a whole number: pass 0 for no messages on stdout, 1 for the usual ones, or"
-            " 2 for the parameters of each overflow too"
-        )
-
-
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
     """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
 
     With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError.
     """
     global _is_printing, _verbosity
-    check_verbosity(verbosity)
+    if not isinstance(verbosity, int):
+        raise ArgumentTypeError(
+            f"verbosity={verbosity!r} is not a whole number: pass 0 for no messages on stdout, 1 for the usual ones, or"
+            " 2 for the parameters of each overflow too"
+        )
     _is_printing, _verbosity = is_printing and verbosity > 0, verbosity
     if verbosity > 0 and not is_printing:
         logger.addHandler(_handler)
@@ -144,9 +137,7 @@ def find_rank() -> int | None:
 
 
 def _find_stacklevel() -> int:
-    """Return the `stacklevel` with which `warnings.warn`, called by the caller of this function, points at the code
-    that called the package, be it through torch.
-    """
+    """Return the `stacklevel` by which a warning of the caller points at the code that called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "amp_patch",

@@ -48,8 +48,7 @@ def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
 class _InForce:
     """Holds the settings of the process."""
 
-    def __init__(self) -> None:
-        self.settings = Settings()
+    settings = Settings()
 
 
 in_force = _InForce()

@@ -1,9 +1,7 @@
-"""Every name of torch that is not public, and with `torch_distributed` the only place that takes one from torch.
+"""Every name of torch that is not public: with `torch_distributed` and `torch_dispatch` the only place that takes one.
 
 Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0,
-2.14.1 and 2.15.0. A missing name fails the import of this module. The comment says so where either is otherwise.
-
-The one exception is `Tensor._version`, which hot paths read in place (see `READ_IN_PLACE`).
+2.14.1 and 2.15.0. A missing name fails the import of this module, unless its comment says otherwise.
 """
 
 import functools
@@ -49,8 +47,7 @@ fused_sgd_: Callable[..., None] = torch._fused_sgd_
 foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 
-# Many tensors in one flat one and back, as torch's DistributedDataParallel lays out its buckets.
-# Without them: torch.cat of views, and split.
+# Many tensors in one flat one and back. Without them: torch.cat of views, and split.
 flatten_dense_tensors: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors
 
@@ -58,12 +55,11 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 READ_IN_PLACE = frozenset({"_version"})
-"""`Tensor._version` goes up with each edit in place (but for fused optimizers). Hot paths read it for each weight: a
-call of `get_version` takes a quarter longer. Without it: copies of weights are made anew at each use.
+"""`Tensor._version` goes up with each edit in place, except by fused optimizers. Hot paths read it themselves. Without
+it: copies of weights are made anew at each use.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""The same, for what is called once in a while, and for `map`."""
 
 # How many hold a tensor and a storage, by the storage's address: whether a graph still needs a copy of a weight.
 # Without them: copies are never refreshed in place, only replaced.
@@ -89,8 +85,7 @@ def get_sparse_values(gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
-# What `__torch_dispatch__` is where a class answers nothing itself.
-# Without it: subclasses of Parameter would pass for tensors that keep their values in another form.
+# `__torch_dispatch__` of classes that answer nothing themselves. Without it: subclasses of Parameter count as opaque.
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
@@ -101,8 +96,7 @@ def get_local_tensor(tensor: Tensor) -> Any:
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
-# What a module itself holds, without its children. Without them: `named_parameters(recurse=False)` and the like, which
-# take five times as long and leave out None.
+# What a module itself holds. Without them: `named_parameters(recurse=False)` and the like, five times slower.
 get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
@@ -117,8 +111,8 @@ _HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
 def remove_hook(module: nn.Module, hook: Any) -> None:
     """Remove a hook from a module, wherever it is registered. Harmless without it.
 
-    Its handle cannot be relied on: an interrupt may come before `register_forward_hook` and the like have returned it.
-    Without the names: hooks stay on a model after an interrupted `initialize`.
+    An interrupt may come before `register_forward_hook` and the like have returned a handle. Without the names: hooks
+    stay on a model after an interrupted `initialize`.
     """
     for table in [getattr(module, name) for name in _HOOK_TABLES]:
         for key, value in list(table.items()):
@@ -156,8 +150,8 @@ def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
-    """Have a hook that was just registered run before those that were there. Without it: it runs after them, and they
-    see weights of the step before, or rename what it looks for.
+    """Have a hook that was just registered run first. Without it: others see weights of the step before, or rename what
+    it looks for.
     """
     getattr(owner, hooks).move_to_end(handle.id, last=False)
 
@@ -166,11 +160,8 @@ STEP_POST_HOOKS, STATE_DICT_HOOKS = "_optimizer_step_post_hooks", "_state_dict_h
 """Where optimizers and modules keep hooks, in the order in which they run."""
 
 
-def remove_step_hook(hook: Callable[..., Any], optimizer: Optimizer | None = None) -> None:
-    """Remove a hook after the steps of all optimizers, or of one, if it is there.
-
-    Its handle cannot be relied on: an interrupt may come before `register_optimizer_step_post_hook` has returned it.
-    """
+def remove_step_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> None:
+    """Remove a hook after the steps of one optimizer, or of all (None), if it is there. See `remove_hook`."""
     hooks = GLOBAL_POST_HOOKS if optimizer is None else getattr(optimizer, STEP_POST_HOOKS, {})
     for key in [key for key, value in hooks.items() if value is hook]:
         hooks.pop(key, None)
@@ -187,16 +178,13 @@ def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
 
 
 def mark_step_called(optimizer: Optimizer) -> None:
-    """Have LR schedulers believe that `step` was called, which they warn about otherwise: a skipped step is no reason.
-
-    Without the name: that warning comes once, and is wrong.
-    """
+    """Have LR schedulers believe that `step` was called, though it was skipped. Without it: they warn once."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 # ---- autograd and tracing --------------------------------------------------------------------------------------------
 
-# Whether torch.jit.trace or a function transform (torch.func) is at work, which must see the casts of weights.
+# Whether torch.jit.trace or torch.func is at work, which must see the casts of weights.
 # Without them: traces hold weights as constants, and transforms get no gradient of them.
 get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
@@ -232,12 +220,11 @@ def enable_region(region: Any, is_enabled: bool) -> None:
 # The namespace through which recurrent layers call their kernels, and op lists patch them. Without it: no op of theirs.
 VF: types.ModuleType = torch._VF
 
-# What torch.nn.functional takes functions in C++ from: graphs of torch.fx call them there, and nested tensors know them
-# by that name. Without it: such calls are not cast.
+# What torch.nn.functional takes functions in C++ from, as do graphs of torch.fx and nested tensors. Without it: their
+# calls are not cast.
 C_NN: types.ModuleType = torch._C._nn
 
-# Tables of torch whose keys are functions: what tensors of its own classes do instead. By module, where it is imported.
-# Without them: such tensors do not recognise functions that are patched.
+# Tables of torch whose keys are functions, by module. Without them: its tensor classes do not know patched functions.
 FUNCTION_TABLES = {
     "torch.masked.maskedtensor._ops_refs": "_MASKEDTENSOR_FUNCTION_TABLE",
     "torch.nn.utils._expanded_weights.expanded_weights_impl": "HANDLED_FUNCTIONS",
@@ -250,8 +237,7 @@ def build_function_tables() -> None:
     importlib.import_module("torch.masked.maskedtensor._ops_refs")
 
 
-# Python functions count as ops when they name one of these modules as theirs: the other functions in `torch` load
-# files, seed generators, compile... Where the names change, op lists say that such functions are no ops.
+# Python functions count as ops when they name one of these modules as theirs. Without them: lists say they are no ops.
 PYTHON_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank"})
 PYTHON_OP_MODULES |= {"torch._lobpcg"}
 C_MODULE = "torch._C"
@@ -294,9 +280,9 @@ DYNAMO = "torch._dynamo"
 
 
 def build_dynamo_tables() -> None:
-    """Have Dynamo build its tables of torch functions by what torch's names hold now.
+    """Import Dynamo, and have it build its tables of torch functions by what torch's names hold now.
 
-    Imports Dynamo, which takes most of a second. Without it: Dynamo has no rule for functions that are patched by then.
+    Without it: it has no rule for functions that are patched by then.
     """
     import torch._dynamo.trace_rules as trace_rules
 
@@ -305,9 +291,7 @@ def build_dynamo_tables() -> None:
 
 
 def mark_constant(function: Callable[[], Any]) -> None:
-    """Have Dynamo call a function and take the result for a constant: `torch.compiler.assume_constant_result`, which
-    would import Dynamo.
-    """
+    """`torch.compiler.assume_constant_result`, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -318,7 +302,7 @@ def is_tracing_graph() -> bool:
 
 
 IDLE_DEVICE_TYPES = ("ipu", "maia")
-"""Device types that torch keeps an autocast state for, and no longer runs on: Dynamo guards it; nothing else uses it.
+"""Device types that torch keeps an autocast state for, which Dynamo guards, and no longer runs on.
 
 Without any: `IDLE_KEYS` do, and without those, code that was compiled inside a region is also run outside of it.
 """

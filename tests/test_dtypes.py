@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,33 +17,14 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from amp_patch.casting.tensor_cast import cast_tree
 from amp_patch.dtypes import CASTABLE, dtype_name, is_castable, parse_dtype
-from amp_patch.errors import AmpError, PolicyError
+from amp_patch.errors import PolicyError
 
 NAMES = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "fp32": torch.float32,
+    torch.float16: ("float16", "half", "fp16"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float32: ("float32", "float", "fp32"),
 }
-OTHER_DTYPES = (
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-
-
-def dtype_id(value: object) -> str:
-    return str(value).removeprefix("torch.")
+OTHER_DTYPES = (torch.float64, torch.complex64, torch.bool, torch.uint8, torch.int64, torch.float8_e4m3fn)
 
 
 def to_low(tensor: Tensor) -> Tensor:
@@ -54,43 +35,26 @@ def ones() -> Tensor:
     return torch.ones(2)
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names, and which tensors ----------------------------------------------------------------------------------------
 
 
-def test_a_name_means_its_dtype() -> None:
-    for prefix in ["", "torch."]:
-        for name, dtype in NAMES.items():
-            assert parse_dtype(prefix + name, "x") is dtype
-
-
-def test_a_dtype_means_itself_and_goes_through_its_name() -> None:
-    for dtype in sorted(CASTABLE, key=str):
-        assert parse_dtype(dtype, "x") is dtype
-        assert parse_dtype(dtype_name(dtype), "x") is dtype
-        assert parse_dtype(str(dtype), "x") is dtype
+def test_a_dtype_means_itself_and_a_name_means_its_dtype() -> None:
+    for dtype, names in NAMES.items():
+        assert dtype_name(dtype) in names and parse_dtype(dtype, "x") is dtype
+        for name in names:
+            assert parse_dtype(name, "x") is parse_dtype(f"torch.{name}", "x") is dtype
 
 
 def test_anything_else_is_refused_with_the_argument_named() -> None:
     for value in [*OTHER_DTYPES, "float64", "torch.torch.half", "Half", "", None, 16, True, float]:
         with pytest.raises(PolicyError) as raised:
             parse_dtype(value, "cast_model_type")
-        assert isinstance(raised.value, (AmpError, ValueError))
-        assert str(raised.value).startswith(
-            f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16, float32)."
-        )
-
-
-# ---- which tensors ---------------------------------------------------------------------------------------------------
+        assert str(raised.value).startswith(f"cast_model_type={value!r} is not a dtype to train in (float16, bfloat16,")
 
 
 def test_float16_bfloat16_and_float32_may_be_cast_and_other_dtypes_are_never() -> None:
-    for dtype in CASTABLE:
-        assert is_castable(torch.zeros(2, dtype=dtype))
-    for dtype in OTHER_DTYPES:
-        assert not is_castable(torch.zeros(2).to(dtype))
-
-
-def test_quantised_tensors_are_never_cast() -> None:
+    assert all(is_castable(torch.zeros(2, dtype=dtype)) for dtype in CASTABLE)
+    assert not any(is_castable(torch.zeros(2).to(dtype)) for dtype in OTHER_DTYPES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 says that it will drop them
         quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
@@ -107,18 +71,6 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Plain:
-    tensor: Any
-    label: str = "kept"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    tensor: Any
-    label: str = "kept"
-
-
-@dataclasses.dataclass(slots=True)
-class Slotted:
     tensor: Any
     label: str = "kept"
 
@@ -155,10 +107,6 @@ class Tagged(dict[str, Any]):
         self.tag = tag
 
 
-class Strict(list[Any]):
-    pass
-
-
 class Batch(MutableMapping[str, Any]):
     """A mapping over a dict that it holds, with another attribute beside it."""
 
@@ -182,23 +130,6 @@ class Batch(MutableMapping[str, Any]):
         return len(self.values_by_name)
 
 
-class ReadOnly(Mapping[str, Any]):
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.inner = dict(values)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.inner[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.inner)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-
-FIRST: Callable[[Any], Any] = lambda value: value[0]  # noqa: E731
-
-
 class Boxes(list[Any]):
     """Has a constructor that needs more than items, and takes them one by one."""
 
@@ -214,44 +145,27 @@ class Span(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-class Members(set[Any]):
-    """Has a constructor that needs more than items."""
-
-    def __init__(self, items: Any, *, owner: str) -> None:
-        super().__init__(items)
-        self.owner = owner
-
-
+FIRST: Callable[[Any], Any] = lambda value: next(iter(value))  # noqa: E731
 KEY: Callable[[Any], Any] = lambda value: value["a"]  # noqa: E731
 FIELD: Callable[[Any], Any] = lambda value: value.tensor  # noqa: E731
 
 TREES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "list": (lambda t: [t, 1, "s", None], FIRST),
     "tuple": (lambda t: (t, 1.5, b"s"), FIRST),
-    "set": (lambda t: {t}, lambda value: next(iter(value))),
-    "frozenset": (lambda t: frozenset({t}), lambda value: next(iter(value))),
-    "list-subclass": (lambda t: Strict([t]), FIRST),
+    "set": (lambda t: {t}, FIRST),
+    "frozenset": (lambda t: frozenset({t}), FIRST),
     "list-other-constructor": (lambda t: Boxes(t, size=3), FIRST),
-    "namedtuple": (lambda t: Pair(t, "kept"), lambda value: value.first),
-    "collections.namedtuple": (lambda t: collections.namedtuple("Two", "tensor label")(t, 1), FIELD),
+    "namedtuple": (lambda t: Pair(t, "kept"), FIRST),
     "dict": (lambda t: {"a": t, 2: "kept"}, KEY),
-    "OrderedDict": (lambda t: collections.OrderedDict(z=1, a=t, b=2), KEY),
     "defaultdict": (lambda t: collections.defaultdict(list, a=t), KEY),
     "UserDict": (lambda t: collections.UserDict(a=t), KEY),
     "MappingProxyType": (lambda t: types.MappingProxyType({"a": t, "b": 1}), KEY),
     "dict-subclass": (lambda t: Tagged("kept", a=t, b=1), KEY),
     "MutableMapping": (lambda t: Batch({"a": t, "b": 1}, "kept"), KEY),
-    "Mapping": (lambda t: ReadOnly({"a": t, "b": 1}), KEY),
     "dataclass": (Plain, FIELD),
-    "dataclass-frozen": (Frozen, FIELD),
-    "dataclass-slots": (Slotted, FIELD),
     "dataclass-frozen-slots": (FrozenSlotted, FIELD),
     "dataclass-frozen-own-slots": (FrozenBySlotsOfItsOwn, FIELD),
-    "nested": (lambda t: {"a": [Pair(1, (Frozen({"b": t}),))]}, lambda value: value["a"][0].second[0].tensor["b"]),
-}
-UNMAKEABLE: dict[str, Callable[[Tensor], Any]] = {
-    "tuple": lambda t: Span(t, 4.0),
-    "set": lambda t: Members({t}, owner="me"),
+    "nested": (lambda t: {"a": [Pair(1, (Plain({"b": t}),))]}, lambda value: value["a"][0].second[0].tensor["b"]),
 }
 
 
@@ -270,54 +184,31 @@ def test_a_container_keeps_its_class_and_only_its_copy_has_the_cast_tensor(name:
     assert pick(unchanged) is before
 
 
-def test_a_copied_list_keeps_its_attributes() -> None:
-    result = cast_tree(Boxes(ones(), torch.arange(2), size=7), to_low)
-    assert result.size == 7 and len(result) == 2 and result[1].dtype is torch.int64
-
-
 def test_a_container_that_cannot_be_made_again_passes_through() -> None:
-    for make in UNMAKEABLE.values():
-        value = make(ones())
-        before = list(value)
-        assert cast_tree(value, to_low) is value
-        assert all(new is old for new, old in zip(value, before, strict=True))
+    value = Span(ones(), 4.0)
+    before = list(value)
+    assert cast_tree(value, to_low) is value
+    assert all(new is old for new, old in zip(value, before, strict=True))
 
 
-def test_all_that_is_not_a_cast_tensor_stays_in_a_mapping() -> None:
+def test_all_that_is_not_a_cast_tensor_stays() -> None:
     count = torch.arange(2)
     result = cast_tree({"a": ones(), "n": count, 3: "three", None: [1, 2]}, to_low)
     assert list(result) == ["a", "n", 3, None]
-    assert result["n"] is count
-    assert (result[3], result[None]) == ("three", [1, 2])
+    assert result["n"] is count and (result[3], result[None]) == ("three", [1, 2])
+    assert cast_tree(collections.defaultdict(list, a=ones()), to_low).default_factory is list
+    assert cast_tree(Tagged("kept", a=ones()), to_low).tag == "kept"
+    boxes = cast_tree(Boxes(ones(), count, size=7), to_low)
+    assert boxes.size == 7 and len(boxes) == 2 and boxes[1].dtype is torch.int64
 
 
-def test_a_defaultdict_keeps_its_factory() -> None:
-    result = cast_tree(collections.defaultdict(list, a=ones()), to_low)
-    assert result.default_factory is list
-    assert result["missing"] == []
-
-
-def test_a_mapping_keeps_its_attributes() -> None:
-    for make in [lambda t: Tagged("kept", a=t), lambda t: Batch({"a": t}, "kept")]:
-        assert cast_tree(make(ones()), to_low).tag == "kept"
-
-
-def with_a_lock() -> Any:
-    return threading.Lock()
-
-
-def with_a_result_of_autograd() -> Any:
-    return torch.ones(1, requires_grad=True) * 2
-
-
-def test_the_attributes_of_a_mapping_are_not_copied() -> None:
-    for make_extra in [with_a_lock, with_a_result_of_autograd, object]:
-        value = Batch({"a": ones()}, "kept")
-        extra = value.extra = make_extra()  # type: ignore[attr-defined]
-        result = cast_tree(value, to_low)
-        assert type(result) is Batch
-        assert result.extra is extra
-        assert (result["a"].dtype, value["a"].dtype) == (torch.bfloat16, torch.float32)
+@pytest.mark.parametrize("make_extra", [threading.Lock, lambda: torch.ones(1, requires_grad=True) * 2])
+def test_the_attributes_of_a_mapping_are_not_copied(make_extra: Callable[[], Any]) -> None:
+    value = Batch({"a": ones()}, "kept")
+    extra = value.extra = make_extra()  # type: ignore[attr-defined]
+    result = cast_tree(value, to_low)
+    assert result.extra is extra and result.tag == "kept"
+    assert (result["a"].dtype, value["a"].dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_a_dataclass_keeps_its_other_fields_and_one_that_init_does_not_take() -> None:
@@ -328,23 +219,14 @@ def test_a_dataclass_keeps_its_other_fields_and_one_that_init_does_not_take() ->
     assert value.tensor.dtype is torch.float32
 
 
-def test_a_dataclass_class_is_no_value() -> None:
-    assert cast_tree(Plain, to_low) is Plain
-
-
-def test_a_torch_return_type_keeps_its_class() -> None:
+def test_torchs_own_containers_keep_their_class() -> None:
     result = cast_tree(torch.eye(2).max(dim=0), to_low)
     assert type(result) is torch.return_types.max
     assert (result.values.dtype, result.indices.dtype) == (torch.bfloat16, torch.int64)
-
-
-def test_a_packed_sequence_keeps_its_batch_sizes() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     result = cast_tree(packed, to_low)
-    assert type(result) is PackedSequence
-    assert result.data.dtype is torch.bfloat16
+    assert type(result) is PackedSequence and result.data.dtype is torch.bfloat16
     assert result.batch_sizes is packed.batch_sizes
-    assert result.batch_sizes.tolist() == [2, 1, 1]
 
 
 def test_a_generator_becomes_a_lazy_generator_of_cast_values() -> None:
@@ -364,29 +246,12 @@ def test_a_generator_becomes_a_lazy_generator_of_cast_values() -> None:
 
 
 def test_every_other_object_passes_through() -> None:
-    for value in [
-        torch.nn.Linear(2, 2),
-        torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))]),
-        torch.Size([2, 3]),
-        "text",
-        b"bytes",
-        3,
-        2.5,
-        True,
-        None,
-        range(3),
-        torch.float32,
-        object(),
-        [],
-        (),
-        {},
-        [[], ({},)],
-    ]:
+    holder = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))])
+    for value in [holder, torch.Size([2, 3]), "text", 2.5, None, range(3), object(), Plain, [], {}, [[], ({},)]]:
         assert cast_tree(value, to_low) is value
 
 
-def test_a_tensor_is_what_the_cast_makes_of_it_and_gradients_flow_back() -> None:
+def test_gradients_flow_back() -> None:
     tensor = ones().requires_grad_()
-    result = cast_tree({"x": (tensor,)}, to_low)["x"][0]
-    result.sum().backward()
+    cast_tree({"x": (tensor,)}, to_low)["x"][0].sum().backward()
     assert tensor.grad is not None and torch.equal(tensor.grad, torch.ones(2))

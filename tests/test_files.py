@@ -26,8 +26,7 @@ write_file(path, "x" * 2**20)
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "full"])
-@pytest.mark.parametrize("was_there", [True, False])
+@pytest.mark.parametrize(("how", "was_there"), [("killed", True), ("full", True), ("full", False)])
 def test_a_write_that_fails_leaves_what_was_there(how: str, was_there: bool, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     if was_there:

@@ -1,14 +1,13 @@
 """`torch_private` and its two neighbours have every name of torch that is not public, and nobody else uses one."""
 
 import ast
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import amp_patch
 from amp_patch import torch_dispatch, torch_private
@@ -124,27 +123,20 @@ def test_only_torch_private_uses_private_names_of_torch() -> None:
     assert uses == {}
 
 
-def test_a_planted_use_is_found() -> None:
-    for source, found in [
-        ("import torch\ntorch._foreach_mul_([], 2)", {"torch._foreach_mul_"}),
-        (
-            "import torch\ndef f():\n    return torch._C._get_tracing_state()",
-            {"torch._C", "torch._C._get_tracing_state"},
-        ),
-        ("import torch._dynamo.trace_rules", {"torch._dynamo.trace_rules"}),
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C._get_tracing_state()", {"torch._C", "torch._C._get_tracing_state"}),
         ("from torch._guards import TracingContext", {"torch._guards.TracingContext"}),
-        ("from torch.nn.modules.batchnorm import _BatchNorm as B", {"torch.nn.modules.batchnorm._BatchNorm"}),
         ("from torch import Tensor as T\nT._make_wrapper_subclass", {"torch.Tensor._make_wrapper_subclass"}),
         ("import torch.nn as nn\nnn.modules.batchnorm._BatchNorm", {"torch.nn.modules.batchnorm._BatchNorm"}),
         ("def f(x):\n    return x.grad._values()", {"_values"}),
-        ("def f(x):\n    return x._version", {"_version"}),
-        ("def f(optimizer):\n    optimizer._opt_called = True", {"_opt_called"}),
-        ("def f(step):\n    return hasattr(step, '_wrapped_by_lr_sched')", {"_wrapped_by_lr_sched"}),
-        ("import operator\nf = operator.attrgetter('_parameters')", {"_parameters"}),
         ("def f(x, flag):\n    return getattr(x, f'_is_{flag}_supported')", {"_is_"}),
         ("import torch\ntorch.relu\ndef f(self, x):\n    self._own\n    x._own\n    x.__class__\n    x.data", set()),
-    ]:
-        assert find_private_uses(ast.parse(source), frozenset({"_own"})) == found
+    ],
+)
+def test_a_planted_use_is_found(source: str, found: set[str]) -> None:
+    assert find_private_uses(ast.parse(source), frozenset({"_own"})) == found
 
 
 def find_uses_of_dynamo(tree: ast.AST) -> set[str]:
@@ -166,28 +158,15 @@ def test_only_compiling_touches_dynamo() -> None:
     assert find_uses_of_dynamo(TREES[PACKAGE / "casting/compiling.py"]) >= FOR_DYNAMO | {"torch.compiler.reset"}
 
 
-# ---- each name exists ------------------------------------------------------------------------------------------------
+# ---- what is asked of torch ------------------------------------------------------------------------------------------
 
 
-def sgd() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+def test_what_a_cpu_has_is_answered() -> None:
+    assert torch_private.has_cpu_flag("no_such_thing") is False
+    assert torch_private.onednn_takes_bfloat16() in (True, False)
 
 
-def scheduled_step() -> Callable[..., Any]:
-    optimizer = sgd()
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return optimizer.step
-
-
-def find_marks(function: Callable[[Any], None]) -> set[str]:
-    """The attributes that a function sets."""
-    marked = types.SimpleNamespace()
-    function(marked)
-    return set(vars(marked))
-
-
-def leave_a_mode_below_another() -> list[object]:
-    """What is said of a mode that is not entered, and of one below another, which is left alone and still seen."""
+def test_a_mode_below_another_is_left_alone_and_the_other_still_sees() -> None:
     seen: list[str] = []
 
     class Seeing(torch_dispatch.TorchDispatchMode):
@@ -200,40 +179,15 @@ def leave_a_mode_below_another() -> list[object]:
             return func(*args, **(kwargs or {}))
 
     below, above = Seeing("below"), Seeing("above")
-    found: list[object] = [torch_dispatch.leave_mode(below)]
+    assert not torch_dispatch.leave_mode(below)
     below.__enter__()
     with above:
-        found.append(torch_dispatch.leave_mode(below))
+        assert torch_dispatch.leave_mode(below)
         torch.ones(1).neg_()
-    assert torch_private.count_dispatch_modes() == 0
-    return [*found, sorted(set(seen))]
+    assert torch_private.count_dispatch_modes() == 0 and set(seen) == {"above"}
 
 
-READINGS: dict[str, tuple[Callable[[], object], object]] = {
-    "view_negated": (lambda: torch_private.view_negated(torch.tensor([1j]).conj().imag).is_neg(), False),
-    "get_local_tensor": (lambda: torch_private.get_local_tensor(torch.zeros(1)), None),
-    "remove_hook": (lambda: hooks_left_by(torch_private.remove_hook), 0),
-    "remove_step_hook": (lambda: step_hooks_left_by(torch_private.remove_step_hook), 0),
-    "reads_found_inf": (
-        lambda: torch_private.reads_found_inf(torch.optim.Adam([torch.zeros(1)], lr=1.0, fused=True)),
-        True,
-    ),
-    "is_wrapped_by_scheduler": (lambda: torch_private.is_wrapped_by_scheduler(scheduled_step()), True),
-    "mark_step_called": (lambda: find_marks(torch_private.mark_step_called), {"_opt_called"}),
-    "has_cpu_flag": (lambda: torch_private.has_cpu_flag("no_such_thing"), False),
-    "onednn_takes_bfloat16": (lambda: torch_private.onednn_takes_bfloat16() in (True, False), True),
-    "leave_mode": (lambda: leave_a_mode_below_another(), [False, True, ["above"]]),
-    "is_autocast_state_guarded": (lambda: torch_private.is_autocast_state_guarded("xpu") in (True, False), True),
-    "mark_constant": (lambda: find_marks(torch_private.mark_constant), {"_dynamo_marked_constant"}),
-}
-"""What each that takes its name by `getattr`, or does more than to pass a name on, answers. A missing name of another
-fails the import of its module.
-"""
-
-
-def hooks_left_by(remove: Callable[[nn.Module, object], None]) -> int:
-    """How many entries a module has more than before, once a hook was registered in every way and removed."""
-
+def test_a_hook_is_removed_wherever_it_is_registered() -> None:
     def count() -> int:
         return sum(len(value) for name, value in vars(module).items() if "hook" in name and value is not None)
 
@@ -248,49 +202,6 @@ def hooks_left_by(remove: Callable[[nn.Module, object], None]) -> int:
     module.register_state_dict_post_hook(hook)
     module.register_load_state_dict_pre_hook(hook)
     assert count() == before + 7
-    remove(module, hook)
-    remove(module, hook)
-    return count() - before
-
-
-def step_hooks_left_by(remove: Callable[[Callable[..., None]], None]) -> int:
-    def hook(*_: object) -> None:
-        return None
-
-    register_optimizer_step_post_hook(hook)
-    assert hook in torch_private.GLOBAL_POST_HOOKS.values()
-    remove(hook)
-    remove(hook)
-    return sum(value is hook for value in torch_private.GLOBAL_POST_HOOKS.values())
-
-
-def test_what_is_asked_of_torch_is_answered() -> None:
-    answers = {name: read() for name, (read, _) in READINGS.items()}
-    assert answers == {name: expected for name, (_, expected) in READINGS.items()}
-
-
-def test_a_function_on_all_steps_is_seen() -> None:
-    optimizer = sgd()
-    for register, is_seen in (
-        (optimizer.register_step_pre_hook, lambda: bool(torch_private.get_step_hooks(optimizer))),
-        (optimizer.register_step_post_hook, lambda: bool(torch_private.get_step_hooks(optimizer))),
-        (register_optimizer_step_pre_hook, lambda: bool(torch_private.GLOBAL_PRE_HOOKS)),
-        (register_optimizer_step_post_hook, lambda: bool(torch_private.GLOBAL_POST_HOOKS)),
-    ):
-        hook = register(lambda *_: None)
-        assert is_seen()
-        hook.remove()
-        assert not is_seen()
-
-
-def test_a_hook_that_is_put_first_runs_first() -> None:
-    optimizer, model, ran = sgd(), torch.nn.Linear(2, 2), []
-    for owner, hooks, register in (
-        (optimizer, torch_private.STEP_POST_HOOKS, optimizer.register_step_post_hook),
-        (model, torch_private.STATE_DICT_HOOKS, model.register_state_dict_post_hook),
-    ):
-        register(lambda *_: ran.append("second"))
-        torch_private.put_first(register(lambda *_: ran.append("first")), hooks, owner)
-    optimizer.step()
-    model.state_dict()
-    assert ran == ["first", "second"] * 2
+    torch_private.remove_hook(module, hook)
+    torch_private.remove_hook(module, hook)
+    assert count() == before

@@ -21,10 +21,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def as_enabled(enabled: Any) -> bool:
-    """Return whether amp is on, by `initialize`'s third argument: text is taken if it says true or false.
-
-    Raises ArgumentTypeError for other text, most often a level.
-    """
+    """Return whether amp is on, by `initialize`'s third argument. Raises ArgumentTypeError for text such as a level."""
     if not isinstance(enabled, str):
         return bool(enabled)
     word = enabled.strip().lower()
@@ -40,29 +37,19 @@ def as_enabled(enabled: Any) -> bool:
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the models of `initialize`'s first argument (one module, or an iterable of them) as a list.
-
-    Raises ArgumentTypeError.
-    """
-    if isinstance(models, nn.Module):
-        return [models]
-    if isinstance(models, Optimizer):
-        raise ArgumentTypeError(
-            f"models must be a torch.nn.Module or a sequence of them, not {type(models).__name__}: models come first,"
-            " then optimizers"
-        )
-    if isinstance(models, type) or not _is_iterable(models):
-        raise ArgumentTypeError(
-            f"models must be a torch.nn.Module or a sequence of them, not {_name_kind(models)}: {_NO_MODEL}"
-        )
-    result = list(models)
+    """Return `initialize`'s first argument, a module or an iterable of them, as a list. Raises ArgumentTypeError."""
+    result = [models]
+    if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
+        result = list(models)
     for model in result:
         if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"models must hold torch.nn.Module objects, not {_name_kind(model)}: {_NO_MODEL}")
+            remedy = "pass the model itself, or amp.session(opt_level=...) for code without one"
+            if isinstance(model, Optimizer):
+                remedy = "models come first, then optimizers"
+            raise ArgumentTypeError(
+                f"models must be a torch.nn.Module or a sequence of them, not {_name_kind(model)}: {remedy}"
+            )
     return result
-
-
-_NO_MODEL = "pass the model itself, or amp.session(opt_level=...) for code without one"
 
 
 def _is_iterable(value: Any) -> bool:
@@ -79,10 +66,7 @@ def _name_kind(value: object) -> str:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return everything that keeps `model` from being trained under `policy`, one sentence each.
-
-    `accept_low`: 16-bit parameters are no fault.
-    """
+    """Return what keeps `model` from being trained under `policy`. `accept_low`: 16-bit parameters are no fault."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
@@ -180,10 +164,7 @@ def _get_wrapped(optimizer: Any) -> Any:
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer, following wrappers.
-
-    Raises ArgumentTypeError if there is none.
-    """
+    """Return the torch optimizer, following wrappers. Raises ArgumentTypeError if there is none."""
     inner = optimizer
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
@@ -208,10 +189,7 @@ def _no_optimizer(given: object) -> ArgumentTypeError:
 
 
 def as_optimizers(optimizers: Any) -> list[Optimizer]:
-    """Return the torch optimizers in `initialize`'s or `scale_loss`'s argument (None, one, or an iterable) as a list.
-
-    Raises ArgumentTypeError.
-    """
+    """Return the torch optimizers in an argument (None, one, or an iterable) as a list. Raises ArgumentTypeError."""
     if optimizers is None:
         return []
     if isinstance(optimizers, Optimizer) and "param_groups" in vars(optimizers):
@@ -294,9 +272,7 @@ def choose_policy(
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return the lists that a command lays over those of a policy: at levels that patch no functions, the ones that
-    have module rules.
-    """
+    """Return the lists that a command lays over a policy's: those with module rules, where no functions are patched."""
     if policy.patch_torch_functions:
         return in_force.settings.lists
     if policy.low_dtype is None:

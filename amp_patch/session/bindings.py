@@ -18,11 +18,7 @@ class Bindings:
     """Binds models and optimizers, and lets go of them.
 
     Args:
-        policy: what they are bound under.
         rules: module rules for the models.
-        switch: whether the casts of the session act.
-        cache: the weight cache, or None.
-        decisions: updates the loss scales.
         sharded: modules that `fully_shard` has taken.
 
     Attributes:
@@ -125,11 +121,7 @@ class Bindings:
     def bind(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
     ) -> None:
-        """Bind all.
-
-        `float32_data` is where models leave their values from before the cast, for masters, and for undoing until it is
-        cleared.
-        """
+        """Bind all. Models leave their values from before the cast in `float32_data`."""
         for model in models:
             binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
             self._models.append(binding)
@@ -171,7 +163,7 @@ class Bindings:
     def _tell_ledgers(self) -> None:
         """Have the ledgers know what is bound now, and those of optimizers with a parameter in common of each other.
 
-        Parameters are held themselves, not weakly: torch swaps no tensors that have weak references.
+        Parameters are held strongly, because torch swaps no tensors that have weak references.
         """
         self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
         of_models = {}
@@ -269,9 +261,7 @@ class Bindings:
     # ---- about all of them -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the qualified names of parameters, masters or buffers in the bound models; `parameter of shape (...)`
-        for any other.
-        """
+        """Return the qualified names of parameters, masters or buffers; of others, `parameter of shape (...)`."""
         names: dict[int, str] = {}
         for model in self.models():
             for name, buffer in model.named_buffers():
@@ -290,7 +280,7 @@ class Bindings:
             binding.steps.resolve()
 
     def on_zero_grad(self, module: nn.Module) -> None:
-        """`module.zero_grad()` ends the accumulation window of every optimizer whose parameters it covers."""
+        """End the accumulation window of every optimizer whose parameters a `module.zero_grad()` covers."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):

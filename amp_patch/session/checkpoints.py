@@ -10,74 +10,67 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
+from ..interrupts import UndoStack
 from ..patching import ImportWatch, Patch, Patcher
 from ..torch_distributed import GET_OPTIM_STATE_DICT, LOAD_OPTIM_STATE_DICT, STATE_DICT_MODULE, init_optim_state
 from ..training import OptimizerBinding
 from .bindings import Bindings
 
 
-class CheckpointHelpers:
-    """Patches the helpers as soon as they are imported, until it is closed.
+def patch_helpers(
+    bindings: Bindings, patcher: Patcher, lock: contextlib.AbstractContextManager[Any], undo: UndoStack
+) -> None:
+    """Patch the helpers as soon as they are imported, until `undo` is closed. `lock` is held meanwhile."""
+    process_id = os.getpid()
+    makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        GET_OPTIM_STATE_DICT: lambda original: _present_parameters(original, bindings),
+        LOAD_OPTIM_STATE_DICT: lambda original: _load_into_masters(original, bindings),
+    }
 
-    Args:
-        bindings: the optimizers of the session.
-        patcher: takes the patches, and undoes them.
-        lock: held while the patcher is at work.
-    """
+    def patch(name: str) -> None:
+        module = sys.modules[name]
+        if os.getpid() == process_id and all(hasattr(module, function) for function in makers):
+            with lock:
+                patcher.install([Patch(module, function, maker) for function, maker in makers.items()])
 
-    def __init__(self, bindings: Bindings, patcher: Patcher, lock: contextlib.AbstractContextManager[Any]) -> None:
-        self._bindings = bindings
-        self._patcher = patcher
-        self._lock = lock
-        self._process_id = os.getpid()
-        self._watch = ImportWatch(self._patch)
+    watch = ImportWatch(patch)
+    undo.callback(watch.close)
+    watch.add([STATE_DICT_MODULE])
 
-    def open(self) -> None:
-        """Patch the helpers, or wait until they are imported."""
-        self._watch.add([STATE_DICT_MODULE])
 
-    def close(self) -> None:
-        """Patch nothing any more. Harmless twice."""
-        self._watch.close()
+def _present_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
+    def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for binding in _bound(bindings, optimizers):
+                stack.enter_context(binding.paused())
+                init_optim_state(binding.optimizer)
+                stack.enter_context(binding.groups.presented())
+            return original(model, optimizers, info)
 
-    def _patch(self, name: str) -> None:
-        module, makers = sys.modules[name], {GET_OPTIM_STATE_DICT: self._get, LOAD_OPTIM_STATE_DICT: self._load}
-        if os.getpid() != self._process_id or not all(hasattr(module, function) for function in makers):
-            return
-        with self._lock:
-            self._patcher.install([Patch(module, function, maker) for function, maker in makers.items()])
+    return get_optim_state_dict
 
-    def _bindings_of(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[OptimizerBinding]:
-        found = [self._bindings.find_optimizer(optimizer) for optimizer in optimizers]
-        return [binding for binding in found if binding is not None]
 
-    def _get(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for binding in self._bindings_of(optimizers):
-                    stack.enter_context(binding.paused())
-                    init_optim_state(binding.optimizer)
-                    stack.enter_context(binding.groups.presented())
-                return original(model, optimizers, info)
+def _load_into_masters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
+    def load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for binding in _bound(bindings, optimizers):
+                stack.enter_context(binding.paused())
+                _name_masters(binding, info.fqn_param_mapping)
+                _name_masters(binding, info.shared_params_mapping)
+            return original(model, optimizers, state_dict, info)
 
-        return get_optim_state_dict
+    return load_optim_state_dict
 
-    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
-            with contextlib.ExitStack() as stack:
-                for binding in self._bindings_of(optimizers):
-                    stack.enter_context(binding.paused())
-                    _name_masters(binding, info.fqn_param_mapping)
-                    _name_masters(binding, info.shared_params_mapping)
-                return original(model, optimizers, state_dict, info)
 
-        return load_optim_state_dict
+def _bound(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[OptimizerBinding]:
+    found = [bindings.find_optimizer(optimizer) for optimizer in optimizers]
+    return [binding for binding in found if binding is not None]
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Have a mapping from parameters to their names and back know masters instead: states are loaded in float32."""
+    """Replace parameters by their masters in a mapping to names and back, so that states are loaded in float32."""
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)
         if names is None:

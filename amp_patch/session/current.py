@@ -54,8 +54,8 @@ def initialize(
     """Open a session for these objects, or bring them under the open one if its policy is the same. See
     `amp_patch.initialize`.
 
-    With `replace_other`, a session of another policy is closed, as `replace` closes any. With `accept_low`, models may
-    hold 16-bit parameters already at any level.
+    `replace_other` closes a session of another policy, as `replace` closes any. With `accept_low`, models may hold
+    16-bit parameters already.
     """
     with state.lock:
         device_type = device_type_of(models)
@@ -105,13 +105,17 @@ def initialize(
         reset()
         _check_models(policy, others, accept_low)
         _check_optimizers(policy, models, optimizers)
-        _open(session, models, optimizers, overflow_group)
+        open_session(session, models, optimizers, overflow_group)
         return session
 
 
-def _open(
-    session: Session, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None
+def open_session(
+    session: Session,
+    models: Sequence[nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    overflow_group: Any = None,
 ) -> None:
+    """Put a session into force. There must be none."""
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
@@ -145,11 +149,6 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         open_session(session)
         return session
-
-
-def open_session(session: Session) -> None:
-    """Put a session into force that belongs to no model yet. There must be none."""
-    _open(session, [], [])
 
 
 @contextlib.contextmanager
@@ -207,9 +206,7 @@ def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: S
 
 
 def close_if_over() -> None:
-    """Close the session in force if all its models are gone, if it was inherited through a fork, or if an interrupt cut
-    its opening or closing short.
-    """
+    """Close the session in force if all its models are gone, or it came through a fork, or is not whole."""
     session = state.session
     if session is None:
         return
@@ -234,7 +231,7 @@ def reset() -> None:
 
 
 def _close() -> None:
-    """Close the session in force. It stays known until nothing of it is left, so that whoever comes next can finish."""
+    """Close the session in force, which stays known until nothing of it is left to undo."""
     session = state.session
     if session is None:
         return
@@ -247,10 +244,7 @@ def _close() -> None:
 
 
 def disable() -> None:
-    """Make the API a no-op, as `initialize(enabled=False)` asks.
-
-    Raises SessionError while another session is in use.
-    """
+    """Make the API a no-op, for `initialize(enabled=False)`. Raises SessionError while a session is in use."""
     with state.lock:
         close_if_over()
         if state.session is not None:

@@ -5,6 +5,7 @@ All objects of the process are looked through, on the way to that error and nowh
 
 import gc
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,15 +15,10 @@ from torch import nn
 from ..config import Policy
 from .arguments import describe
 
-HOPS = 4
-"""A model in a list of an object's attribute is that many references away from the object's name."""
-
-MOST = 4
-"""So many holders are named."""
+HOPS = 4  # so far is a model in a list of an object's attribute from the object's name
+MOST = 4  # so many holders are named
 
 _NOT_USER_MODULES = frozenset({"amp_patch", "builtins", "sys", "IPython", "ipykernel"})
-
-_ERRORS = ("last_exc", "last_value")
 
 
 def describe_conflict(in_force: Policy, asked: Policy, alive: Sequence[nn.Module], given: Sequence[nn.Module]) -> str:
@@ -77,10 +73,7 @@ def _advise(holders: Sequence[str]) -> str:
 
 
 def find_holders(objects: Sequence[object]) -> list[str]:
-    """Return the names of what holds any of the objects: `Out[3]`, `model`, `sys.last_value`, at most `MOST`.
-
-    An error's traceback holds what a call on its way had in a local variable.
-    """
+    """Return the names of what holds any of the objects: `Out[3]`, `model`, `sys.last_value`, at most `MOST`."""
     own = {id(sys._getframe()), id(objects)}
     keepers: dict[int, object] = {id(one): one for one in objects}
     found = list(objects)
@@ -103,24 +96,19 @@ def find_holders(objects: Sequence[object]) -> list[str]:
 
 def _in_errors(keepers: Mapping[int, object]) -> Iterator[str]:
     """Yield the last error of the interpreter, if the traceback of it or of its causes holds any."""
-    for name in _ERRORS:
+    for name in ("last_exc", "last_value"):
         last = error = getattr(sys, name, None)
         seen: set[int] = set()
         while isinstance(error, BaseException) and id(error) not in seen:
             seen.add(id(error))
-            traceback = error.__traceback__
-            while traceback is not None:
-                if id(traceback.tb_frame) in keepers:
-                    yield f"sys.{name} (the traceback of {type(last).__name__})"
-                    return
-                traceback = traceback.tb_next
+            if any(id(frame) in keepers for frame, _ in traceback.walk_tb(error.__traceback__)):
+                yield f"sys.{name} (the traceback of {type(last).__name__})"
+                return
             error = error.__cause__ or error.__context__
 
 
 def _in_notebook(keepers: Mapping[int, object]) -> Iterator[str]:
-    """Yield the outputs of cells that IPython keeps; else its names for the last ones, which it may keep beyond
-    `%reset`.
-    """
+    """Yield the outputs of cells that IPython keeps; else its names for the last ones, kept beyond `%reset`."""
     names: dict[str, Any] = {}
     if "__main__" in sys.modules:
         names = vars(sys.modules["__main__"])

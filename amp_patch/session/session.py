@@ -1,8 +1,4 @@
-"""`Session`: one policy in force, and everything that was changed for it; `Stats`: what it is and has done.
-
-Opening a session binds models and optimizers and installs patches on one undo stack; whatever goes wrong on the way,
-and `close` at the end, undoes it all in reverse.
-"""
+"""`Session`: one policy in force, and everything that was changed for it; `Stats`: what it is and has done."""
 
 import contextlib
 import html
@@ -99,23 +95,25 @@ class Session:
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
-        products, low = None, policy.low_dtype
-        in_float32 = policy.computes_in_float32(device_type)
-        longest_attention = policy.get_longest_attention(device_type)
-        if policy.patch_torch_functions and low is not None:
-            smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
-            self._cache = WeightCache(
-                low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
-            )
-        if in_float32 and low is not None:
-            products = Products(low, device_type, self._cache)
-        elif longest_attention and low is not None:
-            products = Products(low, device_type, None, longest_attention)
-        if policy.patch_torch_functions and low is not None:
-            inside = policy.casts_inside
-            self.casts = OpCasts(
-                self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
-            )
+        products: Products | None = None
+        low = policy.low_dtype
+        if low is not None:
+            in_float32 = policy.computes_in_float32(device_type)
+            longest_attention = policy.get_longest_attention(device_type)
+            if policy.patch_torch_functions:
+                smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
+                self._cache = WeightCache(
+                    low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
+                )
+            if in_float32:
+                products = Products(low, device_type, self._cache)
+            elif longest_attention:
+                products = Products(low, device_type, None, longest_attention)
+            if policy.patch_torch_functions:
+                inside = policy.casts_inside
+                self.casts = OpCasts(
+                    self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
+                )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)
@@ -129,10 +127,7 @@ class Session:
     # ---- opening and closing -----------------------------------------------------------------------------------------
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
-        """Apply the policy.
-
-        Raises before anything is changed where it can tell; where it cannot, `close` undoes what was changed so far.
-        """
+        """Apply the policy. After an error, `close` undoes what was changed so far."""
         float32_data: dict[int, Tensor] = {}
         self.undo.callback(self.ledgers.local.warn_of_stale)  # when the models are as they were
         self.undo.callback(self.switch.turn_off)
@@ -173,9 +168,9 @@ class Session:
             self.decisions.give_scales(group, 0)
 
     def close(self) -> None:
-        """Undo everything: patches, hooks, casts, masters, replaced methods. Harmless twice.
+        """Undo everything. Harmless twice.
 
-        Interrupted once, it finishes before it lets the interrupt on; interrupted again, it is to be called again.
+        Interrupted once, it finishes before it raises the interrupt; interrupted again, it is to be called again.
         """
         self.is_whole = False
         try:
@@ -248,10 +243,7 @@ class Session:
             self.scalers[-1].is_shared = bool(self.decisions.groups)
 
     def restart_scalers(self) -> None:
-        """Begin dynamic loss scales anew that have scaled a loss: what one training has found is not right for another.
-
-        Those of a state that was loaded stay.
-        """
+        """Begin dynamic loss scales anew that have scaled a loss, for another training. Loaded ones stay."""
         used = [scaler for scaler in self.scalers if scaler.is_dynamic and not scaler.awaits_loss]
         for scaler in used:
             scaler.restart()
@@ -259,9 +251,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Tell whether models on a type of device can come under this session, since the policy is the same; and the
-        op lists, whose files can change.
-        """
+        """Tell whether the policy is this session's, with the op lists that its files hold now, and the device type."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest

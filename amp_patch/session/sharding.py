@@ -1,7 +1,4 @@
-"""What torch has sharded of models: FSDP modules, DTensor parameters, and which ranks hold the other shards.
-
-The modules of torch that define them are never imported for that: an object of theirs means that they are.
-"""
+"""What torch has sharded of models: FSDP modules, DTensor parameters, and which ranks hold the other shards."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,7 +18,7 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def is_instance_of(value: Any, module_name: str, class_name: str) -> bool:
-    """Tell whether a value is of a class of torch, whose module is not imported for that."""
+    """Tell whether a value is of a class of torch, without importing its module."""
     kind = getattr(sys.modules.get(module_name), class_name, None)
     return kind is not None and isinstance(value, kind)
 
@@ -94,11 +91,7 @@ def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
     """Return the process groups whose ranks decide together whether a step is skipped; none: each for itself.
 
-    A group that is given and lacks ranks which hold other shards comes before theirs: all of them decide together.
-
-    Args:
-        models, parameters: of the session; their shards tell.
-        given: `initialize`'s `overflow_group`.
+    They are those of the shards, and `given`, `initialize`'s `overflow_group`, before them where it lacks ranks.
 
     Raises ArgumentTypeError, or ModelError where shards lie on meshes neither of which holds the other.
     """

@@ -4,7 +4,6 @@ from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
 from . import unscaling as unscaling
 from .decisions import Decisions as Decisions
-from .fused_skip import MasterHook as MasterHook
 from .fused_skip import StepHook as StepHook
 from .ledger import Ledger as Ledger
 from .ledgers import Ledgers as Ledgers

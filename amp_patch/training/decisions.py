@@ -1,8 +1,8 @@
 """`Decisions`: update loss scales and agree on skipped steps, in each process alone or in all ranks that step together.
 
-Ranks that hold different gradients (shards, pipeline stages) find different overflows, but must skip the same steps and
-use the same scales. So they reduce the maximum of their flags before each step, as DeepSpeed and Megatron-LM do.
-DistributedDataParallel needs none of this: it reduces gradients, so an overflow of one rank reaches all.
+Ranks that hold different gradients (shards, pipeline stages) find different overflows, but must skip the same steps.
+So they reduce the maximum of their flags before each step, as DeepSpeed and Megatron-LM do. DistributedDataParallel
+reduces the gradients, so it needs none of this.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,7 @@ from .loss_scaler import LossScaler
 
 
 class Decisions:
-    """Updates the scalers of a session.
-
-    Args:
-        scalers: the list of scalers, read at each call.
-        device_type: the device of the flags.
+    """Updates the scalers of a session, a list that is read at each call.
 
     Attributes:
         groups: the process groups whose ranks decide together. Empty: each process decides alone.
@@ -70,18 +66,14 @@ class Decisions:
         return judged
 
     def judge_outside_of_steps(self, scalers: Iterable[LossScaler]) -> None:
-        """Update scales after backward passes that no step follows.
-
-        Where ranks decide together, the next step does this instead, because all ranks take it.
-        """
+        """Update scales after passes that no step follows. Where ranks decide together, the next step does that."""
         if not self.groups:
             for scaler in scalers:
                 scaler.update()
 
     def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
-        """Return the flag of the step, the flag of all passes since the last update, and whether there are such passes.
-
-        Shape (3,), float32.
+        """Return the flag of the step, that of all passes since the last update, and whether there are such passes:
+        shape (3,), float32.
         """
         zero = torch.zeros((), dtype=torch.float32, device=self._device_type)
         own = zero if found_inf is None else found_inf.to(zero.device)

@@ -1,6 +1,4 @@
-"""What the `step` of an optimizer does by itself: skip on the device, given the flag, as fused ones do, or call a
-closure before all else.
-"""
+"""What an optimizer's own `step` does: skip on the device by a flag, as fused ones do, or call its closure first."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -21,31 +19,23 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of optimizers, which a skipped step may run as well."""
+    """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well.
 
-    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None]) -> None:
+    `of_bound`: also what bound optimizers stepped on, which push their masters themselves.
+    """
+
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, of_bound: bool = True) -> None:
         self._mark_updated = mark_updated
+        self._of_bound = of_bound
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Mark what the optimizer stepped on as updated."""
-        for group in optimizer.param_groups:
-            self._mark_updated(group["params"])
-
-
-class MasterHook(StepHook):
-    """The same for masters, but not for bound optimizers: they push their masters by themselves, and mark them."""
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if "_amp_stash" not in vars(optimizer):
-            super().__call__(optimizer, args, kwargs)
+        if self._of_bound or "_amp_stash" not in vars(optimizer):
+            for group in optimizer.param_groups:
+                self._mark_updated(group["params"])
 
 
 class PushHook(StepHook):
-    """A hook on the steps of one optimizer, before all others: what they look at is this step's.
-
-    Args:
-        push: copies its masters to their parameters.
-    """
+    """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters."""
 
     def __init__(self, push: Callable[[], None]) -> None:
         self._push = push
@@ -58,7 +48,7 @@ class PushHook(StepHook):
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:
-    """Tell whether a bound `step` calls its closure once, at first: torch's do, but LBFGS, and the stand-in's."""
+    """Tell whether a bound `step` calls its closure once, at first: torch's do, except LBFGS, and the stand-in's."""
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
@@ -75,14 +65,10 @@ def _get_function(step: Callable[..., Any]) -> Any:
 
 class DeviceSkip:
     """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
-    flag on the device, and so do the stand-in's that name their `step_by_flag`.
+    flag on the device, and so do the stand-in's that name their `step_by_flag`. What a subclass, or a hook, does around
+    such a step would not be skipped.
 
-    Only for these very `step` methods: what a subclass does around one would not be skipped. The same goes for hooks on
-    its steps.
-
-    Args:
-        optimizer: the optimizer.
-        step: its bound `step`, as it was before the session replaced it.
+    `step` is the bound method, as it was before the session replaced it.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:

@@ -31,11 +31,7 @@ def zero_masters(
 
 
 def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[[], None]) -> Callable[..., Any]:
-    """Clipping 16-bit parameters clips what the optimizer steps on: their masters, whose gradients are in float32.
-
-    `fold` adds 16-bit gradients to those of the masters, which a backward pass outside of `scale_loss` leaves where
-    they are until the step.
-    """
+    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `fold` moves gradients there."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -49,11 +45,7 @@ def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[
 
 
 def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
-    """Giving all ranks the parameters of one gives them its masters: 16-bit parameters would round theirs.
-
-    And its loss scales: ranks that were given different numbers of batches, or of which one has loaded a checkpoint,
-    would divide what they reduce by different ones.
-    """
+    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales."""
 
     def sync_module_states(
         module: torch.nn.Module,
@@ -102,12 +94,8 @@ def resolve_before_reading(resolve: Callable[[Optimizer], None], undo: UndoStack
     def write(optimizer: Optimizer, value: bool) -> None:
         vars(optimizer)["step_was_skipped"] = value
 
-    def delete(optimizer: Optimizer) -> None:
-        if vars(optimizer).pop("step_was_skipped", None) is None:
-            raise AttributeError("step_was_skipped")
-
     undo.callback(_delete_step_was_skipped)
-    Optimizer.step_was_skipped = property(read, write, delete)  # type: ignore[attr-defined]
+    Optimizer.step_was_skipped = property(read, write)  # type: ignore[attr-defined]
 
 
 def _delete_step_was_skipped() -> None:

@@ -18,13 +18,11 @@ class Groups:
 
     Args:
         optimizer: held by a weak reference.
-        masters: all masters of the session.
         use_masters: give every 16-bit parameter a float32 master. If False, only cast its state.
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, and the master, by the master's id. Parameters that have left the
-            groups stay here.
+        placed: each parameter that got a master here, and the master, by the master's id: also those that have left.
     """
 
     def __init__(
@@ -36,9 +34,8 @@ class Groups:
         self._masters = masters
         self._optimizer = weakref.ref(optimizer)
         self._inner: list[weakref.ref[Optimizer]] = []  # optimizers inside it, as in SAM and Lookahead
-        self._cast: list[
-            tuple[weakref.ref[Optimizer], Tensor, torch.dtype]
-        ] = []  # the states that were cast, with their earlier dtype
+        # whose states were cast, with their earlier dtype
+        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -69,10 +66,7 @@ class Groups:
         return found
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the pairs of parameter and master.
-
-        16-bit parameters that a script has put into a group get masters first.
-        """
+        """Return the parameters without a master, and the others with theirs. New 16-bit ones get masters first."""
         plain: list[Tensor] = []
         pairs: list[Pair] = []
         optimizer = self._optimizer()
@@ -131,10 +125,7 @@ class Groups:
         return master
 
     def restore(self) -> None:
-        """Put the parameters back into the groups, and cast states back to their earlier dtype.
-
-        After an interrupt, call it again.
-        """
+        """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
         self.placed.clear()
         for reference, parameter, dtype in self._cast:

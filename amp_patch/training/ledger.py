@@ -16,9 +16,6 @@ class Ledger:
 
     Every flag is a 0-dim float32 tensor: 1.0 after an overflow, else 0.0. None means that there is no flag yet.
 
-    Args:
-        groups: the parameter groups of the optimizer.
-
     Attributes:
         flags: one flag for each scaler that scaled a loss of this optimizer since its last step or `zero_grad`. If the
             scaler is dynamic and its flag is set, the next step is skipped.

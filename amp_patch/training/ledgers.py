@@ -103,10 +103,7 @@ class Ledgers:
             ledger.awaits_step = True
 
     def begin(self, block: Block) -> None:
-        """Multiply all gradients by the scale of a block, before its backward pass.
-
-        Raises SessionError inside a block of another scale or thread.
-        """
+        """Multiply all gradients by the scale of a block. Raises SessionError inside one of another scale or thread."""
         if self._open:
             for other in self.open_blocks():
                 self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
@@ -169,10 +166,7 @@ class Ledgers:
     # ---- steps and zeroing -------------------------------------------------------------------------------------------
 
     def prepare_step(self, ledger: Ledger) -> None:
-        """Unscale and check the gradients of an optimizer before its step. Waits for nothing.
-
-        Inside a block, `resume` scales them again.
-        """
+        """Unscale and check the gradients of an optimizer before its step, until `resume`. Waits for nothing."""
         if self._is_half_changed:
             self._refuse()
         open_blocks = self.open_blocks() if self._open else []
@@ -342,10 +336,7 @@ class Ledgers:
             self._fold_unscaled(ledger)
 
     def _fold_unscaled(self, ledger: Ledger) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters.
-
-        They may come from a backward pass outside of any block, so the step checks them.
-        """
+        """Move unscaled gradients of 16-bit parameters to their masters. They may be of no block: the step checks."""
         _, pairs = ledger.groups.read()
         if not have_gradients(pairs):
             return
@@ -432,10 +423,7 @@ class Ledgers:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, ledger: Ledger) -> None:
-        """Let a step use gradients that were never reduced: it is a step of this rank alone.
-
-        Raises OptimizerError at levels with masters.
-        """
+        """Let a step of this rank alone use gradients that were never reduced. Raises OptimizerError with masters."""
         if not self.local.ids:
             return
         local = self.local.find(ledger.groups.model_parameters)

@@ -22,12 +22,11 @@ class LossScaler:
 
     Dynamic, by default: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient,
     double after 2000 good steps in a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per
-    optimizer step, however many backward passes led to it.
+    optimizer step, however many backward passes led to it. GradScaler's kernel computes the scales.
 
-    The scales are those of torch.amp.GradScaler, whose kernel computes them, between the bounds. With a `hysteresis`
-    above 1 they are those of `DynamicGradScaler` in Megatron-LM (megatron/core/optimizer/grad_scaler.py): each overflow
-    takes one from a count, at 0 the scale backs off, also at every overflow that follows, and only when the scale
-    grows the count is full again.
+    With a `hysteresis` above 1 they are those of `DynamicGradScaler` in Megatron-LM
+    (megatron/core/optimizer/grad_scaler.py): each overflow takes one from a count, from 0 on the scale backs off, and
+    the count is full again when the scale grows.
 
     Attributes:
         scale: 0-dim float32, where it was last used. It never changes in place: a later update makes a new tensor.
@@ -89,11 +88,7 @@ class LossScaler:
             self.found_inf = None
 
     def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
-        """Update the scale as all ranks together have found (0-dim float32): an overflow, in passes of which there are
-        any.
-
-        Waits for nothing.
-        """
+        """Update the scale by the flags of all ranks (0-dim float32), if there is any pass. Waits for nothing."""
         before = self.scale, self._good_steps, self._overflows_left
         is_due = is_due.to(self.scale.device) > 0
         after = self._advance(found_inf)
@@ -119,16 +114,13 @@ class LossScaler:
             is_overflow, grows = found_inf > 0, good_steps == 0
             left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
             scale = torch.where(is_overflow & (left > 0), self.scale, scale)
-        # the smallest normal number stands in for "no minimum": a scale of 0 would turn every gradient into NaN for
-        # good
+        # without a minimum, the smallest normal number: a scale of 0 would turn every gradient into NaN for good
         lowest = self.min_loss_scale or torch.finfo(torch.float32).tiny
         return scale.clamp_(lowest, self.max_loss_scale), good_steps, left
 
     @property
     def hopeless_after(self) -> int:
-        """How many overflows in a row take the scale down by 2**100, at least 100: one that starts at 2**16 has passed
-        2**-84 by then, and gradients are non-finite whatever the scale.
-        """
+        """How many overflows in a row take the scale down by 2**100, at least 100: the scale is not the cause then."""
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     def loss_scale(self) -> float:
@@ -136,10 +128,8 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also under a static scale. An update that is due is made first,
-        but for one that other ranks have a say in.
-
-        Raises ValueError unless it is finite and positive.
+        """Multiply the next losses by `loss_scale`, also under a static scale, after an update that is due in this
+        process alone. Raises ValueError unless it is finite and positive.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
@@ -170,11 +160,9 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a scale, the number of good steps since it last changed, and how many overflows are left before it
-        backs off: all of `hysteresis` where the state does not say, as Apex's do not. Raises KeyError, TypeError or
-        ValueError on anything else.
+        """Load what `state_dict` returned, without `hysteresis_tracker` also Apex's. A static scale stays what it is.
 
-        A static scale stays what it was set to: what another run had found by then is no reason to change it.
+        Raises KeyError, TypeError or ValueError on anything else.
         """
         scale = _read_scale(state["loss_scale"])
         unskipped = _read_count("unskipped", state["unskipped"])
@@ -183,7 +171,7 @@ class LossScaler:
         if self.is_dynamic:
             self.known_scale = scale
             self.scale = torch.tensor(scale, dtype=torch.float32)
-            # at the interval or beyond it the equality test of the growth rule would never hold again
+            # from the interval on, the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)
         self._good_steps = torch.tensor(unskipped, dtype=torch.int32)
         self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32)

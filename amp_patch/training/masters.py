@@ -24,8 +24,7 @@ class _State:
     def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
         self.versions = list(map(get_version, tensors))
         self.addresses = list(map(Tensor.data_ptr, tensors))
-        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to the
-        # first
+        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to one
         self.aliases: list[Tensor]
         if before is not None and before.addresses == self.addresses:
             self.aliases = before.aliases
@@ -54,9 +53,8 @@ class _State:
 class Masters:
     """The masters of a session.
 
-    An optimizer step changes masters; people also change masters (SAM, Lookahead) and parameters (`nn.init`, weight
-    clipping) by themselves. Both sides' version counters and addresses as of the last copy tell which side moved; if
-    both did, the master wins.
+    An optimizer step changes masters; scripts also change masters (SAM, Lookahead) and parameters (weight clipping)
+    themselves. The version counters and addresses of the last copy tell which side moved; if both did, the master wins.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
@@ -80,10 +78,7 @@ class Masters:
         self.is_compiled = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
-        """Register `master` (float32, same shape) as the master of `parameter`, which has none yet.
-
-        Where an interrupt cuts this short, the parameter has none.
-        """
+        """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
         index = len(self._parameters)
         for seen, tensor in zip(self._seen, (parameter, master), strict=True):
             seen.end_with(index, tensor)
@@ -98,9 +93,7 @@ class Masters:
         self._exchange(Masters())
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Forget the masters of all parameters but these, and the values of all buffers but these. Brings both sides
-        together, whichever moved.
-        """
+        """Forget the masters of all other parameters and the values of all other buffers, by id, after a sync."""
         self.sync()
         kept = Masters()
         for parameter, master in self.pairs.values():
@@ -145,8 +138,8 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or of a buffer the values before it was cast,
-        except in elements that were changed since.
+        """Return the float32 values of a 16-bit tensor: its master, or of a buffer those that were kept, where it has
+        not changed since.
         """
         master = self.get(tensor)
         if master is not None:
@@ -202,10 +195,7 @@ class Masters:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def pull(self) -> None:
-        """Copy parameters that the user edited to their masters, except where the master was edited, too.
-
-        Warns, once, if masters moved and a compiled model may have run since with what its parameters held before.
-        """
+        """Take over edits; warn once if masters moved and a compiled model may have run since with old parameters."""
         if self.take_edits() and self.is_compiled:
             self.is_compiled = False
             warn(
@@ -220,8 +210,7 @@ class Masters:
     def agree(self, parameter: Tensor) -> None:
         """Record that a parameter and its master, if it has one, were loaded with the same values.
 
-        Scripts may load masters of their own by `master.data.copy_`, which raises no version counter. So the master is
-        copied to the parameter once more.
+        The next sync copies the master once more: scripts load masters by `master.data.copy_`, which nothing shows.
         """
         index = self._index.get(id(parameter))
         if index is not None:

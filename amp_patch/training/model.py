@@ -6,7 +6,7 @@ deep copy or a DataParallel replica runs the same casts on its own weights.
 
 import fnmatch
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class ModelBinding:
         self._undo = UndoStack()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the model's parameters, but for what FSDP shows in the place of a shard while it is gathered."""
+        """Yield the model's parameters, except those that FSDP shows in place of a shard while it is gathered."""
         model = self.model
         if model is None:
             return
@@ -80,8 +80,8 @@ class ModelBinding:
     def bind(self, float32_data: dict[int, Tensor]) -> None:
         """Cast and hook the model.
 
-        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. While it is there,
-        undoing restores exactly that; the caller clears it once nothing can fail any more.
+        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. Until the caller clears
+        it, undoing restores exactly that.
         """
         model, policy = self.model, self._policy
         if model is None:
@@ -112,41 +112,33 @@ class ModelBinding:
             self._add(model.register_forward_hook, invalidate)
 
     def undo(self) -> None:
-        """Take the hooks out and turn what was cast back: to the masters where there are masters, else to the dtype
-        that it had.
-
-        Harmless twice.
-        """
+        """Remove the hooks, and cast back: from the masters where there are any. Harmless twice."""
         self._undo.close()
 
     def _add(self, register: Any, hook: Any, **options: bool) -> Any:
         """Register a hook by a method of a module, and return its handle."""
-        self._undo.callback(_remove_hook, weakref.ref(register.__self__), hook)
+        self._undo.callback_on(register.__self__, remove_hook, hook)
         return register(hook, **options)
 
     def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
         """Where functions are patched: a region around each module that runs otherwise than what holds it."""
         for module, run in find_borders(model, self._runs).items():
-            mode, dtype = Mode.FLOAT32, torch.float32
             if run == "low":
-                mode, dtype = Mode.LOW, low
-            hooks = RegionHooks(self._switch, mode, dtype)
+                hooks = RegionHooks(self._switch, Mode.LOW, low)
+            else:
+                hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32)
             self.regions[module] = hooks
             self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)
             self._add(module.register_forward_hook, hooks.leave, always_call=True)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """Where the model is cast: any module with weights of its own takes what the module before it gives, be that
-        the other dtype.
-        """
+        """Where the model is cast: have modules with weights of their own take inputs of the other dtype, too."""
         if not self._runs:
             return
         borders = find_borders(model, self._runs)
         for module in model.modules():
             run = self._runs.get(module)
-            dtype = low
-            if run == "float32":
-                dtype = torch.float32
+            dtype = torch.float32 if run == "float32" else low
             owns = any(tensor.dtype == dtype for tensor in module.parameters(recurse=False))
             if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
                 self._add(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
@@ -162,8 +154,8 @@ class ModelBinding:
                 self._add(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
 
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-        """Return the modules that hold floating buffers and no weights, such as rotary embeddings: 16 bits would round
-        what they compute with, frequencies, filters and averages. A module rule decides otherwise.
+        """Return the modules that hold floating buffers and no weights, such as rotary embeddings, and that no module
+        rule covers: 16 bits would round the frequencies, filters and averages that they compute with.
         """
         found: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:
@@ -195,7 +187,7 @@ class ModelBinding:
         self._undo.callback(_restore, cast, float32_data, self._masters)
         left_alone = _find_declared(model, dtype, self._runs)
         for module in constants:
-            left_alone.update(map(id, module.buffers(recurse=False)))
+            left_alone.update(map(id, _own_tensors(module)))
         for tensor in _tensors_to_cast(model, bool(self._policy.keep_batchnorm_fp32), self._runs, left_alone):
             if tensor.dtype == dtype:
                 continue
@@ -206,7 +198,9 @@ class ModelBinding:
             cast.append((tensor, tensor.dtype))
             if self._policy.master_weights and tensor.is_leaf and tensor.grad is not None:
                 self._masters.keep_gradient(tensor)
-            _set_dtype(tensor, dtype)
+            tensor.data = tensor.data.to(dtype)  # the Parameter object stays
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(dtype)
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -217,16 +211,16 @@ def _tensors_to_cast(
 ) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
-    Left out are shards, which FSDP casts where it gathers them; opaque tensors and what a module holds beside them;
-    what a module rule keeps in float32, also where another module holds it too; those of `left_alone`, by id; and, if
-    they are kept, those of BatchNorm layers (of any kind, affine or not) that no rule covers.
+    Left out are shards, which FSDP casts when it gathers them; opaque tensors and what a module holds beside them; what
+    a module rule keeps in float32, even if another module holds it too; those of `left_alone`, by id; and, if they are
+    kept, those of BatchNorm layers that no rule covers.
     """
     seen = ids_beside_opaque(model) | {id(p) for p in model.parameters() if get_local_tensor(p) is not None}
     seen.update(left_alone)
     for module in model.modules():
         is_kept = runs[module] == "float32" if module in runs else keep_batchnorm and isinstance(module, BatchNormBase)
         if is_kept:
-            seen.update(id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            seen.update(map(id, _own_tensors(module)))
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in seen and is_castable(tensor):
             seen.add(id(tensor))
@@ -234,9 +228,8 @@ def _tensors_to_cast(
 
 
 def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the tensors that a model of transformers declares to stay in float32 where it is cast to 16
-    bits, in its classes' `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`: its code expects
-    them so. What a module rule covers is the rule's.
+    """Return the ids of the tensors that a transformers model declares to stay in float32, in its classes'
+    `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`, and that no module rule covers.
     """
     found: set[int] = set()
     if low not in LOW_DTYPES:
@@ -262,20 +255,15 @@ def _shown_dtype(module: nn.Module) -> torch.dtype | None:
 
 def ids_beside_opaque(model: nn.Module) -> set[int]:
     """Return the ids of opaque tensors and of what their modules hold beside them, which fits them."""
-    return {
-        id(tensor) for module in model.modules() if _shown_dtype(module) is not None for tensor in _own_tensors(module)
-    }
+    found: set[int] = set()
+    for module in model.modules():
+        if _shown_dtype(module) is not None:
+            found.update(map(id, _own_tensors(module)))
+    return found
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Cast in place, and the gradient with it; the Parameter object, and so every reference to it, stays."""
-    tensor.data = tensor.data.to(dtype)
-    if tensor.is_leaf and tensor.grad is not None:
-        tensor.grad = tensor.grad.to(dtype)
 
 
 def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
@@ -292,12 +280,6 @@ def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[i
             tensor.grad = master.grad
         elif tensor.grad is not None:
             tensor.grad = tensor.grad.to(tensor.dtype)
-
-
-def _remove_hook(reference: Callable[[], Any], hook: Any) -> None:
-    module = reference()
-    if module is not None:
-        remove_hook(module, hook)
 
 
 # ---- module rules ----------------------------------------------------------------------------------------------------
@@ -333,7 +315,7 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
         if (module, run_of_caller) in seen:
             return
         seen.add((module, run_of_caller))
-        if _has_forward(module):
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
             run = runs.get(module)
             if run is not None and run != run_of_caller:
                 borders[module] = run
@@ -343,7 +325,3 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
 
     visit(model, None)
     return borders
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -1,7 +1,4 @@
-"""Hooks on models: plain objects that are copied and pickled with the module they sit on.
-
-A deep copy or a DataParallel replica runs the same casts on its own weights.
-"""
+"""Hooks on models: plain objects that are copied and pickled with the module they sit on."""
 
 import contextlib
 import types
@@ -37,7 +34,7 @@ class CastInputs:
 
 
 class CastModelInputs(CastInputs):
-    """The same for a whole model. The first call warns of whole numbers, such as timesteps, that `dtype` rounds: it
+    """The same for a whole model. The first call warns of whole numbers, such as timesteps, that `dtype` rounds, and
     waits for the device.
     """
 
@@ -74,9 +71,8 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook for a layer of torch's whose weights were cast, and which refuses an input of another dtype.
-
-    What comes from outside of the model, to a submodule or a method that is called directly, is float32.
+    """Forward pre-hook for a layer whose weights were cast, and which refuses inputs of another dtype: those of a
+    submodule or a method that is called from outside of the model are float32.
     """
 
     def __call__(
@@ -84,11 +80,10 @@ class TakeAnyInput(CastInputs):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype and not kwargs:
             return args, kwargs
-        return super().__call__(module, args, kwargs) if _owns(module, self.dtype) else (args, kwargs)
-
-
-def _owns(module: nn.Module, dtype: torch.dtype) -> bool:
-    return any(weight is not None and weight.dtype is dtype for weight in get_own_parameters(module).values())
+        for weight in get_own_parameters(module).values():
+            if weight is not None and weight.dtype is self.dtype:
+                return super().__call__(module, args, kwargs)
+        return args, kwargs
 
 
 STRICT_LAYERS = (
@@ -109,12 +104,11 @@ class CastOutputs(CastInputs):
 
 
 class RegionHooks:
-    """What a module rule adds around a module at the levels that patch functions: its inputs cast, and a region while
-    it runs.
+    """What a module rule adds to a module at the levels that patch functions: it casts the inputs, and opens a region
+    while the module runs. Inside `disable_casts` nothing is cast.
 
-    `enter` is a forward pre-hook, `leave` a forward hook that is called also after an Exception; what else may pass
-    through the module, such as KeyboardInterrupt, leaves a region that the switch finds to be stale. Inside
-    `disable_casts` nothing is cast.
+    `enter` is a forward pre-hook, `leave` a forward hook that is also called after an Exception. KeyboardInterrupt and
+    the like leave a region that the switch finds to be stale.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
@@ -131,7 +125,7 @@ class RegionHooks:
         return args, kwargs
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
-        """Do the same for a call that had begun when the hooks were set, to its positional inputs. `frame` runs it."""
+        """Do the same for the positional inputs of a call, run by `frame`, that had begun when the hooks were set."""
         if self.switch.enter_module(self.mode, self, frame):
             return self.cast(module, args, {})[0]
         return args
@@ -142,9 +136,7 @@ class RegionHooks:
 
 
 class _SessionHook:
-    """A hook that serves one model of one live session; a copy of it, and what is left after the session, does the part
-    that needs none.
-    """
+    """A hook that serves one model of a live session. A copy of it has no target, and so does less or nothing."""
 
     def __init__(self, target: Any = None) -> None:
         self._target = (lambda: None) if target is None else weakref.ref(target)
@@ -158,7 +150,7 @@ class _SessionHook:
 
 class InvalidateCache(_SessionHook):
     """Forward pre-hook and forward hook: an outermost forward without gradients invalidates the low copies of weights
-    before it and after it, since weights are edited for it and restored in ways that nothing shows.
+    before and after it, because weights may be swapped for it in ways that no version counter shows.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
@@ -170,9 +162,9 @@ class InvalidateCache(_SessionHook):
 
 
 class SyncMasters(_SessionHook):
-    """Forward pre-hook: what was done to masters or to parameters since the last step shows in this forward.
+    """Forward pre-hook: edits of masters or parameters since the last step act in this forward.
 
-    A copy of the model has 16-bit weights and no masters: the first one is warned of.
+    The first copy of the model, which has 16-bit weights and no masters, is warned of.
     """
 
     def __deepcopy__(self, memo: Any) -> _SessionHook:
@@ -192,17 +184,15 @@ class SyncMasters(_SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        if compiling.is_compiling():  # nothing of a sync would be in the compiled code
+        if compiling.is_compiling():
             masters.is_compiled = True
         else:
             masters.sync()
 
 
 class Float32StateDict(_SessionHook):
-    """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none.
-
-    A copy of the module stores its own tensors, as they are: whoever averages weights into the state dict of a copy
-    means those.
+    """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none. A copy of
+    the module stores its own tensors as they are.
     """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -222,9 +212,7 @@ class Float32StateDict(_SessionHook):
 
 
 class LoadMasters(_SessionHook):
-    """Load-state-dict pre-hook: keep the float32 values of this module's own parameters and buffers before torch rounds
-    them.
-    """
+    """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them."""
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
@@ -250,7 +238,7 @@ class LoadMasters(_SessionHook):
 
 
 class EndLoading(_SessionHook):
-    """Load-state-dict post-hook: masters and parameters were both written, and agree. What comes later is an edit."""
+    """Load-state-dict post-hook: masters and parameters agree. What comes later is an edit."""
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         masters: Masters | None = self._target()

@@ -1,7 +1,6 @@
 """`OptimizerBinding`: puts float32 masters into the groups of an optimizer, and skips its step after an overflow.
 
-`step`, `zero_grad` and `add_param_group` of the instance are replaced once, when the optimizer is bound. Nothing is
-patched in the training loop: `step` reads the flags of the ledger.
+`step`, `zero_grad` and `add_param_group` of the instance are replaced once, when the optimizer is bound.
 """
 
 import contextlib
@@ -36,18 +35,10 @@ class OptimizerBinding:
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
-        masters: the masters of the session.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
         switch: the casts of the session, turned off during the step.
-        cache: the weight cache, or None.
-        ledgers: the ledgers of the session.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
-
-    Attributes:
-        groups: its parameter groups.
-        ledger: its overflow flags.
-        steps: counts and reports its steps.
     """
 
     def __init__(
@@ -89,10 +80,7 @@ class OptimizerBinding:
     # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, float32_data: dict[int, Tensor]) -> None:
-        """Put masters into the groups and replace the methods.
-
-        `float32_data` holds parameters' values from before they were cast, by id.
-        """
+        """Put masters into the groups, with the values from before the cast (by id), and replace the methods."""
         optimizer: Any = self.optimizer
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._is_bound = True
@@ -112,7 +100,7 @@ class OptimizerBinding:
             self._replace(inner, "step", self._step)
         if self._use_masters:
             hook = PushHook(self._push_in_step)
-            self._undo.callback(_remove_step_hook, self.reference, hook)
+            self._undo.callback_on(optimizer, remove_step_hook, hook)
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
         self.attach("step_was_skipped", False)
@@ -120,7 +108,7 @@ class OptimizerBinding:
 
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
-        self._undo.callback(_delete, self.reference, name)
+        self._undo.callback_on(self.optimizer, _delete, name)
         vars(self.optimizer)[name] = value
 
     def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
@@ -133,7 +121,7 @@ class OptimizerBinding:
             return method(original, *args, **kwargs)
 
         vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
-        self._undo.callback(_restore, weakref.ref(target), self, name, had_own)
+        self._undo.callback_on(target, _restore, self, name, had_own)
         setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
@@ -267,9 +255,7 @@ class OptimizerBinding:
         return result
 
     def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
-        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host has to read
-        the flags and decide.
-        """
+        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host decides."""
         if outcome.is_known() or waits_for_each():
             return None
         if self._device_skip is None or not self._device_skip.is_possible(self.reference()):
@@ -312,9 +298,7 @@ class OptimizerBinding:
                 master.grad = None
 
     def _look_for_gradients(self) -> None:
-        """Warn once if the first step has no gradients or no scaled loss, or if training updates buffers in 16 bits.
-        Waits for the device if buffers were cast.
-        """
+        """Warn once of no gradients, no scaled loss, or changed 16-bit buffers, for which it waits for the device."""
         name = type(self.reference()).__name__
         if self.ledger.has_begun:
             self._has_looked_for_gradients = True
@@ -407,28 +391,19 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _delete(reference: "weakref.ref[Any]", name: str) -> None:
-    target = reference()
-    if target is not None:
-        vars(target).pop(name, None)
+def _delete(target: Any, name: str) -> None:
+    vars(target).pop(name, None)
 
 
-def _restore(reference: "weakref.ref[Any]", binding: OptimizerBinding, name: str, had_own: bool) -> None:
+def _restore(target: Any, binding: OptimizerBinding, name: str, had_own: bool) -> None:
     """Remove a replaced method, unless an LR scheduler has wrapped it since: then it stays and calls the original."""
-    target = reference()
-    current = None if target is None else vars(target).get(name)
+    current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return
     if had_own:
         setattr(target, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
     else:
         delattr(target, name)
-
-
-def _remove_step_hook(reference: "weakref.ref[Optimizer]", hook: PushHook) -> None:
-    optimizer = reference()
-    if optimizer is not None:
-        remove_step_hook(hook, optimizer)
 
 
 def _masters_exist() -> None:

@@ -89,9 +89,6 @@ class UnshardedSums:
     """Unsharded gradients that `fully_shard` keeps outside of `.grad` under `set_requires_gradient_sync(False)`.
 
     They stay multiplied by the loss scale until a backward pass reduces them.
-
-    Args:
-        modules: the modules that `fully_shard` was applied to, read at each change of scale.
     """
 
     def __init__(self, modules: Collection[Module]) -> None:

@@ -22,13 +22,9 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     """Gives the loss times the loss scale; when it exits, gradients are divided by it. See `amp_patch.scale_loss`.
 
     Args:
-        loss: a floating tensor.
-        scaler: whose scale it is multiplied by.
         ledgers: of the optimizers whose next steps are skipped if their gradients overflow.
         all_ledgers: of the session.
-        is_delayed: leave the gradients scaled, and nobody looks at them yet.
-        switch: of the casts.
-        cache: the weight cache, or None.
+        is_delayed: leave the gradients scaled and unchecked.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn, once, if there are gradients of something else than the scaled loss, which the block has divided."""
+        """Warn once if the block has divided gradients that are not those of the scaled loss."""
         for ledger in self.ledgers:
             if any(parameter.grad is not None for parameter in ledger.groups.parameters()):
                 self.scaler.awaits_backward = False

@@ -18,10 +18,7 @@ LOOK_EVERY = 100
 
 
 class Outcome:
-    """The flags of one step, copied to the host from the moment this is created. On a CPU they are there at once.
-
-    Args:
-        found_inf: the flag of each scaler: 0-dim float32.
+    """The flags of one step (0-dim float32), copied to the host from the moment this is created.
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
@@ -89,8 +86,7 @@ class Steps:
 
     Args:
         scalers: those of the session; messages name them by their index.
-        find_culprits: returns the names of parameters with non-finite gradients. Waits for the device. The gradients
-            may have been zeroed when it is called.
+        find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
         tell_skipped: called for each step, with whether it was skipped.
     """
 

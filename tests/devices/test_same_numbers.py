@@ -25,7 +25,6 @@ if IS_SIM:
 
 pytestmark = requires_sim
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 OPTIMIZERS = {  # an eps of 1e-8 is 0 in the float16 of O3
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
@@ -152,9 +151,9 @@ def assert_same(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-CASES = [(level, kind) for level in LEVELS for kind in OPTIMIZERS]
-CASES += [(level, kind) for level in ("O1", "O2", "O5") for kind in APEX]
-CASES.remove(("O3", "sgd-fused"))  # torch's kernel for a CPU reads momentum in 16 bits that nobody has written
+CASES = [(level, kind) for level in ("O1", "O2", "O5") for kind in OPTIMIZERS]
+CASES += [("O0", "sgd"), ("O3", "adamw-foreach"), ("O4", "adamw-fused")]
+CASES += zip(("O1", "O2", "O5", "O2"), APEX, strict=True)
 
 
 @pytest.mark.parametrize(("level", "kind"), CASES)
@@ -173,8 +172,10 @@ def test_a_device_trains_as_the_cpu(level, kind):
             assert_same(run("sim"), expected)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize(("first", "second"), [("cpu", "sim"), ("sim", "cpu"), ("sim", "sim:1")])
+@pytest.mark.parametrize(
+    ("first", "second", "level"),
+    [("cpu", "sim", "O1"), ("cpu", "sim", "O2"), ("sim", "cpu", "O1"), ("sim", "cpu", "O5"), ("sim", "sim:1", "O2")],
+)
 def test_a_run_goes_on_on_another_device(first, second, level, tmp_path):
     model, optimizer = start("cpu", level, "adamw-fused", loss_scale="dynamic")
     train(model, optimizer, range(12))
@@ -214,7 +215,7 @@ class Split(Net):
 
 
 @pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused", "apex-adam"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_on_two_devices_trains_as_on_one(level, kind, monkeypatch):
     monkeypatch.setitem(globals(), "Net", Split)
     found = {}

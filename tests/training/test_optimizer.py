@@ -14,12 +14,17 @@ from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from training import backward, train
 
 import amp_patch as amp
-from amp_patch.apex.optimizers import FusedAdam, FusedLAMB
+from amp_patch.apex.optimizers import FusedAdam
 from amp_patch.training.masters import Masters
 
 LEVELS = ["O1", "O2"]  # without and with masters
+
+
+def compute_loss(model, batch, factor=1.0):
+    return F.cross_entropy(model(batch[0]), batch[1]) * factor
 
 
 def sgd(model, **options):
@@ -29,34 +34,6 @@ def sgd(model, **options):
 def initialize(level, make_optimizer=sgd, **options):
     model = make_model()
     return amp.initialize(model, make_optimizer(model), opt_level=level, verbosity=0, **options)
-
-
-def backward(model, optimizer, batch):
-    loss = F.cross_entropy(model(batch[0]), batch[1])
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    return loss.item()
-
-
-def train(model, optimizer, batches):
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(backward(model, optimizer, batch))
-        optimizer.step()
-    return losses
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_are_there_from_the_start_and_exact(level):
-    model = make_model()
-    optimizer = sgd(model)
-    originals = [p.detach().clone() for p in model.parameters()]
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for master, original, parameter in zip(amp.master_params(optimizer), originals, model.parameters(), strict=True):
-        assert master.dtype is torch.float32 and torch.equal(master, original)
-        assert torch.equal(parameter, original.to(parameter.dtype))
-        assert master.requires_grad and master.is_leaf
 
 
 def test_optimizer_state_from_before_is_kept_and_stays_float32():
@@ -79,112 +56,26 @@ def test_optimizer_state_from_before_is_kept_and_stays_float32():
         assert torch.equal(optimizer.state[master]["exp_avg_sq"], expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("of", ["optimizer", "model"])
-def test_every_way_to_zero_gradients_gives_the_same_training(level, set_to_none, of):
-    batches = make_batches(5)
-    model, optimizer = initialize(level)
-    expected = train(model, optimizer, batches)
-    amp.reset()
-    model, optimizer = initialize(level)
-    backward(model, optimizer, batches[4])  # abandoned: zeroing must clear masters as well
-    losses = []
-    model.load_state_dict(make_model().state_dict())  # BatchNorm statistics have moved
-    for batch in batches:
-        (optimizer if of == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-        losses.append(backward(model, optimizer, batch))
-        optimizer.step()
-    assert losses == expected
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("after_steps", [0, 2])
-def test_add_param_group(level, after_steps):
-    batches = make_batches(6)
-    results = []
-    for grow in (False, True):
-        model = make_model()
-        with (
-            torch.no_grad()
-        ):  # weights that 16 bits hold exactly: a late master starts from the model's rounded weights
-            for p in model.parameters():
-                p.copy_(p.bfloat16())
-        first = [p for name, p in model.named_parameters() if not name.startswith("fc")]
-        last = list(model.fc.parameters())
-        optimizer = torch.optim.SGD(
-            [{"params": first}] if grow else [{"params": first}, {"params": last, "lr": 0.0}], lr=0.05, momentum=0.9
-        )
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        train(model, optimizer, batches[:after_steps])
-        if grow:
-            optimizer.add_param_group({"params": last, "lr": 0.01})
-        else:
-            optimizer.param_groups[1]["lr"] = 0.01
-            for p in optimizer.param_groups[1]["params"]:
-                optimizer.state.pop(p, None)
-        optimizer.zero_grad()
-        model.zero_grad()
-        train(model, optimizer, batches[after_steps:])
-        assert len(optimizer.param_groups) == 2
-        results.append(copy.deepcopy(model.state_dict()))
-        amp.reset()
-    assert all(torch.equal(results[1][name], value) for name, value in results[0].items())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_may_be_built_before_or_after(level, when):
+@pytest.mark.parametrize(("level", "is_early"), [("O1", True), ("O2", False)])
+def test_a_scheduler_may_be_built_before_or_after_and_a_skip_is_no_reason_to_warn(level, is_early):
     batches = make_batches(4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = make_model()
         optimizer = sgd(model)
-        if when == "before":
+        if is_early:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-        if when == "after":
+        if not is_early:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        with amp.scale_loss(
-            F.cross_entropy(model(batches[0][0]), batches[0][1]) * float("inf"), optimizer
-        ) as scaled_loss:
-            scaled_loss.backward()
+        backward(compute_loss(model, batches[0], math.inf), optimizer)
         optimizer.step()
-        if not optimizer.step_was_skipped:
-            scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
-        scheduler.step()  # and a scheduler that is stepped all the same does not warn
-        for batch in batches:
-            train(model, optimizer, [batch])
-            scheduler.step()
+        assert optimizer.step_was_skipped
+        scheduler.step()
+        train(model, optimizer, batches, scheduler)
     assert optimizer.param_groups[0]["lr"] == 0.05 * 0.5**5
     amp.reset()
     optimizer.step()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_closures_work_when_no_step_can_be_skipped(level):
-    batch = make_batches(1)[0]
-    results = []
-    for with_closure in (False, True):
-        model, optimizer = initialize(level, loss_scale=1.0)
-
-        def evaluate(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch[0]), batch[1])
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            return loss
-
-        for _ in range(3):
-            if with_closure:
-                assert optimizer.step(evaluate) is not None
-            else:
-                evaluate()
-                optimizer.step()
-        results.append(copy.deepcopy(model.state_dict()))
-        amp.reset()
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 class Twice(torch.optim.SGD):
@@ -223,28 +114,30 @@ def scheduled_in_a_session_before(parameters):
 
 
 EVALUATING_FIRST = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "under a schedule": scheduled,
     "under a schedule of an earlier session": scheduled_in_a_session_before,
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01),
-    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01),
 }
 
 
-@pytest.mark.parametrize(("name", "level"), [*((name, "O1") for name in EVALUATING_FIRST), ("SGD", "O2")])
-def test_a_closure_is_called_before_a_step_that_may_be_skipped(name, level):
+@pytest.mark.parametrize(
+    ("name", "level", "loss_scale"),
+    [*((name, "O1", "dynamic") for name in EVALUATING_FIRST), ("fused AdamW", "O2", "dynamic")]
+    + [("fused AdamW", level, 8.0) for level in LEVELS],
+)
+def test_a_step_with_a_closure_is_the_step_after_it(name, level, loss_scale):
     batch = make_batches(1)[0]
     results = []
     for with_closure in (False, True):
-        model, optimizer = initialize(level, lambda m: EVALUATING_FIRST[name](m.parameters()), loss_scale="dynamic")
-        losses, factors = [], iter((1.0, math.inf, 1.0, 1.0))
+        model, optimizer = initialize(level, lambda m: EVALUATING_FIRST[name](m.parameters()), loss_scale=loss_scale)
+        bad = math.inf if loss_scale == "dynamic" else 2.0
+        losses, factors = [], iter((1.0, bad, 1.0, 1.0))
 
         def evaluate(model=model, optimizer=optimizer, factors=factors):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch[0]), batch[1]) * next(factors)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            loss = compute_loss(model, batch, next(factors))
+            backward(loss, optimizer)
             return loss
 
         for number in range(4):
@@ -254,24 +147,17 @@ def test_a_closure_is_called_before_a_step_that_may_be_skipped(name, level):
             else:
                 losses.append(evaluate())
                 optimizer.step()
-            assert optimizer.step_was_skipped is (number == 1)
+            assert optimizer.step_was_skipped is (number == 1 and loss_scale == "dynamic")
         results.append([*copy.deepcopy(model.state_dict()).values(), torch.stack(losses)])
         assert next(factors, None) is None
         amp.reset()
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [lambda p: Twice(p, lr=0.1), lambda p: Disguised(p, lr=0.1), lambda p: EVALUATING_FIRST["SGD"](p)],
-    ids=["step of its own", "in disguise", "patched"],
-)
-def test_a_closure_that_may_be_called_at_any_time_is_refused_where_a_step_may_be_skipped(build, request):
+@pytest.mark.parametrize("kind", [Twice, Disguised])
+def test_a_closure_that_may_be_called_at_any_time_is_refused_where_a_step_may_be_skipped(kind):
     model = nn.Linear(2, 2)
-    optimizer = build(model.parameters())
-    if "patched" in request.node.name:
-        step = optimizer.step
-        optimizer.step = lambda closure=None: step(closure)
+    optimizer = kind(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
     with pytest.raises(amp.OptimizerError, match=r"step\(closure\) of .* does not work with a dynamic loss scale"):
         optimizer.step(lambda: 1 / 0)
@@ -287,52 +173,9 @@ def test_a_closure_that_raises_takes_no_step():
     assert amp.stats().steps == 2
 
 
-def test_lbfgs_trains_where_it_can():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[1.0], [2.0]])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    first = closure().item()
-    optimizer.step(closure)
-    assert closure().item() < first / 10
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_clipping_the_master_params(level):
-    batch = make_batches(1)[0]
-    model, optimizer = initialize(level, loss_scale=64.0)
-    backward(model, optimizer, batch)
-    norms = [torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1) for _ in range(2)]
-    assert norms[0] > 0.2 and norms[1].item() == pytest.approx(0.1, rel=2e-2)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_freezing_and_unfreezing(level):
-    batches = make_batches(6)
-    model, optimizer = initialize(level)
-    train(model, optimizer, batches[:2])
-    model.fc.weight.requires_grad_(False)
-    frozen = model.state_dict()["fc.weight"].clone()
-    optimizer.zero_grad()
-    model.zero_grad()
-    optimizer.param_groups[0]["momentum"] = 0
-    train(model, optimizer, batches[2:4])
-    assert torch.equal(model.state_dict()["fc.weight"], frozen)
-    model.fc.weight.requires_grad_(True)
-    train(model, optimizer, batches[4:])
-    assert not torch.equal(model.state_dict()["fc.weight"], frozen)
-
-
 @requires_cpu("the simulated device has no sparse tensors")
 def test_sparse_gradients():
-    for level, options in (("O1", {}), ("O2", {"max_loss_scale": 1024.0}), ("O5", {}), ("O0", {"loss_scale": 8.0})):
+    for level, options in (("O1", {}), ("O2", {"max_loss_scale": 1024.0}), ("O5", {})):
         torch.manual_seed(0)
         table = nn.Embedding(6, 3, sparse=True)
         optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
@@ -341,8 +184,7 @@ def test_sparse_gradients():
         for _ in range(2):
             optimizer.zero_grad()
             for _ in range(2):
-                with amp.scale_loss(table(torch.tensor([1, 1, 4])).float().pow(2).sum(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(table(torch.tensor([1, 1, 4])).float().pow(2).sum(), optimizer)
             optimizer.step()
         changed = (table.state_dict()["weight"] != before).any(1)
         assert changed.tolist() == [False, True, False, False, True, False]
@@ -358,8 +200,7 @@ def test_sparse_and_dense_gradients_of_one_parameter_add_up(scale, is_sparse_fir
     amp.initialize(table, optimizer, opt_level="O5", loss_scale=scale, verbosity=0)
     losses = [lambda: table(torch.tensor([1, 1])).sum(), lambda: table.weight.float().sum()]
     for compute in losses if is_sparse_first else reversed(losses):
-        with amp.scale_loss(compute(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(compute(), optimizer)
     gradient = next(iter(amp.master_params(optimizer))).grad.to_dense()
     assert torch.equal(gradient, torch.tensor([1.0, 3.0, 1.0, 1.0, 1.0])[:, None].expand(5, 3))
 
@@ -367,9 +208,8 @@ def test_sparse_and_dense_gradients_of_one_parameter_add_up(scale, is_sparse_fir
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_the_gradients_of_masters_hold_no_graph(scale):
     model, optimizer = initialize("O5", loss_scale=scale)
-    images, labels = make_batches(1)[0]
-    for _ in range(2):
-        with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+    for batch in make_batches(2):
+        with amp.scale_loss(compute_loss(model, batch), optimizer) as scaled_loss:
             scaled_loss.backward(create_graph=True)
         own = {id(parameter) for parameter in model.parameters()}
         masters = [master for master in amp.master_params(optimizer) if id(master) not in own]
@@ -392,42 +232,6 @@ def test_parameters_that_are_replaced_several_times_are_seen():
             assert torch.equal(model.weight.detach(), expected)
 
 
-def test_a_wrapper_that_holds_an_optimizer_is_followed_to_it():
-    class Wrapper:
-        def __init__(self, optim):
-            self.optim = optim
-            self.param_groups = optim.param_groups
-
-    model = make_model()
-    wrapper = Wrapper(sgd(model))
-    assert amp.initialize(model, wrapper, opt_level="O2", verbosity=0) == (model, wrapper)
-    backward(model, wrapper, make_batches(1)[0])
-    assert all(p.grad is not None for p in amp.master_params(wrapper))
-    wrapper.optim.step()
-
-
-def test_a_subclass_with_a_step_of_its_own_is_skipped_too():
-    class Mine(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-            self.calls = 0
-
-        def step(self):
-            self.calls += 1
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.data.add_(p.grad, alpha=-0.1)
-
-    model, optimizer = initialize("O1", lambda model: Mine(model.parameters()), loss_scale="dynamic")
-    batch = make_batches(1)[0]
-    losses = train(model, optimizer, [batch] * 5)
-    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
-    with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * float("inf"), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert optimizer.step_was_skipped and optimizer.calls == 5
-
-
 def test_optimizers_can_be_copied_and_pickled():
     model, optimizer = initialize("O2")
     train(model, optimizer, make_batches(2))
@@ -440,18 +244,6 @@ def test_optimizers_can_be_copied_and_pickled():
     assert hasattr(optimizer, "_amp_stash")
 
 
-def test_two_optimizers_share_the_master_of_a_parameter():
-    model = make_model()
-    first, second = sgd(model), torch.optim.SGD(model.fc.parameters(), lr=0.01)
-    amp.initialize(model, [first, second], opt_level="O2", verbosity=0)
-    shared = second.param_groups[0]["params"][0]
-    assert any(p is shared for p in first.param_groups[0]["params"])
-    backward(model, [first, second], make_batches(1)[0])
-    before = shared.detach().clone()
-    second.step()
-    assert not torch.equal(shared, before) and torch.equal(model.fc.weight, shared.half())
-
-
 def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_back():
     model, optimizer = initialize("O1", loss_scale="dynamic")
     binding = optimizer._amp_stash
@@ -459,8 +251,7 @@ def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_ba
     binding.attach("mine", 2)
     batch = make_batches(1)[0]
     for factor, skipped in ((1.0, False), (float("inf"), True)):
-        with amp.scale_loss(F.cross_entropy(model(batch[0]), batch[1]) * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(compute_loss(model, batch, factor), optimizer)
         assert binding.ledger.is_overflow() is skipped
         optimizer.step()
         assert optimizer.step_was_skipped is skipped and binding.ledger.is_overflow() is False
@@ -479,7 +270,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("is_global", [False, True])
 @pytest.mark.parametrize("is_early", [False, True])
-@pytest.mark.parametrize(("level", "name"), [("O5", "sgd"), ("O5", "fused"), ("O4", "fused")])
+@pytest.mark.parametrize(("level", "name"), [("O5", "sgd"), ("O2", "fused")])
 def test_hooks_on_a_step_see_the_weights_of_that_step(level, name, is_early, is_global):
     model = make_model()
     optimizer = MAKERS[name](model)
@@ -495,7 +286,7 @@ def test_hooks_on_a_step_see_the_weights_of_that_step(level, name, is_early, is_
     for batch in make_batches(3):
         seen.clear()
         optimizer.zero_grad()
-        backward(model, optimizer, batch)
+        backward(compute_loss(model, batch), optimizer)
         optimizer.step()
         assert all(map(torch.equal, seen[-1], model.parameters()))
     hook.remove()
@@ -515,7 +306,7 @@ class Wrapper(torch.optim.Optimizer):
         self.base.step(closure)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_state_of_an_optimizer_inside_of_another_outlives_the_session(level):
     model = make_model()
     optimizer = Wrapper(model.parameters())
@@ -554,33 +345,24 @@ def test_a_hook_that_edits_weights_is_not_overwritten():
         assert parameter.abs().max() <= 0.125 and torch.equal(parameter.float(), master.to(parameter.dtype).float())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_groups_can_be_made_anew_from_the_parameters(level):
+def test_groups_made_anew_from_the_parameters_have_their_masters():
     """Progressive unfreezing: first the last layer, then all."""
-    model = make_model()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    names = [name for name, _ in model.named_parameters()]
-    batches = make_batches(3)
-    train(model, optimizer, batches[:1])
-    masters = [value.clone() for value in model.state_dict().values()]
+    model, optimizer = initialize("O2", loss_scale=1.0)
+    train(model, optimizer, make_batches(1))
+    masters = dict(zip(model.parameters(), amp.master_params(optimizer), strict=True))
     optimizer.param_groups.clear()
     optimizer.state.clear()
-    last, others = names[-1], names[:-1]
-    parameters = dict(model.named_parameters())
-    optimizer.add_param_group({"params": [parameters[last]], "lr": 0.25})
-    assert torch.equal(next(amp.master_params(optimizer)), masters[list(model.state_dict()).index(last)])
+    *others, last = model.parameters()
+    optimizer.add_param_group({"params": [last], "lr": 0.25})
+    assert list(amp.master_params(optimizer)) == [masters[last]]
     with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": [parameters[last]]})
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, optimizer, batches[1:2])
-    after = {name: value.clone() for name, value in model.state_dict().items()}
-    assert not torch.equal(before[last], after[last])
-    assert all(torch.equal(before[name], after[name]) for name in others)
-    optimizer.add_param_group({"params": [parameters[name] for name in others]})
-    train(model, optimizer, batches[2:])
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(after[name], value)}
-    assert changed >= {last, names[0]}
+        optimizer.add_param_group({"params": [last]})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, make_batches(1))
+    is_same = [torch.equal(*both) for both in zip(before, model.parameters(), strict=True)]
+    assert all(is_same[:-1]) and not is_same[-1]
+    optimizer.add_param_group({"params": others})
+    assert set(amp.master_params(optimizer)) == set(masters.values())
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -605,19 +387,13 @@ def test_a_hook_that_renames_entries_leaves_them_float32(is_early):
         assert torch.equal(state[name.replace("weight", "kernel")], original)
 
 
-def test_the_first_copy_of_a_model_with_masters_is_warned_of():
-    model, _optimizer = initialize("O2")
-    with pytest.warns(UserWarning, match=r"amp\.master_params") as caught:
-        first, second = copy.deepcopy(model), copy.deepcopy(model)
-        copy.deepcopy(first)
-    assert len(caught) == 1 and second is not model
-
-
-def test_what_the_warning_says_of_training_a_copy_is_so():
+def test_the_first_copy_of_a_model_with_masters_is_warned_of_and_what_that_says_is_so():
     early, way = make_model(), "before initialize or after amp.reset()"
     model, _optimizer = initialize("O2")
-    with pytest.warns(UserWarning, match=re.escape(way)):
+    with pytest.warns(UserWarning, match=re.escape(way)) as caught:
         copied = copy.deepcopy(model)
+        copy.deepcopy((model, copied))
+    assert len(caught) == 1
     with pytest.raises(amp.ModelError, match=f"in 16 bits already.*{re.escape(way)}"):
         amp.initialize(copied, sgd(copied), opt_level="O2", verbosity=0)
     amp.initialize(early, sgd(early), opt_level="O2", verbosity=0)
@@ -635,34 +411,3 @@ def test_copies_of_models_without_masters_are_not(level):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.deepcopy(model)
-
-
-REPLACED = {
-    "cleared": lambda optimizer, parameters: (
-        optimizer.param_groups.clear(),
-        optimizer.state.clear(),
-        optimizer.add_param_group({"params": parameters}),
-    ),
-    "list": lambda optimizer, parameters: optimizer.param_groups[0].update(params=parameters),
-    "groups": lambda optimizer, parameters: setattr(
-        optimizer, "param_groups", [{**optimizer.param_groups[0], "params": parameters}]
-    ),
-}
-"""Ways to train one layer after another by one optimizer."""
-
-
-@pytest.mark.parametrize("how", REPLACED)
-def test_parameters_that_replace_as_many_others_have_true_gradients_as_those_do(how):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", loss_scale=2.0**10, verbosity=0)
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-        REPLACED[how](optimizer, list(model[1].parameters()))
-    for before, after in zip(*found, strict=True):
-        assert torch.equal(before, after)
