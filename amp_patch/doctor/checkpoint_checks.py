@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from .rules import Fault, rule
 from .script import Script
-from .tree import function_of
+from .tree import function_of, text_of
 
 
 @rule(
@@ -62,7 +62,9 @@ def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
         frame = script.frame(call)
         if isinstance(frame, ast.FunctionDef) and frame.name == method:
             continue  # a wrapper delegates to the optimizer in it
-        return [call]
+        values = script.values_of(text_of(receiver))
+        if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
+            return [call]
     return []
 
 

@@ -97,8 +97,7 @@ def get_devices() -> Iterator[Device]:
 def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
     """Return the verdict on each 16-bit dtype for a CUDA compute capability.
 
-    NVIDIA's matrix units take float16 from 7.0, bfloat16 from 8.0 on. None stands for an accelerator of another make,
-    of which nothing is known here.
+    NVIDIA's matrix units take float16 from 7.0, bfloat16 from 8.0 on. None: another make, of which nothing is known.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)

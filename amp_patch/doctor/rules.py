@@ -123,11 +123,6 @@ class Selection:
 
     def has(self, code: str) -> bool:
         """Tell whether a rule is to be followed."""
-        selected = ignored = 0
-        for prefix in self._select:
-            if code.startswith(prefix):
-                selected = max(selected, len(prefix))
-        for prefix in self._ignore:
-            if code.startswith(prefix):
-                ignored = max(ignored, len(prefix))
+        selected = max((len(prefix) for prefix in self._select if code.startswith(prefix)), default=0)
+        ignored = max((len(prefix) for prefix in self._ignore if code.startswith(prefix)), default=0)
         return selected > ignored

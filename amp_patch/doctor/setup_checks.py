@@ -5,7 +5,61 @@ from collections.abc import Iterator
 
 from .rules import Fault, rule
 from .script import Script
-from .tree import argument_of, names_in, parts_of, text_of
+from .tree import argument_of, function_of, names_in, parts_of, position, text_of
+
+
+@rule(
+    "AMP208",
+    "a model moved to its device after initialize",
+    bad="""
+        model = Net()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        model.cuda()  # AMP208
+    """,
+    good="""
+        model = Net()
+        model.cuda()
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    """,
+)
+def models_moved_late(script: Script) -> Iterator[Fault]:
+    """`initialize` prepares casts for the device of the model; `scale_loss` raises an error for a loss on another."""
+    if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
+        return  # models are made on their device
+    moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
+    for call in script.initializations:
+        for model in parts_of(argument_of(call, "models", 0)):
+            name = text_of(model)
+            if not _is_made_on_cpu(script, name, call):
+                continue
+            of_model = [move for move, receiver in moves if name in names_in(receiver)]
+            late = [move for move in of_model if script.is_before(call, move)]
+            if late and not any(script.is_before(move, call) for move in of_model):
+                message = f"{name} moves to its device after amp.initialize, which prepared it for the one it was on"
+                yield Fault(late[0], "error", message, "Move the model first, then call amp.initialize.")
+
+
+def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
+    """Tell whether the last value of a name before a call is surely a model on the CPU: what a class makes, or
+    `from_pretrained`. A function may move what it makes.
+    """
+    made = [value for value in script.values_of(name) if script.is_before(value, call)]
+    if not made or not isinstance(made[-1], ast.Call):
+        return False
+    maker = function_of(made[-1])
+    return maker[:1].isupper() or maker == "from_pretrained"
+
+
+def _is_move(script: Script, call: ast.Call) -> bool:
+    """Tell whether a call of `cuda` or `to` moves to a device that is, or may be, other than the CPU."""
+    if function_of(call) == "cuda":
+        return True
+    place = argument_of(call, "device", 0)
+    if place is None or any(name.startswith("torch.") for name in script.names.resolve(place)):
+        return False  # a dtype
+    if isinstance(place, ast.Constant):
+        return place.value != "cpu"
+    return any(word in text_of(place).lower() for word in ("dev", "cuda", "gpu", "rank"))
 
 
 @rule(
@@ -47,3 +101,35 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
                 message = f"{name} is created after amp.initialize, which was not given it"
             if message:
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")
+
+
+@rule(
+    "AMP211",
+    "initialize inside the training loop",
+    bad="""
+        for images, target in loader:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")  # AMP211
+            train(model, optimizer, images, target)
+    """,
+    good="""
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        for images, target in loader:
+            train(model, optimizer, images, target)
+    """,
+)
+def initialize_in_loop(script: Script) -> Iterator[Fault]:
+    """amp_patch ignores calls for a model that it has already. Apex starts again from the initial loss scale."""
+    for call in script.initializations:
+        statement = script.parent_statement(call)
+        loop = script.parent(statement)
+        if not isinstance(loop, (ast.For, ast.AsyncFor, ast.While)):
+            continue  # under an `if` it may run once
+        models = argument_of(call, "models", 0)
+        if models is None:
+            continue
+        # what the loop, or a statement in it before the call, gives a value to
+        stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+        made = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
+        if not names_in(models) & made:
+            message = "amp.initialize in a loop, for a model that the loop does not make"
+            yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")

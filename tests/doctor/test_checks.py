@@ -53,9 +53,14 @@ def test_examples(rule, tmp_path):
 
 
 BAD = {
+    "pretrained-model-moved-late": HEAD
+    + "model = Net.from_pretrained(name)\n"
+    + "model, optimizer = amp.initialize(model, optimizer)\nmodel.to(args.device)  # AMP208",
     "optimizer-renewed-in-the-loop": OWN
     + "for epoch in epochs:\n    if epoch == 5:\n"
     + "        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # AMP210",
+    "initialize-each-epoch": HEAD
+    + "for epoch in epochs:\n    model, optimizer = amp.initialize(model, optimizer)  # AMP211\n    train()",
     "import-of-what-is-gone": "from apex.contrib.sparsity import ASP  # AMP102",
     "import-in-a-handler": "try:\n    import fast\nexcept ImportError:\n    import apex.RNN  # AMP102",
     "attribute-of-a-module": "import apex\noptimizer = apex.optimizers.FusedThing(p)  # AMP102",
@@ -80,12 +85,21 @@ BAD = {
 }
 
 GOOD = {
+    "model-moved-twice": HEAD
+    + "model = Net().cuda()\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.cuda()",
+    "model-made-by-a-function": HEAD
+    + "model = build(args)\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.to(device)",
+    "model-moved-back": HEAD + "model = Net()\nmodel, optimizer = amp.initialize(model, optimizer)\nmodel.to('cpu')",
     "optimizer-wrapped": OWN + "optimizer = Lookahead(optimizer, k=5)",
     "optimizer-without-amp": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
     + "else:\n    optimizer = torch.optim.SGD(model.parameters())",
     "optimizer-and-initialize-again": OWN
     + "optimizer = torch.optim.SGD(model.parameters())\nmodel, optimizer = amp.initialize(model, optimizer)",
+    "a-model-for-each-fold": HEAD
+    + "for fold in range(5):\n    model = Net()\n    model, optimizer = amp.initialize(model, make(model))",
+    "initialize-once-in-a-loop": HEAD
+    + "for step in steps:\n    if step == 0:\n        model, optimizer = amp.initialize(model, optimizer)",
     "never-run": OWN + "if False:\n    import apex.RNN\n    torch.save(optimizer.state_dict(), path)",
     "saved-where-amp-is-off": HEAD
     + "if args.fp16:\n    model, optimizer = amp.initialize(model, optimizer)\n"
@@ -107,6 +121,7 @@ GOOD = {
     "state-of-amp-saved": OWN + "torch.save([optimizer.state_dict(), amp.state_dict()], path)",
     "weights-only": OWN + "torch.save(model.state_dict(), path)\nmodel.load_state_dict(torch.load(path))",
     "scalers-saved-by-hand": APEX + "torch.save([optimizer.state_dict(), amp._amp_state.loss_scalers], path)",
+    "state-of-what-was-loaded": OWN + "optimizer = torch.load(path)\nsave(optimizer.state_dict())",
     "delegating-wrapper": OWN
     + "class Wrapper:\n    def state_dict(self):\n        return self.optimizer.state_dict()\n"
     + "    def load_state_dict(self, state):\n        self.optimizer.load_state_dict(state)\n    def save(self): ...\n"
