@@ -141,12 +141,8 @@ class FaultFinder:
                         self._judge(op, index, tensor, written, call, of)
                     elif looks_at_zeros and call is not None:
                         self._judge_zeros(op, index, tensor, written, call)
-        is_of_amp = call is None and overload.is_copy  # what it copies comes in where that is used
         for tensor, written in zip(outputs, made, strict=True):
-            if is_of_amp and not math.isfinite(written.largest) and not written.is_known:
-                self._written.pop(storage_of(tensor), None)
-            else:
-                self._keep(tensor, written)
+            self._keep(tensor, written)
         if call is not None and made:
             self._recent.add(op, made[0], is_backward=call.phase == "backward")
 
