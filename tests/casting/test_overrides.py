@@ -131,6 +131,43 @@ def test_an_operator_that_nobody_answers_is_left_to_the_other_operand() -> None:
         assert torch.ones(2, 2) @ Other() == "mine"
 
 
+def jagged(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.nested.nested_tensor(
+        [torch.randn(length, *shape, generator=generator) for length in (3, 5)], layout=torch.jagged
+    )
+
+
+NESTED: list[Callable[[], Tensor]] = [
+    lambda: F.linear(jagged(8), torch.ones(4, 8) / 8),
+    lambda: jagged(8) @ (torch.ones(8, 4) / 8),
+    lambda: F.gelu(jagged(8)),
+    lambda: F.layer_norm(jagged(8), (8,)),
+    lambda: torch.softmax(jagged(8), -1),
+    lambda: jagged(8).sum(-1),
+    lambda: torch.cat([jagged(8), jagged(8)], -1),
+]
+
+
+def test_nested_tensors_run_as_under_autocast() -> None:
+    with torch.autocast("cpu", LOW):
+        expected = [call() for call in NESTED]
+    with amp.session("O4", device="cpu", lists="autocast-cpu", compute="native"):
+        results = [call() for call in NESTED]
+    for result, wanted in zip(results, expected, strict=True):
+        assert type(result) is type(wanted) and result.dtype is wanted.dtype
+        assert torch.equal(result.values(), wanted.values())
+
+
+def test_nested_attention_runs_and_is_right(compute: str) -> None:
+    heads = jagged(2, 8).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(heads, heads, heads)
+    with amp.session("O4", device="cpu", compute=compute):
+        result = F.scaled_dot_product_attention(heads, heads, heads)
+    assert result.is_nested
+    torch.testing.assert_close(result.values().float(), expected.values(), rtol=0.02, atol=0.02)
+
+
 MASKED: list[Callable[[Any], Any]] = [
     lambda m: torch.sum(m, 1),
     lambda m: m.sum(),

@@ -1,5 +1,7 @@
 """Products computed in float32: as close to the truth as one rounding allows, wherever they are called from."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,3 +236,27 @@ def test_an_einsum_of_one_operand_stays_a_view(level: str) -> None:
     torch.einsum("ii->i", square).zero_()
     assert square.sum() == 6.0
     assert torch.einsum("ij->ji", torch.ones(2, 3)).dtype is (torch.bfloat16 if level == "O4" else torch.float32)
+
+
+def test_a_forward_without_backward_leaves_nothing_behind() -> None:
+    """Ops that save their results hold no cycle: what is saved of a result has no graph."""
+    start("O5")
+    low = torch.bfloat16
+    calls: dict[Callable[..., Tensor], list[Tensor]] = {
+        functional.scaled_dot_product_attention: [torch.randn(1, 2, 4, 8, dtype=low) for _ in range(3)],
+        functional.linear: [torch.randn(2, 4, dtype=low), torch.randn(4, 4, dtype=low)],
+        torch.gru_cell: [torch.randn(*shape, dtype=low) for shape in ((2, 4), (2, 4), (12, 4), (12, 4))],
+    }
+    for op, tensors in calls.items():
+        for goes_backward in (False, True):
+            result = op(*[tensor.requires_grad_() * 1 for tensor in tensors])
+            node, probe = result.grad_fn.next_functions[0][0], Probe()
+            node.metadata["probe"], freed = probe, weakref.ref(probe)
+            if goes_backward:
+                result.sum().backward(retain_graph=True)
+            del result, node, probe
+            assert freed() is None, (op, goes_backward)
+
+
+class Probe:
+    """Lives as long as what it is attached to."""

@@ -163,6 +163,23 @@ def test_a_closure_that_may_be_called_at_any_time_is_refused_where_a_step_may_be
         optimizer.step(lambda: 1 / 0)
 
 
+def test_lbfgs_trains_where_it_can():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    x, y = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[1.0], [2.0]])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    first = closure().item()
+    optimizer.step(closure)
+    assert closure().item() < first / 10
+
+
 def test_a_closure_that_raises_takes_no_step():
     model, optimizer = initialize("O1", loss_scale="dynamic")
     before = copy.deepcopy(model.state_dict())
