@@ -288,6 +288,7 @@ def test_fused_adam_cuda_is_the_fused_adam_of_2019(corrects, dtype):
         with pytest.raises(amp_patch.OptimizerError, match="eps_inside_sqrt"):
             fused_adam_cuda.adam(p, out, m, v, g, 0.01, 0.9, 0.99, 1e-8, 8.0, 6, 0, 1, 0.1)
     torch.testing.assert_close(p, twin.detach())
+    torch.testing.assert_close([m, v], [optimizer.state[twin][name] for name in ("exp_avg", "exp_avg_sq")])
     assert torch.equal(out, p.to(dtype))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("fused_adam_cuda")
