@@ -190,6 +190,13 @@ def test_a_closure_that_raises_takes_no_step():
     assert amp.stats().steps == 2
 
 
+def test_zeroing_the_model_zeroes_the_gradients_of_its_masters():
+    model, optimizer = initialize("O2")
+    backward(compute_loss(model, make_batches(1)[0]), optimizer)
+    model.zero_grad()
+    assert all(master.grad is None for master in amp.master_params(optimizer))
+
+
 @requires_cpu("the simulated device has no sparse tensors")
 def test_sparse_gradients():
     for level, options in (("O1", {}), ("O2", {"max_loss_scale": 1024.0}), ("O5", {})):

@@ -292,6 +292,17 @@ def test_a_failing_step_leaves_no_flag_behind(late, monkeypatch):
     assert amp.stats().steps == 1
 
 
+def test_a_step_in_the_middle_of_a_pass_is_judged_by_what_there_was(late):
+    model, optimizer = make(OPTIMIZERS["AdamW"], max_loss_scale=1024.0)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+        (model(torch.ones(2, 4)).sum() * float("inf")).backward()
+    assert optimizer.step_was_skipped is False
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+
+
 def test_the_name_that_is_asked_is_no_longer_torchs_after_a_reset():
     other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     _, optimizer = make(OPTIMIZERS["AdamW"])
