@@ -35,6 +35,7 @@ __all__ = [
     "Stats",
     "disable_casts",
     "float_function",
+    "fsdp_policy",
     "get_original",
     "half_function",
     "initialize",

@@ -55,6 +55,12 @@ class ModuleRule:
             name += "."
         return self.pattern.fullmatch(name) is not None
 
+    def find_problem(self) -> str | None:
+        """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
+        if self.pattern is not None:
+            return None
+        return _find_problem(self.chooser)
+
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
     """Return the rule that one entry of `modules` states, or None where unknown keys leave it open.

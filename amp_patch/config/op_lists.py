@@ -14,7 +14,6 @@ remembers what came of it.
 
 import hashlib
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,7 +131,7 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Loaded:
-    """Resolved lists, and what they depend on: the files, the names of torch, and what is imported."""
+    """Resolved lists, and what they depend on: the files, the names of torch, and what names outside torch mean."""
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
         diagnostics = Diagnostics()
@@ -142,22 +141,35 @@ class _Loaded:
         self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
         self._files = diagnostics.files
-        self._known = _get_known_names()
+        self._names_of_torch = _get_names_of_torch()
 
     def is_current(self) -> bool:
         """Tell whether reading the files again would give the same."""
-        if self._known != _get_known_names():
+        if self._names_of_torch != _get_names_of_torch():
             return False
+        lists = self.lists
         try:
-            return all(read_bytes(path, OpListError) == content for path, content in self._files.items())
+            return (
+                all(read_bytes(path, OpListError) == content for path, content in self._files.items())
+                and all(map(_means_the_same, (*lists.spellings, *lists.deferred, *lists.neutral)))
+                and not any(find_spellings(entry.op, may_be_missing=True) for entry in lists.missing)
+                and not any(rule.find_problem() for rule in lists.modules)
+            )
         except OpListError:
             return False
 
 
-def _get_known_names() -> tuple[object, ...]:
-    """Return what is imported, and what each namespace of torch's ops has: names on a list mean the same meanwhile."""
-    imported = {name: id(module) for name, module in list(sys.modules.items())}
-    return imported, *(list(vars(owner)) for owner in OWNERS.values())
+def _get_names_of_torch() -> list[list[str]]:
+    """Return what each namespace of ops has: while it is the same, names on a list mean the same ops of torch."""
+    return [list(vars(owner)) for owner in OWNERS.values()]
+
+
+def _means_the_same(spelling: Spelling) -> bool:
+    """Tell whether a name outside torch has the owner that it had: modules are reloaded, and cells run again."""
+    if spelling.owner_name in OWNERS:
+        return True
+    found = find_spellings(spelling.entry.op, may_be_missing=True)
+    return found == {(spelling.owner_name, spelling.name): spelling.owner}
 
 
 _loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last

@@ -1,7 +1,7 @@
 """From a level, as a presets file states it, and the caller's overrides to one `Policy`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,8 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
         try:
             result[name] = parsers[name](_plain(node))
         except AmpError as error:
-            raise PolicyError(_with_name(error, name, name), path, node.line, node.column) from None
+            line, column = _place_of_fault(node, parsers[name])
+            raise PolicyError(_with_name(error, name, name), path, line, column) from None
     return result
 
 
@@ -182,6 +183,17 @@ def _plain(node: Node) -> Any:
     if isinstance(node.value, list):
         return [_plain(item) for item in node.value]
     return node.value
+
+
+def _place_of_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
+    """Return line and column of what cannot be read in a node: in a mapping, the first key that is wrong by itself."""
+    if isinstance(node.value, dict):
+        for key, item in node.value.items():
+            try:
+                parse({key: _plain(item)})
+            except AmpError:
+                return node.key_at[key]
+    return node.line, node.column
 
 
 def _is_null(node: Node) -> bool:

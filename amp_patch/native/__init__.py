@@ -15,3 +15,5 @@ from .takeover import install as install
 from .takeover import remove as remove
 from .takeover import start as start
 from .takeover import watch as watch
+
+__all__ = ["AS_IS", "NativeSession", "Takeover", "check_not_installed", "install", "remove", "start", "watch"]

@@ -155,6 +155,7 @@ class NativeSession(Session):
 class _ScriptsScaler:
     """A GradScaler of the script's, as a session shows its own scalers."""
 
+    is_identity = False
     min_loss_scale = None
 
     def __init__(self, scaler: GradScaler) -> None:

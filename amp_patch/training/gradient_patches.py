@@ -94,8 +94,12 @@ def resolve_before_reading(resolve: Callable[[Optimizer], None], undo: UndoStack
     def write(optimizer: Optimizer, value: bool) -> None:
         vars(optimizer)["step_was_skipped"] = value
 
+    def delete(optimizer: Optimizer) -> None:
+        if vars(optimizer).pop("step_was_skipped", None) is None:
+            raise AttributeError("step_was_skipped")
+
     undo.callback(_delete_step_was_skipped)
-    Optimizer.step_was_skipped = property(read, write)  # type: ignore[attr-defined]
+    Optimizer.step_was_skipped = property(read, write, delete)  # type: ignore[attr-defined]
 
 
 def _delete_step_was_skipped() -> None:

@@ -75,10 +75,10 @@ def test_in_a_presets_file_it_is_refused_where_it_stands(tmp_path):
     path = tmp_path / "levels.yaml"
     for name, value, message in [row for row in WRONG if isinstance(row[1], str)]:
         path.write_text(f'Mine:\n  extends: O1\n  loss_scale:\n    growth_interval: 5\n    {name}: "{value}"\n')
-        with pytest.raises(amp.PolicyError, match=f"4:5: loss_scale: {name}=.*{message}"):
+        with pytest.raises(amp.PolicyError, match=f"5:5: loss_scale: {name}=.*{message}"):
             make_policy("Mine", {}, presets=path)
     for text, message in [
-        ("{growth_intervall: 5}", "1:33: loss_scale: unknown key 'growth_intervall'.*'growth_interval'"),
+        ("{growth_intervall: 5}", "1:34: loss_scale: unknown key 'growth_intervall'.*'growth_interval'"),
         ("[64]", "1:33: loss_scale=.*nor 'dynamic' nor a mapping of init, growth"),
     ]:
         path.write_text(f"Mine: {{extends: O2, loss_scale: {text}}}\n")

@@ -372,6 +372,11 @@ def test_a_rule_may_be_for_one_of_several_models(write):
     assert other.weight_holder.weight.dtype is torch.float32
 
 
+def test_rules_of_a_level_that_patches_nothing_leave_other_recurrent_layers_alone(write):
+    amp.initialize(Net(), opt_level="O2", lists=write(MIXED), compute="float32", verbosity=0)
+    assert nn.LSTM(4, 4)(torch.ones(2, 1, 4))[0].dtype is torch.float32
+
+
 def test_levels_that_patch_nothing_take_lists_for_their_module_rules_alone(write):
     with pytest.raises(amp.PolicyError, match="there are none in these"):
         amp.initialize(Net(), opt_level="O2", lists="bfloat16", verbosity=0)

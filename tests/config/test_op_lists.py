@@ -8,6 +8,7 @@ import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -389,6 +390,32 @@ def test_a_package_that_is_imported_in_between_is_seen(
     vars(again).update(vars(package))
     monkeypatch.setattr(sys.modules["somelib"], "ops", again)
     assert load_oplists(path).spellings[0].owner is again
+
+
+def test_what_is_defined_again_is_seen_without_any_import(write: Write, package: types.ModuleType) -> None:
+    """Modules are reloaded, and cells of notebooks run again."""
+
+    def define(name: str) -> Any:
+        kind = type(name, (torch.nn.Module,), {"scores": lambda self, x: x * 2, "__module__": "somelib.ops"})
+        setattr(package, name, kind)
+        return kind
+
+    define("Attention")
+    define("Block")
+    path = write(
+        "blacklist: [somelib.ops.Attention.scores, {op: somelib.ops.later, optional: true}]\n"
+        "modules: [{type: somelib.ops.Block, run: low}]"
+    )
+    first = load_oplists(path)
+    assert load_oplists(path) is first and len(first.missing) == 1
+    again = define("Attention")
+    (spelling,) = load_oplists(path).spellings
+    assert spelling.owner is again
+    package.later = package.roi_align  # type: ignore[attr-defined]
+    assert len(load_oplists(path).spellings) == 2
+    del package.Block  # type: ignore[attr-defined]
+    with pytest.raises(OpListError, match="has no 'Block'"):
+        load_oplists(path)
 
 
 def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:

@@ -391,3 +391,15 @@ def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
             scaled.backward()
         optimizer.step()
         assert amp.stats().steps == 1
+
+
+def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with native.install(lists="bfloat16"):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(1, 2)).float().sum()
+        scaler.scale(loss)
+        with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
+            amp.scale_loss(loss, optimizer).__enter__()

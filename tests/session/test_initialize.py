@@ -52,6 +52,11 @@ def test_what_comes_back_is_what_went_in(wrap):
     assert amp.initialize(models, [], opt_level="O2", verbosity=0) == (models, [])
 
 
+def test_a_model_without_parameters_may_come():
+    model = nn.Flatten()
+    assert amp.initialize(model, opt_level="O4", verbosity=0) is model and amp.stats().opt_level == "O4"
+
+
 def test_generators_come_back_as_lists_of_what_they_gave():
     model, optimizer = make()
     models, optimizers = amp.initialize((m for m in [model]), iter([optimizer]), opt_level="O2", verbosity=0)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import amp_patch as amp
-from amp_patch import insight
+from amp_patch import api, insight
 from amp_patch.config.op_lists import check_oplists
 from amp_patch.config.shipped import shipped_presets
 
@@ -90,6 +90,7 @@ def test_examples_of_the_reference_give_what_they_show(page):
 def test_the_reference_has_every_public_name():
     described = set(re.findall(r"^::: amp_patch\.(\S+)", PAGES["api.md"] + PAGES["insight.md"], re.MULTILINE))
     public = {name for name in amp.__all__ if not name.endswith("Error")} - {"amp"}
+    assert public == set(api.__all__)  # from which type checkers and the site have them
     internal = {
         "comparing",
         "describe_further",
