@@ -52,6 +52,8 @@ _GONE = {
         "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
         " without masters"
     ),
+    "apex.contrib.optimizers.distributed_fused_adam_v2": "sharded Adam: use torch.distributed.fsdp.fully_shard",
+    "apex.contrib.optimizers.distributed_fused_adam_v3": "sharded Adam: use torch.distributed.fsdp.fully_shard",
     "apex.contrib.optimizers.distributed_fused_lamb": (
         "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
     ),

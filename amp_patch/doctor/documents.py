@@ -41,9 +41,10 @@ class Document:
 
     def _read_notebook(self, data: bytes) -> str:
         try:
-            cells = ["".join(cell["source"]) for cell in json.loads(data)["cells"] if cell["cell_type"] == "code"]
-        except (TypeError, KeyError):
-            raise ValueError("it has no cells, as notebooks of version 4 have") from None
+            code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
+            cells = ["".join(cell.get("source", "")) for cell in code_cells]
+        except (TypeError, KeyError, AttributeError):
+            raise ValueError("it has no cells with text, as notebooks of version 4 have") from None
         lines: list[str] = []
         for number, text in enumerate(cells, 1):
             if not _PYTHON_CELL.match(text):

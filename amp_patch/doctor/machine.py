@@ -168,9 +168,7 @@ def find_apex() -> ApexInstall:
     if spec is None:
         return ApexInstall("none", None, None)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    location = spec.origin
-    if folders:
-        location = str(folders[0])
+    location = str(folders[0]) if folders else spec.origin
     return ApexInstall(_kind(folders), location, _version("apex"))
 
 

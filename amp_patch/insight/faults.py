@@ -117,6 +117,9 @@ class FaultFinder:
             if not is_of_user:
                 of = self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
+        if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
+            for tensor in op.outputs():
+                self._written.pop(storage_of(tensor), None)
         if overload.is_in_bulk:
             self._pass_on(op, node, outputs)
             return

@@ -27,7 +27,7 @@ from .tensors import find_largest_of, has_nan
 from .written import Item
 
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
-_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # by such a factor since its smallest, training has diverged
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # grown by such a factor, training has diverged
 _REPEATED = 20  # a script that leaves out a loss that is not finite would go on for ever
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
@@ -37,16 +37,11 @@ _LARGE = 1e15  # nothing that trains has such values
 class _Growth:
     """How a loss, or the largest weight, has grown in a run."""
 
-    smallest: float = math.inf
+    base: float = math.inf
     last: float = 0.0
 
-    def note(self, size: float) -> None:
-        if math.isfinite(size):
-            self.smallest = min(self.smallest, size)
-            self.last = size
-
     def is_beyond(self, factor: float) -> bool:
-        return self.last > factor * max(self.smallest, 1e-3)
+        return self.last > factor * max(self.base, 1e-3)
 
 
 class Tracer(Recorder):
@@ -80,8 +75,8 @@ class Tracer(Recorder):
         self._searched: list[FaultRecord] = []
         self._unused: list[FaultRecord] = []
         self._looked_for: int | None = None  # id of the optimizer whose gradients were looked at for a step under way
-        self._loss = _Growth()
-        self._largest_weight = _Growth()
+        self._loss = _Growth()  # since it was smallest
+        self._largest_weight = _Growth()  # since the first step
         self._are_weights_finite = False
         self._scale: float | None = None  # of the last `scale_loss` block
         self._begin_step()
@@ -119,7 +114,9 @@ class Tracer(Recorder):
         for block in self._watched.ledgers.open_blocks():  # the innermost last
             self._scale = block.scaler.known_scale
         size = find_largest_of([loss])
-        self._loss.note(size)
+        if math.isfinite(size):
+            self._loss.base = min(self._loss.base, size)
+            self._loss.last = size
         self._is_loss_bad |= not math.isfinite(size)
         self._reaching["loss"] |= self._finder.find_faults([loss])
 
@@ -185,7 +182,10 @@ class Tracer(Recorder):
     def _look_at_size(self, optimizer: Optimizer) -> None:
         size = find_largest_of(self._weights_of(optimizer))
         self._are_weights_finite = math.isfinite(size)
-        self._largest_weight.note(size)
+        if self._are_weights_finite:
+            if math.isinf(self._largest_weight.base):
+                self._largest_weight.base = size
+            self._largest_weight.last = size
 
     def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """Yield what an optimizer steps by, and the weights of models, of which it may hold masters."""

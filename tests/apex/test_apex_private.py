@@ -100,6 +100,30 @@ def test_an_overflow_shows_before_the_step_in_three_ways(level, scheduler, capsy
     assert optimizer.step is usual and not torch.equal(weights(model)[0], before)
 
 
+def test_every_optimizer_of_the_loss_shows_the_skip_and_no_other():
+    models = [make_model(), make_model(1), make_model(2)]
+    models, optimizers = amp.initialize(
+        models, [make_optimizer(model) for model in models], opt_level="O1", verbosity=0
+    )
+    images, targets = make_batches(1)[0]
+    loss = F.cross_entropy(models[0](images), targets) * OVERFLOWING + F.cross_entropy(models[1](images), targets)
+    with amp.scale_loss(loss, optimizers[:2]) as scaled_loss:
+        scaled_loss.backward()
+    assert [optimizer._amp_stash.already_patched for optimizer in optimizers] == [True, True, False]
+
+
+def test_a_skip_that_was_zeroed_away_no_longer_shows():
+    model, optimizer = start("O1")
+    usual = optimizer.step
+    overflow(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer, make_batches(1)[0])
+    assert optimizer.step is usual
+    before = weights(model)[0]
+    optimizer.step()
+    assert not torch.equal(weights(model)[0], before)
+
+
 def test_reset_takes_a_step_that_shows_a_skip_away():
     class Own(torch.optim.SGD):
         pass

@@ -537,3 +537,17 @@ def test_numbers_of_the_users_own_generator_are_drawn_as_without():
 
     faults, drawn = train(is_traced=True)
     assert faults[0].aten == "log_normal_" and torch.equal(drawn, train(is_traced=False)[1])
+
+
+def test_weights_that_shrink_and_return_have_not_diverged():
+    model, number = Sandwich(nn.ReLU()), iter(range(3))
+
+    def compute_loss():
+        step = next(number)
+        for parameter in model.parameters():
+            enlarge(parameter, (3, 1e-3, 1e3)[step])
+        inputs = torch.ones(8, 16) * (3e5 if step == 2 else 1)
+        return model(inputs).float().abs().mean() * 1e-3
+
+    (fault, *_) = find(start(model, compute_loss))
+    assert (fault.step, fault.cause) == (2, "precision")

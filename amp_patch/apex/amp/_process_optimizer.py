@@ -25,6 +25,7 @@ class AmpOptimizerState:
         self._view = view
         self.lazy_init_called = True
         self.skip_step: Any = None
+        self.usual_step: Any = None  # behind it
 
     @property
     def already_patched(self) -> bool:
@@ -108,11 +109,15 @@ def show_skip(optimizer: Any) -> None:
     The skip step puts the usual one back and calls it: that one skips, and says so. Waits for the device.
     """
     stash = vars(optimizer).get("_amp_stash")
-    if not isinstance(stash, AmpOptimizerState) or not stash.already_patched:
+    if not isinstance(stash, AmpOptimizerState):
         return
-    usual = vars(optimizer)["step"]
-    if usual is stash.skip_step:
+    is_shown = vars(optimizer)["step"] is stash.skip_step
+    is_skipped = stash.already_patched
+    if is_shown and not is_skipped:  # the bad gradients were zeroed
+        optimizer.step = stash.usual_step
+    if is_shown or not is_skipped:
         return
+    usual = stash.usual_step = vars(optimizer)["step"]
     # an LR scheduler puts a plain function in the place of the method
     function = getattr(usual, "__func__", usual)
 

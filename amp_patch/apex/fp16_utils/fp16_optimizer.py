@@ -13,7 +13,6 @@ from ...reporting import say, set_verbosity
 from ...torch_private import foreach_copy_
 from .._core import LossScaler, ManualPass, rescale_
 from .._forward import forward
-from ..amp.scaler import LossScaler as ApexScaler
 
 
 class FP16_Optimizer:
@@ -260,13 +259,21 @@ class FP16_Optimizer:
 def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
     if not is_dynamic:
         return LossScaler(float(static_loss_scale))
-    if dynamic_loss_args.get("scale_factor", 2) != 2:
+    args = dict(dynamic_loss_args)
+    init_scale = args.pop("init_scale", None)
+    if args.pop("scale_factor", 2) != 2:
         raise OptimizerError("FP16_Optimizer: scale_factor is always 2; leave it out of dynamic_loss_args")
+    scale_window = args.pop("scale_window", None)
     try:
-        return ApexScaler("dynamic", **dynamic_loss_args).core
+        scaler = LossScaler("dynamic", **args)
     except TypeError:
         allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
         raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {dynamic_loss_args} may hold {allowed}") from None
+    if scale_window is not None:
+        scaler.growth_interval = scale_window
+    if init_scale is not None:
+        scaler.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
+    return scaler
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
