@@ -307,6 +307,9 @@ def test_the_bounds_of_a_dynamic_scale():
         _, optimizer = make(cls=cls, dynamic_loss_scale=True, dynamic_loss_args=options)
         scaler = optimizer.loss_scaler
         assert [optimizer.loss_scale, scaler.growth_interval, scaler.min_loss_scale] == expected
+    large = {"init_scale": 2.0**32, "scale_window": None}
+    _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=large)
+    assert (optimizer.loss_scale, optimizer.loss_scaler.growth_interval) == (2.0**32, 2000)
 
 
 def test_arguments_that_cannot_be_honoured_are_refused():

@@ -114,6 +114,12 @@ def test_a_cell_that_is_no_python_is_one_finding_and_the_others_are_read(write):
     assert (fault.code, fault.cell, fault.line) == ("AMP502", 3, 1)
 
 
+def test_cells_without_a_source_or_a_type_are_passed_over(write):
+    text = json.dumps({"cells": [{"cell_type": "code"}, {}, {"cell_type": "code", "source": SETUP + FAULT}]})
+    (finding,) = diagnose(write(text, "train.ipynb"))
+    assert (finding.code, finding.cell) == ("AMP502", 2)
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", '{"cells": 3}', '{"cells": [3]}', "\ud800".encode("utf-8", "surrogatepass"), "[" * 100_000],
