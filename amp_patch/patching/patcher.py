@@ -339,8 +339,10 @@ class Patcher:
 
     def _find(self, owner: Any, name: str) -> Exchange | None:
         """Return the earliest exchange of an attribute."""
+        if owner is None:  # which slots that are no attributes have, too
+            return None
         for exchange in self._exchanges:
-            if owner is not None and exchange.slot.owner() is owner and exchange.slot.key == name:
+            if exchange.slot.key == name and exchange.slot.owner() is owner:
                 return exchange
         return None
 

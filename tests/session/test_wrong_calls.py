@@ -15,7 +15,6 @@ from amp_patch.integrations.trackers import Tracker
 T, V, P, S, C = amp.ArgumentTypeError, amp.ArgumentValueError, amp.PolicyError, amp.SessionError, amp.CheckpointError
 MODEL = nn.Linear(3, 3)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
-STRANGER = torch.optim.SGD(MODEL.parameters())
 LOSS = torch.ones((), requires_grad=True)
 start = partial(amp.initialize, MODEL, OPTIMIZER, verbosity=0)
 half, entry = amp.register_half_function, {"loss_scale": 1.0}
