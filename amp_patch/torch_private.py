@@ -210,6 +210,15 @@ def is_engine_thread() -> bool:
 is_region_enabled: Callable[[Any], bool] = operator.attrgetter("_enabled")
 
 
+def get_autocast_depth() -> int:
+    """Return how many blocks of torch.autocast this thread is in, those that disable it among them.
+
+    Without it, a module rule would act inside of `autocast(enabled=False)` in the module.
+    """
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
 def enable_region(region: Any, is_enabled: bool) -> None:
     """Have an instance of torch.autocast enable casts, or disable them, when it is entered."""
     region._enabled = is_enabled

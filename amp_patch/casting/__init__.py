@@ -11,5 +11,6 @@ from .op_patches import Registration as Registration
 from .products import Products as Products
 from .tensor_cast import cast_tree as cast_tree
 from .weight_cache import SMALL_ON_CPU as SMALL_ON_CPU
+from .weight_cache import RegionCache as RegionCache
 from .weight_cache import WeightCache as WeightCache
 from .wrappers import OpCasts as OpCasts

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ..interrupts import is_running
+from ..torch_private import get_autocast_depth
 from . import compiling
 from .compiling import is_dynamo_compiling
 
@@ -52,7 +53,8 @@ class Region(contextlib.ContextDecorator):
         owner: by which `leave_module` finds it.
         frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
             one that lasts until it is left.
-        waits: it acts only where torch.autocast is in force.
+        acts: whether casts act where it is opened. Blocks of torch.autocast inside of it decide for themselves.
+        depth: the number of such blocks around it.
         has_paused: autocast was in force and is disabled for its length.
     """
 
@@ -63,12 +65,13 @@ class Region(contextlib.ContextDecorator):
         owner: object = None,
         frame: types.FrameType | None = None,
         *,
-        waits: bool = False,
+        acts: bool = True,
     ) -> None:
         self.mode = mode
         self.owner = owner
         self.frame = frame
-        self.waits = waits
+        self.acts = acts
+        self.depth = 0
         self.has_paused = False
         self._switch = switch
 
@@ -155,8 +158,7 @@ class Switch:
         if regions and regions[-1].frame is not None:
             self._leave_stale()
         if regions:
-            is_waiting = regions[-1].waits and self.autocast is not None and not self.autocast.is_here()
-            return Mode.OFF if is_waiting else regions[-1].mode
+            return regions[-1].mode if self._is_in_force(regions[-1]) else Mode.OFF
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
@@ -164,6 +166,12 @@ class Switch:
                 if self._open:
                     return self._open[-1].mode
         return self._mode_outside()
+
+    def _is_in_force(self, region: Region) -> bool:
+        """Tell whether the innermost region acts. It does not in a block of `autocast(enabled=False)` inside of it."""
+        if self.autocast is None or self.autocast.is_here():
+            return True
+        return region.acts and region.depth == get_autocast_depth()
 
     def region(self, mode: Mode) -> Region:
         """Return a block in which the casts of this thread act as `mode` says. Nests, and survives exceptions."""
@@ -189,18 +197,22 @@ class Switch:
         with self._lock:  # no more of this does Dynamo trace: it leaves the call to Python
             is_on = self.is_on_here()
             if self.on:
-                # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
-                waits = not is_on and self._mode_outside() is Mode.OFF  # autocast may be entered inside of the forward
                 self._leave_stale()
-                chosen = mode if is_on or waits else Mode.OFF
-                region = Region(self, chosen, owner, frame or sys._getframe(2), waits=waits)
+                around = self._local.regions[-1:]
+                if around and around[0].mode is Mode.OFF:
+                    mode = Mode.OFF
+                # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
+                region = Region(self, mode, owner, frame or sys._getframe(2), acts=is_on)
                 self.pause(region)
                 self.add(region)
             return is_on
 
-    def has_paused_autocast(self) -> bool:
-        """Tell whether a region of this thread holds back torch.autocast, which is enabled around it."""
-        return any(region.has_paused for region in self._local.regions)
+    def is_autocast_here(self) -> bool:
+        """Tell whether torch.autocast is in force in this thread, or held back by a region of float32."""
+        if self.autocast is None or self.autocast.is_here():
+            return self.autocast is not None
+        depth = get_autocast_depth()
+        return any(region.has_paused and region.depth == depth for region in self._local.regions)
 
     def leave_module(self, owner: object) -> None:
         """Close the innermost region of an owner that is open in this thread, if there is one."""
@@ -242,6 +254,8 @@ class Switch:
 
     def add(self, region: Region) -> None:
         """Open a region in this thread, inside of those that are open there."""
+        if self.autocast is not None:
+            region.depth = get_autocast_depth()
         self._local.regions.append(region)
         compiling.show_region(region.mode._name_)
         with self._lock:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, is_grad_enabled, is_inference_mode_enabled, strided
+from torch import Tensor, is_autocast_cache_enabled, is_grad_enabled, is_inference_mode_enabled, strided
 
 from ..dtypes import PLAIN_CLASSES, TensorCast
 from ..events import count_watching_modes
@@ -107,7 +107,6 @@ class WeightCache:
         low: their dtype.
         device_type: where they are, which says whether they are refreshed in place, or dropped.
         is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
-        takes_leaves: keep copies of all leaves that require gradients, as torch.autocast does, until `invalidate_all`.
         smallest: parameters of fewer elements have a copy from their third use. The gradients of the first two are
             added in float32; those of a copy, as under torch.autocast, in the low dtype.
 
@@ -121,15 +120,13 @@ class WeightCache:
         device_type: str,
         *,
         is_rounded: bool = False,
-        takes_leaves: bool = False,
         smallest: int = 0,
     ) -> None:
         self.low = low
         self._smallest = smallest
         self.valid: dict[int, ValidEntry] = {}
         self.owned: dict[int, Tensor] = {}
-        self._takes_leaves = takes_leaves
-        self._is_refreshed = are_refreshed_on(device_type) and not (is_rounded or takes_leaves)
+        self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
         self._entries: dict[int, _Entry] = {}  # those that are refreshed
         self._uses: dict[int, int] = {}  # of small parameters since the last invalidation
         self._is_bypassed = False
@@ -158,7 +155,7 @@ class WeightCache:
         """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
         `plain_cast`. A tensor that may have an entry has one from then on.
         """
-        valid, owned, float32, takes_leaves = self.valid, self.owned, torch.float32, self._takes_leaves
+        valid, owned, float32 = self.valid, self.owned, torch.float32
         smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
 
         def to_low(tensor: Tensor) -> Tensor:
@@ -172,7 +169,7 @@ class WeightCache:
                 if count < FEW:
                     uses[key] = count + 1
                     return plain_cast(tensor)
-            if key not in owned and not (takes_leaves and tensor.requires_grad and tensor.is_leaf):
+            if key not in owned:
                 return plain_cast(tensor)
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)
@@ -257,6 +254,54 @@ class WeightCache:
         """Invalidate every entry: weights may have been edited where nothing shows it (`p.data.mul_`)."""
         self.valid.clear()
         self._uses.clear()
+
+
+class RegionCache(WeightCache):
+    """The copies of a session over `torch.autocast`: of each leaf that requires gradients, as long as torch keeps its
+    own copies of such leaves.
+
+    Scripts that nobody edits change weights where no version counter shows it (`p.data.add_`). torch is right about
+    them by these laws alone: it keeps nothing where `cache_enabled=False` (a script that is one region that never ends
+    is in such a region), and forgets everything when a thread leaves its outermost region. So each use asks torch
+    first. `valid` stays empty: an op that looks copies up there by itself would not ask.
+    """
+
+    def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
+        super().__init__(low, device_type, is_rounded=is_rounded)
+        self._kept: dict[int, ValidEntry] = {}
+
+    def make_cast(self, plain_cast: TensorCast) -> TensorCast:
+        """Return the function that casts one tensor to the low dtype: by a copy that is kept, else by `plain_cast`."""
+        kept, float32 = self._kept, torch.float32
+
+        def to_low(tensor: Tensor) -> Tensor:
+            if is_dynamo_compiling() or tensor.dtype is not float32 or not tensor.requires_grad or not tensor.is_leaf:
+                return plain_cast(tensor)
+            if not is_autocast_cache_enabled():
+                return plain_cast(tensor)
+            if (modes := count_dispatch_modes()) and modes > count_watching_modes():
+                return plain_cast(tensor)
+            key = id(tensor)
+            entry = kept.get(key)
+            if entry is not None and entry[1] == _signature(tensor):
+                return entry[0]
+            if self._is_bypassed or not is_grad_enabled() or is_inference_mode_enabled() or not _is_cacheable(tensor):
+                return plain_cast(tensor)
+            copy = plain_cast(tensor)
+            if copy is not tensor:  # a tensor of another device type is not cast
+                kept[key] = (copy, _signature(tensor), tensor.untyped_storage())
+            return copy
+
+        return to_low
+
+    def mark_updated(self, parameters: Iterable[Tensor]) -> None:
+        """Drop the copies of parameters that an optimizer stepped over."""
+        for parameter in parameters:
+            self._kept.pop(id(parameter), None)
+
+    def invalidate_all(self) -> None:
+        """Drop every copy."""
+        self._kept.clear()
 
 
 def _is_cacheable(tensor: Tensor) -> bool:

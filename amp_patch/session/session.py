@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..casting import SMALL_ON_CPU, Autocast, Mode, OpCasts, Products, Registration, Switch, WeightCache
+from ..casting import (
+    SMALL_ON_CPU,
+    Autocast,
+    Mode,
+    OpCasts,
+    Products,
+    RegionCache,
+    Registration,
+    Switch,
+    WeightCache,
+)
 from ..config import OpLists, Policy, load_oplists
 from ..dtypes import dtype_name
 from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
@@ -101,10 +111,11 @@ class Session:
             in_float32 = policy.computes_in_float32(device_type)
             longest_attention = policy.get_longest_attention(device_type)
             if policy.patch_torch_functions:
-                smallest = SMALL_ON_CPU if longest_attention and autocast is None else 0
-                self._cache = WeightCache(
-                    low, device_type, is_rounded=in_float32, takes_leaves=autocast is not None, smallest=smallest
-                )
+                if autocast is None:
+                    smallest = SMALL_ON_CPU if longest_attention else 0
+                    self._cache = WeightCache(low, device_type, is_rounded=in_float32, smallest=smallest)
+                else:
+                    self._cache = RegionCache(low, device_type, is_rounded=in_float32)
             if in_float32:
                 products = Products(low, device_type, self._cache)
             elif longest_attention:

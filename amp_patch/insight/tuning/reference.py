@@ -196,7 +196,7 @@ class _Shadowing:
         if self._session.casts is None:
             return module is not None and run != "float32"
         switch = self._session.switch
-        if switch.autocast is not None and not switch.autocast.is_here() and not switch.has_paused_autocast():
+        if switch.autocast is not None and not switch.is_autocast_here():
             return False
         if kind in ("whitelist", "blacklist"):
             return run == "low" or (kind == "whitelist" and run != "float32")
