@@ -101,6 +101,22 @@ get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = oper
 get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 
+# Without it: a copied module keeps the rules of the module that it was copied from.
+get_forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+
+# What runs every call of a module. Without it: a rule acts in the module that enters the first region of torch.autocast
+# from its second call on.
+MODULE_CALL: types.CodeType = nn.Module._call_impl.__code__
+
+
+def get_call_kwargs(frame: types.FrameType) -> dict[str, Any]:
+    """Return the keyword arguments of the module call whose hooks a frame runs. What is written there, forward gets.
+
+    Without it: keyword arguments of the first call under a rule keep their dtype.
+    """
+    return cast("dict[str, Any]", frame.f_locals.get("kwargs", {}))
+
+
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks") + (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -116,10 +132,20 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
     """
     for table in [getattr(module, name) for name in _HOOK_TABLES]:
         for key, value in list(table.items()):
-            if value is hook or getattr(value, "hook", None) is hook:  # torch wraps some
+            is_same = value is hook or (isinstance(hook, types.MethodType) and value == hook)
+            if is_same or getattr(value, "hook", None) is hook:  # torch wraps some
                 for name in _HOOK_OPTIONS:
                     getattr(module, name).pop(key, None)
                 table.pop(key, None)
+
+
+def remove_global_hooks(*removed: Callable[..., Any]) -> None:
+    """Remove forward pre-hooks and registration hooks of all modules. Harmless without them. See `remove_hook`."""
+    module = torch.nn.modules.module
+    for hooks in (module._global_forward_pre_hooks, module._global_module_registration_hooks):
+        for key, hook in list(hooks.items()):
+            if hook in removed:
+                hooks.pop(key, None)
 
 
 BatchNormBase = _BatchNorm

@@ -211,7 +211,7 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
         owner = value
     value = inspect.getattr_static(owner, name, None)
     if value is None:
-        if isinstance(owner, types.ModuleType) and _serves_names(owner):
+        if isinstance(owner, types.ModuleType) and (_serves_names(owner) or path == ["__main__"]):
             return None
         raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names

@@ -7,14 +7,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..torch_private import MODULE_CALL
+
 _NOT_THE_SCRIPTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 _WRAPPED = ("module", "_orig_mod")
 """Where DistributedDataParallel and DataParallel, and torch.compile, keep what they are around."""
 
 
-def find_root(module: nn.Module) -> nn.Module | None:
-    """Return the model that a module which is being called belongs to, None for one without parameters.
+def find_root(module: nn.Module) -> nn.Module:
+    """Return the model that a module which is being called belongs to.
 
     That is the outermost module with a method under way that holds it: trainers call `training_step` and the like.
     """
@@ -26,8 +28,18 @@ def find_root(module: nn.Module) -> nn.Module | None:
             if isinstance(owner, nn.Module) and owner is not root and _holds(owner, root):
                 root = owner
         frame = frame.f_back
-    root = unwrap(root)
-    return root if next(root.parameters(), None) is not None else None
+    return unwrap(root)
+
+
+def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
+    """Return the modules whose calls are under way in this thread and the frames of these calls, outermost first."""
+    found: list[tuple[nn.Module, types.FrameType]] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            found.append((frame.f_locals["self"], frame))
+        frame = frame.f_back
+    return found[::-1]
 
 
 def find_line() -> str:

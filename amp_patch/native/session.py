@@ -15,6 +15,7 @@ from ..casting import Autocast, Mode, OpCasts, RulesAlone
 from ..config import OpLists, Policy, load_oplists, make_policy, shipped
 from ..errors import SessionError
 from ..session import Session, Stats, current
+from .roots import find_root
 
 AS_IS = "as-is"
 """The level that a session shows which changes nothing; where lists are laid over those of torch.autocast: autocast."""
@@ -44,11 +45,11 @@ class NativeSession(Session):
     """
 
     gives_way = True
+    find_root = staticmethod(find_root)
 
     def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, with_all: bool) -> None:
         super().__init__(policy, device_type, 1, has_models=False, autocast=autocast)
         self._over = autocast
-        self.bindings.tells_unused = False  # models come one by one
         self._roots: list[weakref.ref[nn.Module]] = []
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepped: list[weakref.ref[Optimizer]] = []
@@ -67,7 +68,7 @@ class NativeSession(Session):
         return module in self._known
 
     def add_root(self, model: nn.Module) -> None:
-        """Take a module for a model, and have module rules act in it."""
+        """Take a module for a model."""
         if all(reference() is not model for reference in self._roots):
             self._roots.append(weakref.ref(model))
             if self.oplists is not None and self.oplists.modules:

@@ -30,7 +30,7 @@ from ..reporting import say, warn
 from ..script_settings import NoRegionError
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled, reads_found_inf
-from .roots import find_line, find_root
+from .roots import calls_under_way, find_line, find_root
 from .session import AS_IS, NativeSession, overlay_policy, own_lists
 from .whole_script import HAS_REGIONS, WholeScript
 
@@ -190,7 +190,10 @@ class Takeover:
             self._check_region()
             self._was_in_region = True
             dtype = region.fast_dtype
+            is_first = self.session() is None
             session = self._ensure(region.device, dtype)
+            if is_first and session is not None:
+                self._join_calls(session)
             if session is None or session.device_type != region.device:
                 return original(region)
             try:
@@ -237,11 +240,26 @@ class Takeover:
         if compiling.is_dynamo_compiling() or self._is_of_amp():
             return None
         session = self.session()
-        if session is not None and session.knows(module):
+        root = None
+        if session is None or not session.knows(module):
+            root = find_root(module)
+            if next(root.parameters(), None) is None:
+                root = None  # such as a criterion: no model, but rules may be for it
+            else:
+                session = self._open_for(root)
+        if session is None:
             return None
-        root = find_root(module)
-        if root is None:
-            return None
+        given = None
+        if session.bindings.regions is not None:
+            given = session.bindings.regions.begin_call(module, args, sys._getframe(1))
+        if root is not None:
+            session.add_root(root)
+            events.tell(session.without_casts(), "session_opened", session)
+        return given
+
+    def _open_for(self, root: nn.Module) -> NativeSession | None:
+        """Return the session in force; open one for a model that is called, where there is something to do for it."""
+        session = self.session()
         device_type = next(root.parameters()).device.type
         self._called_at = self._called_at or find_line()
         if self._everywhere and not self._whole_script.is_entered:
@@ -251,14 +269,14 @@ class Takeover:
         if session is None and device_type != "meta":
             is_in_region = torch.is_autocast_enabled(device_type)
             session = self._ensure(device_type, torch.get_autocast_dtype(device_type) if is_in_region else None)
-        if session is None:
-            return None
-        session.add_root(root)
-        events.tell(session.without_casts(), "session_opened", session)
-        hooks = session.bindings.find_region_hooks(module)
-        if hooks is not None:  # torch does not call what is set while it calls hooks
-            return hooks.catch_up(module, args, sys._getframe(1))
-        return None
+        return session
+
+    def _join_calls(self, session: NativeSession) -> None:
+        """Have the rules act in the modules that are being called: one of them enters the first region."""
+        if session.bindings.regions is None:
+            return
+        for module, frame in calls_under_way():
+            session.bindings.regions.join_call(module, frame)
 
     def _make_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(scaler: Any, *args: Any, **kwargs: Any) -> None:

@@ -164,6 +164,19 @@ class InstanceAttribute(_WeakSlot):
         vars(holder)[self.key] = value
 
 
+class PartialFunction(_WeakSlot):
+    """The function of a `functools.partial`, which may be held anywhere."""
+
+    def owner(self) -> Any:
+        return None
+
+    def _get(self, holder: Any) -> Any:
+        return holder.func
+
+    def _set(self, holder: Any, value: Any) -> None:
+        functools.partial.__setstate__(holder, (value, holder.args, holder.keywords, vars(holder) or None))  # type: ignore[attr-defined]
+
+
 class Defaults(_WeakSlot):
     """The positional defaults of a function, one tuple."""
 

@@ -29,6 +29,7 @@ from .patcher import (
     InstanceAttribute,
     Item,
     Key,
+    PartialFunction,
     Patcher,
     Slot,
     attributes_of,
@@ -186,6 +187,9 @@ class Search:
             self._package = package
             for name, module in modules:
                 self._search_module(name, module)
+        if self._homes != {"torch"}:  # lists name functions of the script: a criterion may be a partial of one
+            for value in gc.get_objects():
+                self._enter_partial(value)
 
     def find_stuck(self) -> list[str]:
         """Return what holds one of the functions where it cannot be redirected, as `module.name (its class)` each."""
@@ -209,6 +213,14 @@ class Search:
             after = self.functions[id(function)]
         self.found.append((id(function), Exchange(slot, before, after, original)))
 
+    def _enter_partial(self, value: Any) -> bool:
+        """Enter the function of a partial, and tell whether it is one of those that are looked for."""
+        if type(value) is not functools.partial or id(value.func) not in self._ids:
+            return False
+        if self._is_first_visit(value):
+            self._enter(PartialFunction(value, "func"), value.func)
+        return True
+
     def _is_first_visit(self, value: Any) -> bool:
         is_first = id(value) not in self._seen
         self._seen.add(id(value))
@@ -229,7 +241,7 @@ class Search:
         for key, value in list(namespace.items()):
             if id(value) in self._ids:
                 self._enter(Item(namespace, key, module), value)
-            elif type(value) not in _PLAIN:
+            elif type(value) not in _PLAIN and not self._enter_partial(value):
                 self._search_value(value, name, key)
 
     def _search_value(self, value: Any, prefix: str, key: str) -> None:
@@ -288,7 +300,9 @@ class Search:
                 self._search_function(value)
             elif issubclass(kind, nn.Module):
                 self._search_layer(value)
-            elif kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)):
+            elif (
+                kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)) and not self._enter_partial(value)
+            ):
                 self._others.append((prefix, key, value))
 
     def _search_keys(self, table: dict[Any, Any]) -> None:
@@ -339,9 +353,8 @@ class Search:
                     self._package = _package_of(value)
                     if self._package not in _PASSED_OVER:
                         self._search_function(value)
-                elif type(value) is functools.partial and id(value.func) in self._ids:
-                    after = functools.partial(self.functions[id(value.func)], *value.args, **value.keywords)
-                    self._enter(InstanceAttribute(module, key), value.func, after)
+                elif self._enter_partial(value):
+                    continue
                 elif type(value) in _HOLDERS:
                     self._others.append((prefix, key, value))
             for owner in type(module).__mro__:

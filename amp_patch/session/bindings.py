@@ -11,7 +11,7 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError, did_you_mean
 from ..reporting import warn
-from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding, RegionHooks
+from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding, RuleRegions
 
 
 class Bindings:
@@ -20,9 +20,10 @@ class Bindings:
     Args:
         rules: module rules for the models.
         sharded: modules that `fully_shard` has taken.
+        find_root: see `RuleRegions`; with one, models are met as they are called.
 
     Attributes:
-        tells_unused: warn of rules that choose nothing as soon as models are bound.
+        regions: has the rules act where functions are patched; None without rules, or where models are cast.
     """
 
     def __init__(
@@ -33,13 +34,18 @@ class Bindings:
         cache: WeightCache | None,
         decisions: Decisions,
         sharded: Collection[nn.Module],
+        find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self._policy = policy
         self._rules = rules
         self._switch = switch
+        self._meets_models = find_root is not None
+        self.regions: RuleRegions | None = None
+        if rules and policy.low_dtype is not None and policy.cast_model_type is None:
+            self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
-        self.tells_unused = True
+        self._awaits_step = False
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
@@ -50,17 +56,12 @@ class Bindings:
         return [model for binding in self._models if (model := binding.model) is not None]
 
     def find_rule(self, module: nn.Module) -> ModuleRule | None:
-        """Return the module rule that decides how a module of a bound model runs, or None."""
+        """Return the module rule that decides how a module runs, or None."""
+        if self.regions is not None:
+            return self.regions.find(module)
         for binding in self._models:
             if module in binding.rules:
                 return binding.rules[module]
-        return None
-
-    def find_region_hooks(self, module: nn.Module) -> RegionHooks | None:
-        """Return the hooks by which a module rule acts in a module, None where it needs none."""
-        for binding in self._models:
-            if module in binding.regions:
-                return binding.regions[module]
         return None
 
     def optimizers(self) -> list[OptimizerBinding]:
@@ -85,13 +86,25 @@ class Bindings:
         )
 
     def tell_unused_rules(self) -> None:
-        """Warn of each module rule that chooses no module of any model."""
+        """Warn of each module rule that chooses no module so far."""
         used = {rule for binding in self._models for rule in binding.used_rules}
+        if self.regions is not None:
+            used |= self.regions.used
         for rule in self._rules:
-            if rule not in used:
+            if rule not in used and not self._may_come(rule):
                 place = f"{rule.path}:{rule.line}:{rule.column}"
                 wrong = f"the rule for {rule.chooser!r} matches no module of the models, so it has no effect"
                 warn(f"{place}: {wrong}. {self._describe_names(rule)}")
+
+    def _may_come(self, rule: ModuleRule) -> bool:
+        """Tell whether a rule may still choose what the script calls by itself, such as a criterion: before a step."""
+        return self._awaits_step and self.regions is not None and rule.pattern is None
+
+    def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Optimizer hook: by the end of the first step, everything was called."""
+        if self._awaits_step:
+            self._awaits_step = False
+            self.tell_unused_rules()
 
     def _describe_names(self, rule: ModuleRule) -> str:
         """Say which names a rule takes, and which of these may be meant."""
@@ -112,7 +125,7 @@ class Bindings:
                 break
             ending = ending.partition(".")[2]
         which = "the model, without the name of its variable"
-        if not self.tells_unused:  # models of torch.autocast, which are seen as they are called
+        if self._meets_models:
             which = "the module that the script calls"
         return f"Write a name as in named_modules() of {which}.{hint}"
 
@@ -123,11 +136,15 @@ class Bindings:
     ) -> None:
         """Bind all. Models leave their values from before the cast in `float32_data`."""
         for model in models:
-            binding = ModelBinding(model, self._policy, self.masters, self._cache, self._rules, self._switch)
+            rules = self._rules if self.regions is None else ()
+            binding = ModelBinding(model, self._policy, self.masters, self._cache, rules)
             self._models.append(binding)
             binding.bind(float32_data)
+            if self.regions is not None:
+                binding.keep_rules(self.regions)
             self._watch(binding, model, self._tell_ledgers)
-        if models and self.tells_unused:
+        if models and not self._meets_models:
+            self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
             self.tell_unused_rules()
         self.ledgers.make_true()  # new optimizers may have parameters of others
         added = []
@@ -214,6 +231,8 @@ class Bindings:
     def release(self) -> None:
         """Undo everything that binding did."""
         self._release(self._models, self._optimizers)
+        if self.regions is not None:
+            self.regions.remove_all()
         self.masters.clear()
         if self._cache is not None:
             self._cache.disown_all()

@@ -1,9 +1,11 @@
 """`Installer`: puts the patches of one session in, and takes them out."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling, op_patches
@@ -93,6 +95,9 @@ class Installer:
         if self.deferred is not None:
             self.deferred.open()
         self.redirect(self._bindings.models(), with_modules=True)
+        if self._bindings.regions is not None:
+            _add_step_hook(self._bindings.on_step, undo)
+            self._bindings.regions.watch(undo)
         if self._patches_ops:
             self._turn_on()
 
@@ -141,6 +146,6 @@ class Installer:
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
 
 
-def _add_step_hook(hook: StepHook, undo: UndoStack) -> None:
+def _add_step_hook(hook: Callable[[Optimizer, Any, Any], None], undo: UndoStack) -> None:
     undo.callback(remove_step_hook, None, hook)
     register_optimizer_step_post_hook(hook)

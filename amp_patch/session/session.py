@@ -4,7 +4,7 @@ import contextlib
 import html
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,6 +85,9 @@ class Session:
     gives_way = False
     """Whether it is closed for another: nobody has asked for it by `initialize` or the like."""
 
+    find_root: Callable[[nn.Module], nn.Module] | None = None
+    """For a session that meets its models as the script calls them: returns the model of a module that is called."""
+
     def __init__(
         self,
         policy: Policy,
@@ -127,7 +130,9 @@ class Session:
                 )
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.bindings = Bindings(policy, rules, self.switch, self._cache, self.decisions, self._sharded)
+        self.bindings = Bindings(
+            policy, rules, self.switch, self._cache, self.decisions, self._sharded, type(self).find_root
+        )
         self.ledgers = self.bindings.ledgers
         self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self.bindings)
         self._overflow_group: Any = None

@@ -10,7 +10,7 @@ from .ledgers import Ledgers as Ledgers
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
-from .model_hooks import RegionHooks as RegionHooks
 from .optimizer import OptimizerBinding as OptimizerBinding
+from .rule_regions import RuleRegions as RuleRegions
 from .scale_loss import LossBlock as LossBlock
 from .scale_loss import UnscaledBlock as UnscaledBlock

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..casting import Mode, Switch, WeightCache
+from ..casting import WeightCache
 from ..config import ModuleRule, Policy
 from ..dtypes import LOW_DTYPES, is_castable, is_opaque
 from ..interrupts import UndoStack
@@ -28,16 +28,17 @@ from .model_hooks import (
     Float32StateDict,
     InvalidateCache,
     LoadMasters,
-    RegionHooks,
     SyncMasters,
     TakeAnyInput,
 )
+from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 
 
 class ModelBinding:
     """One model under one policy.
 
-    `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then.
+    `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then. `rules` are those that
+    decide how parameters are cast; where functions are patched instead, there are none (`RuleRegions`).
     """
 
     def __init__(
@@ -47,17 +48,14 @@ class ModelBinding:
         masters: Masters,
         cache: WeightCache | None,
         rules: Sequence[ModuleRule],
-        switch: Switch,
     ) -> None:
         self._model = weakref.ref(model)
         self._policy = policy
         self._masters = masters
         self._cache = cache
-        self._switch = switch
         decided, self.used_rules = decide_rules(model, rules)
         self._runs = {module: rule.run for module, rule in decided.items()}
         self.rules: Mapping[nn.Module, ModuleRule] = weakref.WeakKeyDictionary(decided)
-        self.regions: weakref.WeakKeyDictionary[nn.Module, RegionHooks] = weakref.WeakKeyDictionary()
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
         }
@@ -101,8 +99,6 @@ class ModelBinding:
                 put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
                 self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
                 self._add(module.register_load_state_dict_post_hook, EndLoading(self._masters))
-        elif policy.low_dtype is not None:
-            self._open_regions(model, policy.low_dtype)
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
             self._add(model.register_forward_hook, CastOutputs(output_dtype))
@@ -110,6 +106,14 @@ class ModelBinding:
             invalidate = InvalidateCache(self._cache)
             self._add(model.register_forward_pre_hook, invalidate)
             self._add(model.register_forward_hook, invalidate)
+
+    def keep_rules(self, regions: RuleRegions) -> None:
+        """Have module rules act in the model, and in what it holds whenever it is called."""
+        model = self.model
+        if model is not None:
+            self._undo.callback_on(model, regions.remove)
+            regions.add(model)
+            self._add(model.register_forward_pre_hook, UpdateRules(regions))
 
     def undo(self) -> None:
         """Remove the hooks, and cast back: from the masters where there are any. Harmless twice."""
@@ -119,17 +123,6 @@ class ModelBinding:
         """Register a hook by a method of a module, and return its handle."""
         self._undo.callback_on(register.__self__, remove_hook, hook)
         return register(hook, **options)
-
-    def _open_regions(self, model: nn.Module, low: torch.dtype) -> None:
-        """Where functions are patched: a region around each module that runs otherwise than what holds it."""
-        for module, run in find_borders(model, self._runs).items():
-            if run == "low":
-                hooks = RegionHooks(self._switch, Mode.LOW, low)
-            else:
-                hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32)
-            self.regions[module] = hooks
-            self._add(module.register_forward_pre_hook, hooks.enter, with_kwargs=True, prepend=True)
-            self._add(module.register_forward_hook, hooks.leave, always_call=True)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
         """Where the model is cast: have modules with weights of their own take inputs of the other dtype, too."""
@@ -280,48 +273,3 @@ def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[i
             tensor.grad = master.grad
         elif tensor.grad is not None:
             tensor.grad = tensor.grad.to(tensor.dtype)
-
-
-# ---- module rules ----------------------------------------------------------------------------------------------------
-
-
-def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
-    """Return the rule that each covered module is to run by, and the rules that choose some module of this model."""
-    decided: dict[nn.Module, int] = {}
-    used: set[ModuleRule] = set()
-
-    def visit(module: nn.Module, name: str, inherited: int) -> None:
-        chosen = [index for index, rule in enumerate(rules) if rule.chooses(name, module)]
-        used.update(rules[index] for index in chosen)
-        last = max((*chosen, inherited))
-        decided[module] = max(last, decided.get(module, -1))  # a module with several names
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, last)
-
-    if rules:
-        visit(model, "", -1)
-    return {module: rules[index] for module, index in decided.items() if index >= 0}, used
-
-
-def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return those of `runs` whose module is to run otherwise than the module that calls it.
-
-    Containers such as ModuleList are never called: the module that holds one calls its parts.
-    """
-    borders: dict[nn.Module, str] = {}
-    seen: set[tuple[nn.Module, str | None]] = set()
-
-    def visit(module: nn.Module, run_of_caller: str | None) -> None:
-        if (module, run_of_caller) in seen:
-            return
-        seen.add((module, run_of_caller))
-        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
-            run = runs.get(module)
-            if run is not None and run != run_of_caller:
-                borders[module] = run
-            run_of_caller = run
-        for child in module.children():
-            visit(child, run_of_caller)
-
-    visit(model, None)
-    return borders

@@ -12,7 +12,7 @@ from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, PLAIN_CLASSES, dtype_name, is_castable, is_opaque
 from ..errors import SessionError
 from ..reporting import warn
-from ..torch_private import get_own_buffers, get_own_parameters
+from ..torch_private import get_call_kwargs, get_own_buffers, get_own_parameters
 from .masters import Masters
 
 
@@ -125,30 +125,36 @@ class RegionHooks:
         return args, kwargs
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
-        """Do the same for the positional inputs of a call, run by `frame`, that had begun when the hooks were set."""
+        """Do the same for a call, run by `frame`, that had begun when the hooks were set. Returns positional inputs."""
+        kwargs = get_call_kwargs(frame)
         if self.switch.enter_module(self.mode, self, frame):
-            return self.cast(module, args, {})[0]
+            args, cast_kwargs = self.cast(module, args, kwargs)
+            kwargs.update(cast_kwargs)
         return args
+
+    def join(self, frame: types.FrameType) -> None:
+        """Open the region of a forward that is under way in `frame`. Its inputs came where no casts acted."""
+        self.switch.enter_module(self.mode, self, frame)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
         self.switch.leave_module(self)
 
 
-class _SessionHook:
+class SessionHook:
     """A hook that serves one model of a live session. A copy of it has no target, and so does less or nothing."""
 
     def __init__(self, target: Any = None) -> None:
         self._target = (lambda: None) if target is None else weakref.ref(target)
 
-    def __deepcopy__(self, memo: Any) -> "_SessionHook":
+    def __deepcopy__(self, memo: Any) -> "SessionHook":
         return type(self)()
 
-    def __reduce__(self) -> tuple[type["_SessionHook"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["SessionHook"], tuple[()]]:
         return type(self), ()
 
 
-class InvalidateCache(_SessionHook):
+class InvalidateCache(SessionHook):
     """Forward pre-hook and forward hook: an outermost forward without gradients invalidates the low copies of weights
     before and after it, because weights may be swapped for it in ways that no version counter shows.
     """
@@ -161,13 +167,13 @@ class InvalidateCache(_SessionHook):
             cache.invalidate_all()
 
 
-class SyncMasters(_SessionHook):
+class SyncMasters(SessionHook):
     """Forward pre-hook: edits of masters or parameters since the last step act in this forward.
 
     The first copy of the model, which has 16-bit weights and no masters, is warned of.
     """
 
-    def __deepcopy__(self, memo: Any) -> _SessionHook:
+    def __deepcopy__(self, memo: Any) -> SessionHook:
         masters: Masters | None = self._target()
         if masters is not None and not masters.has_warned_of_copy:
             masters.has_warned_of_copy = True
@@ -190,7 +196,7 @@ class SyncMasters(_SessionHook):
             masters.sync()
 
 
-class Float32StateDict(_SessionHook):
+class Float32StateDict(SessionHook):
     """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none. A copy of
     the module stores its own tensors as they are.
     """
@@ -211,7 +217,7 @@ class Float32StateDict(_SessionHook):
             state_dict[prefix + name] = value
 
 
-class LoadMasters(_SessionHook):
+class LoadMasters(SessionHook):
     """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them."""
 
     def __call__(
@@ -237,7 +243,7 @@ class LoadMasters(_SessionHook):
                 masters.load(tensor, value)
 
 
-class EndLoading(_SessionHook):
+class EndLoading(SessionHook):
     """Load-state-dict post-hook: masters and parameters agree. What comes later is an edit."""
 
     def __call__(self, module: nn.Module, _: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import amp_patch as amp
 from amp_patch.config.op_lists import load_oplists
 from amp_patch.session.current import state
-from amp_patch.training.model import decide_rules, find_borders
+from amp_patch.training.rule_regions import decide_rules, find_borders
 
 LOW = torch.bfloat16
 LOWS = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": LOW, "O5": LOW}

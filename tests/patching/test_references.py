@@ -302,7 +302,6 @@ STUCK = """
         __slots__ = ("act",)
     class Instance:
         pass
-    partial = functools.partial(F.gelu, approximate="tanh")
     pair = ("gelu", F.gelu)
     frozen = types.MappingProxyType({"gelu": F.gelu})
     members = frozenset([F.gelu])
@@ -310,7 +309,7 @@ STUCK = """
     slots.act = instance.act = F.gelu
     many = [None, F.gelu]
     DEEP = {"a": {"b": F.gelu}}
-    HALF = {"fine": F.gelu, "stuck": functools.partial(F.gelu)}
+    HALF = {"fine": F.gelu, "stuck": [F.gelu]}
     class C:
         act = functools.partialmethod(F.gelu)
     fine, NAMES = F.gelu, ("gelu",)
@@ -329,15 +328,42 @@ def test_what_cannot_be_redirected_is_named_in_one_warning(import_program, lists
     before = describe(module)
     (warning,) = warnings_of(lambda: amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0))
     named = {name for name in vars(module) if f"program_x.{name} (" in str(warning.message)}
-    assert named == {"partial", "pair", "frozen", "members", "slots", "instance", "many", "DEEP", "HALF"}
-    assert "program_x.C.act (partialmethod)" in str(warning.message) and "program_x.partial (partial)" in str(
-        warning.message
-    )
+    assert named == {"pair", "frozen", "members", "slots", "instance", "many", "DEEP", "HALF"}
+    assert "program_x.C.act (partialmethod)" in str(warning.message)
     assert "more" not in str(warning.message)
     assert warning.filename == __file__
     assert module.HALF["fine"] is module.fine is F.gelu
     amp.reset()
     assert describe(module) == before
+
+
+PARTIALS = """
+    import functools
+
+    def loss(a, b, scale=1.0):
+        return (a @ b.T).sum() * scale
+    gelu = functools.partial(F.gelu, approximate="tanh")
+    TABLE = {"gelu": functools.partial(F.gelu)}
+    def make():
+        return functools.partial(loss, scale=2.0)
+"""
+
+
+def test_the_function_of_a_partial_is_redirected_and_a_function_of_the_script_wherever_the_partial_is(
+    import_program, tmp_path
+):
+    module = import_program(PARTIALS)
+    held_here = module.make()
+    partials = [module.gelu, module.TABLE["gelu"], held_here]
+    before = [(one.func, one.args, one.keywords) for one in partials]
+    path = tmp_path / "lists.yaml"
+    path.write_text("extends: null\nwhitelist: [gelu]\nblacklist: [program_x.loss]\n")
+    amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=str(path), verbosity=0)
+    x = torch.ones(2, 2)
+    assert [module.gelu(x).dtype, module.TABLE["gelu"](x).dtype] == [torch.bfloat16] * 2
+    assert held_here(x.bfloat16(), x.bfloat16()).dtype is torch.float32
+    amp.reset()
+    assert [(one.func, one.args, one.keywords) for one in partials] == before
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

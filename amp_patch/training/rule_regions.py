@@ -1,0 +1,319 @@
+"""Module rules at the levels that patch functions: a region around the forward of each module that a rule covers.
+
+Scripts swap modules, add them and wrap them between one call and the next. So what a rule covers is decided again when
+a module is called that its model did not hold before, and when a model is called that holds other modules than before.
+"""
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
+
+from ..casting import Mode, Switch, compiling
+from ..config import ModuleRule
+from ..interrupts import UndoStack
+from ..torch_private import get_forward_pre_hooks, get_own_children, remove_global_hooks, remove_hook
+from .model_hooks import RegionHooks, SessionHook
+
+
+class RuleRegions:
+    """The module rules of one session, and the regions that they open.
+
+    Args:
+        rules: later ones win.
+        switch: opens the regions.
+        low: the dtype of `run: low`.
+        find_root: returns the model of a module that the script calls by itself, by whose names rules choose in it.
+            None: rules choose by name only in the models that are added, and elsewhere by type.
+
+    Attributes:
+        used: the rules that have chosen some module.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[ModuleRule],
+        switch: Switch,
+        low: torch.dtype,
+        find_root: Callable[[nn.Module], nn.Module] | None,
+    ) -> None:
+        self.used: set[ModuleRule] = set()
+        self._rules = rules
+        self._switch = switch
+        self._low = low
+        self._find_root = find_root
+        self._models: list[_Model] = []
+        self._entries: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, RegionHooks] = weakref.WeakKeyDictionary()
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def add(self, model: nn.Module) -> None:
+        """Have the rules act in a model, by the names that its modules have in it. Harmless twice."""
+        self._add(model, self._rules, by_name=True)
+
+    def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
+        self._models = [model for model in self._models if model.root() is not None]
+        for known in self._models:
+            if known.root() is root:
+                return known
+        model = _Model(weakref.ref(root), rules, by_name)
+        self._models.append(model)
+        self._entries[root] = model
+        self._update(model)
+        return model
+
+    def remove(self, model: nn.Module) -> None:
+        """Remove the hooks that `add` has set for a model."""
+        for known in self._models:
+            if known.root() is model:
+                for module in list(known.hooked):
+                    self._unhook(module)
+        self._models = [known for known in self._models if known.root() is not model]
+
+    def remove_all(self) -> None:
+        """Remove every hook. Harmless twice."""
+        for module in list(self._hooks):
+            self._unhook(module)
+        self._models.clear()
+        self._entries.clear()
+        self._known.clear()
+
+    def find(self, module: nn.Module) -> ModuleRule | None:
+        """Return the rule that decides how a module runs, or None."""
+        for model in self._models:
+            if module in model.decided:
+                return model.decided[module]
+        return None
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def watch(self, undo: UndoStack) -> None:
+        """See what the script adds to the models, until it is undone.
+
+        A hook on the calls of all modules slows each of them, and torch.compile warns of it. So there is one only from
+        the time at which a model gets another module until the next call, and while some rule by type has chosen no
+        module: the script may call one by itself, such as a criterion. With `find_root`, the caller sees all calls.
+        """
+        if self._find_root is not None:
+            return
+        undo.callback(remove_global_hooks, self._on_registration, self._on_call)
+        register_module_module_registration_hook(self._on_registration)
+        if self._awaits_type():
+            self._watch_calls()
+
+    def _awaits_type(self) -> bool:
+        return any(rule.pattern is None and rule not in self.used for rule in self._rules)
+
+    def _watch_calls(self) -> None:
+        remove_global_hooks(self._on_call)
+        hook: Callable[..., Any] = self._on_call
+        register_module_forward_pre_hook(hook)
+
+    def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if parent in self._known:
+            self._watch_calls()
+
+    def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if compiling.is_dynamo_compiling():
+            return None
+        given = self._begin_call(module, args, sys._getframe(1))
+        if not self._awaits_type():
+            remove_global_hooks(self._on_call)
+        return given
+
+    def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
+        """Have the rules cover what they are to cover in a call of any module, run by `frame`, before its forward.
+
+        Returns the positional arguments to use instead, or None.
+        """
+        model = self._entries.get(module)
+        if model is not None:
+            self._update_if_changed(model)
+            return None
+        return None if module in self._known else self._begin_call(module, args, frame)
+
+    def _begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
+        has_hooks = module in self._hooks
+        for model in self._models:
+            self._update_if_changed(model)
+        self.meet(module)
+        hooks = self._hooks.get(module)
+        if hooks is None or has_hooks:
+            return None
+        return hooks.catch_up(module, args, frame)  # torch does not call what is set while it calls hooks
+
+    def join_call(self, module: nn.Module, frame: types.FrameType) -> None:
+        """Open the region of a module whose forward is under way in `frame`, and began before the rules were there."""
+        self.meet(module)
+        if module in self._hooks:
+            self._hooks[module].join(frame)
+
+    def meet(self, module: nn.Module) -> None:
+        """Have the rules cover a module that the script calls by itself, if no model holds it."""
+        if module in self._known:
+            return
+        root = module if self._find_root is None else self._find_root(module)
+        inside = [self._entries[one] for one in root.modules() if one in self._entries]
+        if self._find_root is not None:
+            self._entries[module] = self._add(root, self._rules, by_name=True)
+        elif inside:  # a wrapper around a model
+            self._entries[module] = inside[0]
+        else:
+            self._add(root, [rule for rule in self._rules if rule.pattern is None], by_name=False)
+        self._known.add(module)
+
+    def update_model(self, root: nn.Module) -> None:
+        """Decide anew if a model that is called holds other modules than before."""
+        for model in self._models:
+            if model.root() is root:
+                self._update_if_changed(model)
+
+    def _update_if_changed(self, model: "_Model") -> None:
+        root = model.root()
+        if root is not None and model.children != _children_in(root):
+            self._update(model)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def _update(self, model: "_Model") -> None:
+        """Decide the rules of a model anew, and set and remove hooks accordingly."""
+        root = model.root()
+        if root is None:
+            return
+        decided, used = decide_rules(root, model.rules)
+        runs = {module: rule.run for module, rule in decided.items()}
+        borders = find_borders(root, runs)
+        for module in list(model.hooked):
+            if borders.get(module) != model.hooked[module]:
+                self._unhook(module)
+                del model.hooked[module]
+        for module, run in borders.items():
+            if module not in self._hooks:
+                model.hooked[module] = run
+                self._hook(module, run)
+        if model.by_name:
+            for module in root.modules():
+                self._remove_copied_hooks(module)
+        model.decided = weakref.WeakKeyDictionary(decided)
+        model.children = _children_in(root)
+        self.used |= used
+        self._known.update(root.modules())
+
+    def _hook(self, module: nn.Module, run: str) -> None:
+        if run == "low":
+            hooks = RegionHooks(self._switch, Mode.LOW, self._low)
+        else:
+            hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32)
+        self._hooks[module] = hooks  # before the change that it undoes
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+        module.register_forward_hook(hooks.leave, always_call=True)
+
+    def _unhook(self, module: nn.Module) -> None:
+        hooks = self._hooks.get(module)
+        if hooks is not None:
+            remove_hook(module, hooks.enter)
+            remove_hook(module, hooks.leave)
+            del self._hooks[module]
+
+    def _remove_copied_hooks(self, module: nn.Module) -> None:
+        """Remove the hooks of a module that was copied: it has another name here."""
+        for hook in list(get_forward_pre_hooks(module).values()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, RegionHooks) and owner is not self._hooks.get(module):
+                remove_hook(module, owner.enter)
+                remove_hook(module, owner.leave)
+
+
+class UpdateRules(SessionHook):
+    """Forward pre-hook of a model: decide its rules anew if it holds other modules than before."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        regions: RuleRegions | None = self._target()
+        if regions is not None and not compiling.is_compiling():
+            regions.update_model(module)
+
+
+class _Model:
+    """A module whose parts are covered by rules.
+
+    Attributes:
+        root: refers to it weakly.
+        rules: that may choose in it.
+        by_name: rules choose by the names of this module.
+        decided: the rule of each covered module.
+        hooked: how the modules are to run whose hooks are set for this model.
+        children: see `_children_in`, when the rules were decided.
+    """
+
+    def __init__(self, root: "weakref.ref[nn.Module]", rules: Sequence[ModuleRule], by_name: bool) -> None:
+        self.root = root
+        self.rules = rules
+        self.by_name = by_name
+        self.decided: Mapping[nn.Module, ModuleRule] = {}
+        self.hooked: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.children: list[object] = []
+
+
+def _children_in(root: nn.Module) -> list[object]:
+    """Return what changes when a module is added, replaced or moved: the names of all modules, and references."""
+    found: list[object] = []
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for name, child in get_own_children(waiting.pop()).items():
+            if child is not None:
+                found += (name, weakref.ref(child))
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+        found.append(None)
+    return found
+
+
+def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
+    """Return the rule that each covered module is to run by, and the rules that choose some module of this model."""
+    decided: dict[nn.Module, int] = {}
+    used: set[ModuleRule] = set()
+
+    def visit(module: nn.Module, name: str, inherited: int) -> None:
+        chosen = [index for index, rule in enumerate(rules) if rule.chooses(name, module)]
+        used.update(rules[index] for index in chosen)
+        last = max((*chosen, inherited))
+        decided[module] = max(last, decided.get(module, -1))  # a module with several names
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, last)
+
+    if rules:
+        visit(model, "", -1)
+    return {module: rules[index] for module, index in decided.items() if index >= 0}, used
+
+
+def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return those of `runs` whose module is to run otherwise than the module that calls it.
+
+    Containers such as ModuleList are never called: the module that holds one calls its parts.
+    """
+    borders: dict[nn.Module, str] = {}
+    seen: set[tuple[nn.Module, str | None]] = set()
+
+    def visit(module: nn.Module, run_of_caller: str | None) -> None:
+        if (module, run_of_caller) in seen:
+            return
+        seen.add((module, run_of_caller))
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+            run = runs.get(module)
+            if run is not None and run != run_of_caller:
+                borders[module] = run
+            run_of_caller = run
+        for child in module.children():
+            visit(child, run_of_caller)
+
+    visit(model, None)
+    return borders
