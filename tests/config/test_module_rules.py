@@ -393,6 +393,56 @@ def test_models_that_are_adopted_follow_the_rules_too(write):
         assert model.blocks[0].dtypes == (torch.float32,) * 3
 
 
+SWAPS = {
+    "replaced": lambda model: setattr(model, "head", nn.Linear(4, 4)),
+    "in the table": lambda model: model._modules.update(head=nn.Linear(4, 4)),
+    "wrapped": lambda model: setattr(model, "head", nn.Sequential(model.head, nn.Linear(4, 4))),
+    "moved": lambda model: model.blocks.insert(0, nn.Identity()),
+    "copied": lambda model: setattr(model, "head", copy.deepcopy(model.blocks[1])),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
+@pytest.mark.parametrize("level", PATCHING)
+def test_rules_hold_for_the_modules_that_a_model_has_when_it_is_called(level, swap, write):
+    lists = write(['{match: "head", run: float32}', '{match: "blocks.2", run: float32}'])
+    model, _ = make(level, lists)
+    model(batch())
+    swap(model)
+    assert model(batch()).dtype is torch.float32
+    assert [type(block).__name__ for block in model.blocks if getattr(block, "dtypes", ())]
+    for index, block in enumerate(model.blocks):
+        if isinstance(block, Block):
+            assert (block.dtypes[0] is torch.float32) is (index == 2)
+    amp.reset()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_part_that_was_replaced_and_is_called_by_itself_follows_its_rule(write):
+    model, _ = make("O4", write(['{match: "head", run: float32}']))
+    model.head = nn.Linear(4, 4)
+    assert model.head(input=batch()).dtype is torch.float32
+
+
+class Criterion(nn.Module):
+    """Is given to no `initialize`."""
+
+    def forward(self, a):
+        return (a @ a.T).sum()
+
+
+def test_a_rule_by_type_acts_in_a_criterion_that_the_script_calls(write):
+    rules = [f"{{type: {__name__}.Criterion, run: float32}}", "{type: torch.nn.Bilinear, run: float32}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer = make("O4", write(rules))
+        loss = Criterion()(model(batch()))
+    assert loss.dtype is torch.float32
+    loss.backward()
+    with pytest.warns(UserWarning, match="'torch.nn.Bilinear' matches no module"):
+        optimizer.step()
+
+
 def test_a_class_of_the_script_is_named_with_its_module(tmp_path, monkeypatch):
     monkeypatch.setattr("__main__.OwnBlock", Block, raising=False)
     path = tmp_path / "own.yaml"
