@@ -109,6 +109,13 @@ get_forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgett
 MODULE_CALL: types.CodeType = nn.Module._call_impl.__code__
 
 
+def is_replica(module: nn.Module) -> bool:
+    """Tell whether a module is one of the copies that DataParallel makes for each call, which share the hooks of the
+    original. Without it: each call adds hooks.
+    """
+    return bool(getattr(module, "_is_replica", False))
+
+
 def get_call_kwargs(frame: types.FrameType) -> dict[str, Any]:
     """Return the keyword arguments of the module call whose hooks a frame runs. What is written there, forward gets.
 

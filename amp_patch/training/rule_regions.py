@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook, register_m
 from ..casting import Mode, Switch, compiling
 from ..config import ModuleRule
 from ..interrupts import UndoStack
-from ..torch_private import get_forward_pre_hooks, get_own_children, remove_global_hooks, remove_hook
+from ..torch_private import get_forward_pre_hooks, get_own_children, is_replica, remove_global_hooks, remove_hook
 from .model_hooks import RegionHooks, SessionHook
 
 
@@ -123,7 +123,7 @@ class RuleRegions:
     def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if compiling.is_dynamo_compiling():
             return None
-        given = self._begin_call(module, args, sys._getframe(1))
+        given = None if is_replica(module) else self._begin_call(module, args, sys._getframe(1))
         if not self._awaits_type():
             remove_global_hooks(self._on_call)
         return given
@@ -137,7 +137,7 @@ class RuleRegions:
         if model is not None:
             self._update_if_changed(model)
             return None
-        return None if module in self._known else self._begin_call(module, args, frame)
+        return None if module in self._known or is_replica(module) else self._begin_call(module, args, frame)
 
     def _begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
         has_hooks = module in self._hooks

@@ -281,6 +281,30 @@ def test_a_rule_sees_a_change_through_a_wrapper(wrap: Callable[[Net], Callable[.
             net.head = nn.Linear(4, 4)
 
 
+def test_the_copies_of_a_parallel_call_share_the_rules_of_the_original(tmp_path: Path) -> None:
+    net = Net()
+    with native.install(lists=write(tmp_path, "modules: [{match: head, run: float32}]")):
+        with torch.autocast("cpu", LOW):
+            net(torch.ones(1, 4))
+        hooks = len(net.head._forward_pre_hooks)
+        for _ in range(2):
+            (copied,) = replicate_on_cpu(net)
+            with torch.autocast("cpu", LOW):
+                assert copied(torch.ones(1, 4)).dtype is torch.float32
+        assert len(net.head._forward_pre_hooks) == hooks
+
+
+def replicate_on_cpu(net: Net) -> list[nn.Module]:
+    """Make one copy as `torch.nn.parallel.replicate` does for each GPU, with the parameters as plain attributes."""
+    copies = {module: module._replicate_for_data_parallel() for module in net.modules()}
+    for module, copied in copies.items():
+        for name, child in module._modules.items():
+            copied._modules[name] = copies[child]  # type: ignore[index]
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, parameter * 1.0)  # type: ignore[operator]
+    return [copies[net]]
+
+
 class Criterion(nn.Module):
     """Has no parameters, and is called by the script; overflows float16."""
 
