@@ -68,7 +68,8 @@ class Takeover:
         self._was_missed = False  # the first region is in compiled code
         self._called_at = ""  # the line that called a model
         self._scaler: weakref.ref[Any] | None = None
-        self._whole_script = WholeScript()
+        level_dtype = None if self._policy is None else self._policy.low_dtype
+        self._whole_script = WholeScript(level_dtype or torch.bfloat16, self._ensure, self._is_of_amp)
         self._is_watching = False
         self._is_scaling = False  # a GradScaler is stepping
         self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
@@ -98,7 +99,7 @@ class Takeover:
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
         if self._everywhere:
-            patcher.install([Patch(torch.autograd, name, self._whole_script.without) for name in ("backward", "grad")])
+            patcher.install(self._whole_script.patches())
         has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
         if has_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
@@ -117,6 +118,7 @@ class Takeover:
 
     def remove(self) -> None:
         """Undo everything."""
+        self._close()  # the session patches what this does, later
         self._undo.close()
 
     def __enter__(self) -> "Takeover":
@@ -262,9 +264,8 @@ class Takeover:
         session = self.session()
         device_type = next(root.parameters()).device.type
         self._called_at = self._called_at or find_line()
-        if self._everywhere and not self._whole_script.is_entered:
-            level_dtype = None if self._policy is None else self._policy.low_dtype
-            self._whole_script.enter(device_type, level_dtype or torch.bfloat16)
+        if self._everywhere:
+            self._whole_script.enter(device_type)
             session = self.session()
         if session is None and device_type != "meta":
             is_in_region = torch.is_autocast_enabled(device_type)

@@ -117,9 +117,11 @@ class RegionHooks:
         self.cast = CastInputs(dtype)
 
     def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the inputs and open the region."""
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Cast the inputs and open the region. Without `kwargs`, the hook was removed while torch calls hooks."""
+        if kwargs is None:
+            return None
         if self.switch.enter_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
