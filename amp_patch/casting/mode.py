@@ -189,8 +189,9 @@ class Switch:
         return region
 
     def enter_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module, and tell whether casts act in it. Called by a forward pre-hook;
-        `leave_module` closes it. `frame`: what calls the forward, if that is not what calls the hook.
+        """Open a region for the forward of a module, and tell whether its inputs are to be cast: they are where casts
+        act, and act otherwise than around it. Called by a forward pre-hook; `leave_module` closes it. `frame`: what
+        calls the forward, if that is not what calls the hook.
         """
         if is_dynamo_compiling():
             compiling.tell_of_break()
@@ -198,12 +199,16 @@ class Switch:
             is_on = self.is_on_here()
             if self.on:
                 self._leave_stale()
-                around = self._local.regions[-1:]
-                if around and around[0].mode is Mode.OFF:
+                regions = self._local.regions
+                around = regions[-1].mode if regions else None
+                if around is Mode.OFF:
                     mode = Mode.OFF
                 # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
                 region = Region(self, mode, owner, frame or sys._getframe(2), acts=is_on)
-                self.pause(region)
+                if around is mode:
+                    is_on = False
+                else:
+                    self.pause(region)
                 self.add(region)
             return is_on
 

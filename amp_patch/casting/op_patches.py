@@ -17,6 +17,7 @@ from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger
 from ..torch_private import C_NN, get_first_weight
 from .autocast import RulesAlone
+from .compiling import is_dynamo_compiling
 from .mode import Switch
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
@@ -156,12 +157,16 @@ def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) ->
     """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mode = switch.mode_here()
+        # that of the forward, noted there: the call of the checkpoint may be what enters the region of a whole script.
+        # Dynamo traces no function that notes something
+        modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            if switch.mode_here() is mode:
+            if not modes:
+                modes.append(switch.mode_here())
+            if switch.mode_here() is modes[0]:
                 return function(*inner_args, **inner_kwargs)
-            with switch.region(mode):
+            with switch.region(modes[0]):
                 return function(*inner_args, **inner_kwargs)
 
         return original(replayed, *args, **kwargs)

@@ -105,22 +105,26 @@ class CastOutputs(CastInputs):
 
 class RegionHooks:
     """What a module rule adds to a module at the levels that patch functions: it casts the inputs, and opens a region
-    while the module runs. Inside `disable_casts` nothing is cast.
+    while the module runs. Inside `disable_casts` nothing is cast, and inside a region of the same mode no input.
+
+    A module that runs as the module that holds it (`is_inside`) has hooks for the case that something else calls it.
+    Compiled code does without them: each region breaks the graph.
 
     `enter` is a forward pre-hook, `leave` a forward hook that is also called after an Exception. KeyboardInterrupt and
     the like leave a region that the switch finds to be stale.
     """
 
-    def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype) -> None:
+    def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype, *, is_inside: bool) -> None:
         self.switch = switch
         self.mode = mode
+        self.is_inside = is_inside
         self.cast = CastInputs(dtype)
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Cast the inputs and open the region. Without `kwargs`, the hook was removed while torch calls hooks."""
-        if kwargs is None:
+        if kwargs is None or (self.is_inside and compiling.is_dynamo_compiling()):
             return None
         if self.switch.enter_module(self.mode, self):
             return self.cast(module, args, kwargs)
@@ -140,6 +144,8 @@ class RegionHooks:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
+        if self.is_inside and compiling.is_dynamo_compiling():
+            return
         self.switch.leave_module(self)
 
 

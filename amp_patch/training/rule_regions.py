@@ -190,14 +190,15 @@ class RuleRegions:
         decided, used = decide_rules(root, model.rules)
         runs = {module: rule.run for module, rule in decided.items()}
         borders = find_borders(root, runs)
+        wanted = {module: (run, module not in borders) for module, run in runs.items() if has_forward(module)}
         for module in list(model.hooked):
-            if borders.get(module) != model.hooked[module]:
+            if wanted.get(module) != model.hooked[module]:
                 self._unhook(module)
                 del model.hooked[module]
-        for module, run in borders.items():
+        for module, how in wanted.items():
             if module not in self._hooks:
-                model.hooked[module] = run
-                self._hook(module, run)
+                model.hooked[module] = how
+                self._hook(module, *how)
         if model.by_name:
             for module in root.modules():
                 self._remove_copied_hooks(module)
@@ -206,11 +207,11 @@ class RuleRegions:
         self.used |= used
         self._known.update(root.modules())
 
-    def _hook(self, module: nn.Module, run: str) -> None:
+    def _hook(self, module: nn.Module, run: str, is_inside: bool) -> None:
         if run == "low":
-            hooks = RegionHooks(self._switch, Mode.LOW, self._low)
+            hooks = RegionHooks(self._switch, Mode.LOW, self._low, is_inside=is_inside)
         else:
-            hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32)
+            hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32, is_inside=is_inside)
         self._hooks[module] = hooks  # before the change that it undoes
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(hooks.leave, always_call=True)
@@ -248,7 +249,7 @@ class _Model:
         rules: that may choose in it.
         by_name: rules choose by the names of this module.
         decided: the rule of each covered module.
-        hooked: how the modules are to run whose hooks are set for this model.
+        hooked: how each module with hooks of this model is to run, and whether that is how what holds it runs.
         children: see `_children_in`, when the rules were decided.
     """
 
@@ -257,7 +258,7 @@ class _Model:
         self.rules = rules
         self.by_name = by_name
         self.decided: Mapping[nn.Module, ModuleRule] = {}
-        self.hooked: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.hooked: weakref.WeakKeyDictionary[nn.Module, tuple[str, bool]] = weakref.WeakKeyDictionary()
         self.children: list[object] = []
 
 
@@ -295,6 +296,11 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
     return {module: rules[index] for module, index in decided.items() if index >= 0}, used
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether a module can be called: containers such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
     """Return those of `runs` whose module is to run otherwise than the module that calls it.
 
@@ -307,7 +313,7 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
         if (module, run_of_caller) in seen:
             return
         seen.add((module, run_of_caller))
-        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        if has_forward(module):
             run = runs.get(module)
             if run is not None and run != run_of_caller:
                 borders[module] = run
