@@ -84,10 +84,12 @@ class Kind:
     Attributes:
         draw: makes the program of a seed, which can yield `smaller` ones.
         play: runs one, by hand or not, and yields what there is after each of its snippets.
+        show: the whole text of one.
     """
 
     draw: Callable[[int], Any]
     play: Callable[..., Iterator[dict[str, Any]]]
+    show: Callable[[Any], str] = str
 
     def check(self, program: Any) -> None:
         """Run a program on both sides. Raises Difference where they part, and whatever the package raises."""

@@ -89,7 +89,7 @@ def main() -> int:
     kind = KINDS[options.kind]
     torch.set_num_threads(1)
     if options.seed is not None:
-        print(kind.draw(options.seed))
+        print(kind.show(kind.draw(options.seed)))
     seeds = range(options.first, options.first + options.count) if options.seed is None else [options.seed]
     failed = []
     start = time.process_time()

@@ -47,4 +47,10 @@ def installed(program: Program) -> Iterator[None]:
             yield
 
 
-TAKEOVER = Kind(draw, play)
+def show(program: Program) -> str:
+    """Both sides, each to be kept in a file and run."""
+    by_hand = program.as_script(is_by_hand=True)
+    return f"{program}\n\n# by hand, with tests/support in PYTHONPATH\n{by_hand}\n"
+
+
+TAKEOVER = Kind(draw, play, show)

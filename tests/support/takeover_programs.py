@@ -197,6 +197,9 @@ SPELLINGS = {
     "scaled_dot_product_attention": ["torch.nn.functional.scaled_dot_product_attention"],
 }
 
+ENTERED = ['torch.autocast("cpu", ', 'torch.amp.autocast("cpu", dtype=', "torch.cpu.amp.autocast(dtype="]
+"""How scripts write what enters a region."""
+
 LISTED = {
     "softmax": ["whitelist", "blacklist"],
     "tanh": ["whitelist", "blacklist"],
@@ -217,6 +220,19 @@ LISTED = {
 """On which lists an op may be. `linear` on none would get inputs and weights of two dtypes."""
 
 
+KINDS = [
+    "torch.nn.Linear",
+    "torch.nn.LayerNorm",
+    "torch.nn.GELU",
+    "torch.nn.MSELoss",
+    "__main__.Criterion",
+    "__main__.Distance",
+    "__main__.Lora",
+    "__main__.Net",
+]
+"""Classes that rules may choose."""
+
+
 class Draft:
     """The choices that a program has made so far.
 
@@ -232,6 +248,8 @@ class Draft:
         has_reentrant: the model has a checkpoint that torch.autograd.grad refuses.
         weights: where the weights of the layers are, which snippets may have wrapped.
         averages: copies of the model as it is now.
+        parts: names that rules may choose.
+        reuses_weights: the model uses one twice, so that no rule of the low dtype is drawn: see `casts_weights`.
         has_scaler: losses are scaled.
     """
 
@@ -246,9 +264,9 @@ class Draft:
         self.rules: list[dict[str, str]] = []
         self.weights = {name: f"net.{name}.weight" for name in ("first", "middle", "head")}
         self.averages: list[str] = []
-        self.has_reentrant = False
+        self.has_reentrant = self.reuses_weights = False
         self.names = 0
-        self.parts: list[str] = ["first", "middle", "head"]  # names that rules may choose
+        self.parts: list[str] = ["first", "middle", "head", "head", "distance"]
 
     def is_likely(self, chance: float) -> bool:
         return self.random.random() < chance
@@ -286,9 +304,12 @@ class Draft:
                 chosen = f"re:^{chosen.partition('.')[0]}" if self.is_likely(0.1) else chosen
                 self.rules.append({"match": chosen, "run": run})
             else:
-                kinds = ["torch.nn.Linear", "torch.nn.LayerNorm", "torch.nn.MSELoss", "__main__.Criterion"]
-                kinds += ["__main__.Net", "__main__.Lora", "torch.nn.GELU"]
-                self.rules.append({"type": self.random.choice(kinds), "run": run})
+                self.rules.append({"type": self.random.choice(KINDS), "run": run})
+            exception = f"{self.rules[-1].get('match')}.inner"
+            if exception in self.parts and self.is_likely(0.3):
+                self.rules.append({"match": exception, "run": "low" if run == "float32" else "float32"})
+        if self.reuses_weights:
+            self.rules = [rule for rule in self.rules if rule["run"] == "float32"]
 
     @property
     def casts_weights(self) -> bool:
@@ -305,8 +326,8 @@ class Draft:
             return both(body, f'with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):\n{indent(body)}')
         uncached = ", cache_enabled=False"
         cache = uncached if (reuses and self.casts_weights) or self.is_likely(0.2) else ""
-        entered = f'torch.autocast("cpu", {self.low}{cache})'
-        kind = self.random.randrange(6)
+        entered = f"{self.random.choice(ENTERED)}{self.low}{cache})"
+        kind = self.random.randrange(8)
         if kind == 0:
             name = self.name("_region")
             return lines(f"{name} = {entered}", f"with {name}:", indent(body))
@@ -316,6 +337,10 @@ class Draft:
             name = self.name("_decorated")
             given = ", ".join(sorted(set(re.findall(r"^(?:\s*)(\w+) [+]?= ", body, re.MULTILINE))))
             return lines(f"@{entered}", f"def {name}():", f"    global {given}", indent(body), f"{name}()")
+        if kind == 3:
+            name = self.name("_region")
+            leave = f"{name}.__exit__(None, None, None)"
+            return lines(f"{name} = {entered}", f"{name}.__enter__()", "try:", indent(body), f"finally:\n    {leave}")
         return f"with {entered}:\n{indent(body)}"
 
     def other_region(self, body: str) -> str:
@@ -411,11 +436,13 @@ def make_setup(draft: Draft) -> str:
             "torch.optim.AdamW(net.parameters(), lr=0.0625, fused=True)",
         ]
     )
-    scaler = 'scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)' if draft.has_scaler else ""
-    fixed = SETUP.replace("CRITERION", op("torch.mean", op("torch.exp", "torch.tanh(x - y)")))
+    scale = draft.random.choice(["1024.0", "1024.0", "2.0**24"])
+    scaler = 'scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)' if draft.has_scaler else ""
+    fixed = SETUP.replace("CRITERION", op("torch.mean", op("torch.exp", call("self.distance", "x", "y"))))
+    fixed = fixed.replace("DISTANCE", op("torch.tanh", "x - y"))
     fixed = fixed.replace("BASE", call("self.base", "x")).replace("ADDED", call("self.up", call("self.down", "x")))
     made = MADE.replace("OPTIMIZER", optimizer)
-    return lines(fixed, "\nMODEL\n\n", made, scaler)
+    return lines(fixed, "\nMODEL\n\n", made, scaler.replace("SCALE", scale))
 
 
 SETUP = """import copy
@@ -428,7 +455,16 @@ from torch.utils.checkpoint import checkpoint
 «¦HAND»
 
 
+class Distance(nn.Module):
+    def forward(self, x, y):
+        return DISTANCE
+
+
 class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.distance = Distance()
+
     def forward(self, x, y):
         return CRITERION
 
@@ -509,7 +545,9 @@ def attention(draft: Draft) -> Piece:
     if draft.is_likely(0.3):
         scores = op("torch.nn.functional.scaled_dot_product_attention", "q[None]", "q[None]", "q[None]") + "[0]"
         return block(draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {scores}"))
-    return block(draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {draft.op('matmul', scores, 'q')}"))
+    return block(
+        draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {draft.op('matmul', f'{scores}.to(q.dtype)', 'q')}")
+    )
 
 
 def island(draft: Draft) -> Piece:
@@ -574,6 +612,30 @@ def custom_function(draft: Draft) -> Piece:
     return Piece("", f"x = Function{name}.apply(x)", made)
 
 
+def container(draft: Draft) -> Piece:
+    """Layers in a list, which is never called itself."""
+    name = draft.name("parts")
+    draft.parts += [name, f"{name}.0", f"{name}.*"]
+    made = f"self.{name} = nn.ModuleList([«nn¦hand».Linear(8, 8), «nn¦hand».LayerNorm(8), «nn¦hand».Tanh()])"
+    return Piece(made, f"for part in self.{name}:\n    x = {call('part', 'x')}")
+
+
+def layer_inside_another(draft: Draft) -> Piece:
+    """The model calls a layer of a module, and not the module."""
+    name = draft.name("holder")
+    made = block(draft, name, f"y = {call('self.inner', 'x')}")
+    return replace(made, forward=f"x = {call(f'self.{name}.inner', 'x')}")
+
+
+def tied(draft: Draft) -> Piece:
+    """A layer, and its weights by themselves."""
+    draft.reuses_weights = True
+    name = draft.name("tied")
+    draft.parts.append(name)
+    again = op("torch.nn.functional.linear", "x", f"self.{name}.weight.T")
+    return Piece(f"self.{name} = «nn¦hand».Linear(8, 8)", f"x = {call(f'self.{name}', 'x')}\nx = {again}")
+
+
 def other_dtype(draft: Draft) -> Piece:
     """A part in a region of the other dtype."""
     if draft.everywhere or draft.level:
@@ -596,6 +658,9 @@ PIECES = [
     entering,
     checkpointed,
     custom_function,
+    container,
+    layer_inside_another,
+    tied,
     other_dtype,
 ]
 
@@ -663,6 +728,37 @@ def warm_up(draft: Draft) -> list[str]:
 def in_other_dtype(draft: Draft) -> list[str]:
     name, line = draft.computed(draft.loss(), "loss")
     return [lines(draft.other_region(line), draft.backward(name), draft.step())]
+
+
+def island_around_the_loss(draft: Draft) -> list[str]:
+    """The loss is computed in float32, in the region or behind it."""
+    output, line = draft.computed(draft.forward(), "_output")
+    name = draft.name("loss")
+    loss = f"{name} = {draft.loss(f'{output}.float()')}"
+    if not draft.everywhere and draft.is_likely(0.4):
+        body = lines(draft.region(line), loss)
+    else:
+        entered = both('torch.autocast("cpu", enabled=False)', "hand.island()")
+        body = draft.region(lines(line, f"with {entered}:", indent(loss)))
+    return [lines(body, draft.backward(name), f"{output} = None", draft.step())]
+
+
+def evaluation_before_backward(draft: Draft) -> list[str]:
+    name, line = draft.computed(draft.loss(), "loss")
+    seen, other = draft.computed(call("net", f"data({draft.seed()})"))
+    other = f"with torch.no_grad():\n    {other}"
+    body = draft.region(lines(line, other)) if draft.is_likely(0.5) else lines(draft.region(line), draft.region(other))
+    return [lines(body, draft.backward(name), draft.step())]
+
+
+def hooked(draft: Draft) -> list[str]:
+    """A hook of the script's, for a while."""
+    name = draft.random.choice(list(draft.weights))
+    kind = draft.random.choice(
+        ["forward_hook(lambda _m, _a, _y: _y * 0.5)", "forward_pre_hook(lambda _m, _a: (_a[0] * 0.5,))"]
+    )
+    (trained,) = iteration(draft)
+    return [lines(f"_hook = net.{name}.register_{kind}", trained, "_hook.remove()")]
 
 
 def gradients(draft: Draft) -> list[str]:
@@ -743,6 +839,9 @@ def edit(draft: Draft) -> list[str]:
 
 def change_weights(draft: Draft) -> str:
     one, other = draft.weight(), draft.random.choice(list(draft.weights.values()))
+    flattened = "_flat = nn.utils.parameters_to_vector(net.parameters()).detach()"
+    if draft.everywhere:  # it calls torch.cat, which may be on a list, and the whole script is a region
+        flattened = "_flat = net.first.bias.detach().new_tensor([_v for _p in net.parameters() for _v in _p.flatten()])"
     each = "for _p in net.parameters():\n    "
     return draft.random.choice(
         [
@@ -759,8 +858,7 @@ def change_weights(draft: Draft) -> str:
             "net.load_state_dict({_k: _v * 0.75 for _k, _v in net.state_dict().items()})",
             "net.load_state_dict({_k: _v.clone() * 0.75 for _k, _v in net.state_dict().items()}, assign=True)\n"
             "optimizer = torch.optim.SGD(net.parameters(), lr=0.125)",
-            "_flat = nn.utils.parameters_to_vector(net.parameters()).detach() * 0.75\n"
-            "nn.utils.vector_to_parameters(_flat, net.parameters())",
+            f"{flattened} * 0.75\nnn.utils.vector_to_parameters(_flat, net.parameters())",
             "torch._foreach_mul_([_p.data for _p in net.parameters()], 0.75)",
             f"nn.init.orthogonal_({one}, generator=torch.Generator().manual_seed(1))",
         ]
@@ -901,6 +999,9 @@ VOCABULARY: dict[Maker, int] = {
     loop_in_region: 2,
     warm_up: 1,
     in_other_dtype: 1,
+    island_around_the_loss: 2,
+    evaluation_before_backward: 2,
+    hooked: 1,
     gradients: 2,
     threads: 2,
     functional: 2,
