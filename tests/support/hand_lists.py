@@ -109,8 +109,8 @@ class ByHand:
         """Run an op of torch, by its dotted name."""
         function, name = find_op(path), path.rpartition(".")[2].strip("_")
         listed = self._find_list(path, name)
-        run = self._local.state.run
-        if not self.acts() or (listed is None and run is None):
+        _, run, is_held = self._local.state
+        if not (self.acts() or is_held) or (listed is None and run is None):
             return function(*args, **kwargs)
         kind = listed or OWN.get(name)
         dtype = {"whitelist": self.low, "blacklist": torch.float32}.get(kind or "")

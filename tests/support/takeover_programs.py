@@ -541,13 +541,11 @@ def block(draft: Draft, name: str, body: str, *, decorated: str = "") -> Piece:
 
 def attention(draft: Draft) -> Piece:
     name = draft.name("attention")
-    scores = draft.op("softmax", draft.op("matmul", "q", "q.T"), "-1")
-    if draft.is_likely(0.3):
-        scores = op("torch.nn.functional.scaled_dot_product_attention", "q[None]", "q[None]", "q[None]") + "[0]"
-        return block(draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {scores}"))
-    return block(
-        draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {draft.op('matmul', f'{scores}.to(q.dtype)', 'q')}")
-    )
+    product = op("torch.nn.functional.scaled_dot_product_attention", "q[None]", "q[None]", "q[None]") + "[0]"
+    if draft.is_likely(0.7):
+        scores = draft.op("softmax", draft.op("matmul", "q", "q.T"), "-1")
+        product = draft.op("matmul", f"{scores}.to(q.dtype)", "q")
+    return block(draft, name, lines(f"q = {call('self.inner', 'x')}", f"y = {product}"))
 
 
 def island(draft: Draft) -> Piece:
@@ -841,7 +839,7 @@ def change_weights(draft: Draft) -> str:
     one, other = draft.weight(), draft.random.choice(list(draft.weights.values()))
     flattened = "_flat = nn.utils.parameters_to_vector(net.parameters()).detach()"
     if draft.everywhere:  # it calls torch.cat, which may be on a list, and the whole script is a region
-        flattened = "_flat = net.first.bias.detach().new_tensor([_v for _p in net.parameters() for _v in _p.flatten()])"
+        flattened = "_flat = torch.tensor([_v for _p in net.parameters() for _v in _p.flatten()])"
     each = "for _p in net.parameters():\n    "
     return draft.random.choice(
         [
