@@ -110,7 +110,8 @@ class ByHand:
         function, name = find_op(path), path.rpartition(".")[2].strip("_")
         listed = self._find_list(path, name)
         _, run, is_held = self._local.state
-        if not (self.acts() or is_held) or (listed is None and run is None):
+        acts = self.acts() or (is_held and not torch.is_autocast_enabled("cpu"))
+        if not acts or (listed is None and run is None):
             return function(*args, **kwargs)
         kind = listed or OWN.get(name)
         dtype = {"whitelist": self.low, "blacklist": torch.float32}.get(kind or "")
