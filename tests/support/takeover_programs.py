@@ -208,17 +208,20 @@ LISTED = {
     "gelu": ["whitelist", "blacklist"],
     "mean": ["whitelist", "blacklist"],
     "sum": ["blacklist"],
-    "matmul": ["blacklist", "neutral"],
+    "matmul": ["whitelist", "blacklist", "neutral"],
     "mse_loss": ["whitelist", "neutral"],
     "smooth_l1_loss": ["whitelist", "neutral"],
     "cat": ["whitelist", "blacklist"],
     "layer_norm": ["whitelist", "blacklist"],
-    "linear": ["blacklist"],
-    "conv1d": ["blacklist"],
+    "linear": ["whitelist", "whitelist", "blacklist"],
+    "conv1d": ["whitelist", "blacklist"],
     "scaled_dot_product_attention": ["blacklist"],
 }
 """On which lists an op may be. `linear` on none would get inputs and weights of two dtypes."""
 
+
+WEIGHTED = ("linear", "conv1d", "layer_norm")
+"""Those that are given weights."""
 
 KINDS = [
     "torch.nn.Linear",
@@ -249,7 +252,8 @@ class Draft:
         weights: where the weights of the layers are, which snippets may have wrapped.
         averages: copies of the model as it is now.
         parts: names that rules may choose.
-        reuses_weights: the model uses one twice, so that no rule of the low dtype is drawn: see `casts_weights`.
+        sequences: the names of Sequentials.
+        reuses_weights: the model uses one twice; then lists and rules cast none. See `casts_weights`.
         has_scaler: losses are scaled.
     """
 
@@ -258,12 +262,15 @@ class Draft:
         self.everywhere = self.is_likely(0.25)
         self.low = LOWS[0] if self.everywhere or self.is_likely(0.6) else LOWS[1]
         self.level = "O4" if self.low == LOWS[0] and self.is_likely(0.3) else None
+        if self.level and not self.everywhere and self.is_likely(0.3):
+            self.low = both(LOWS[1], LOWS[0])  # the level is bfloat16, whatever the script says
         self.is_net_decorated = not self.everywhere and self.is_likely(0.2)
-        self.has_scaler = not self.everywhere and self.is_likely(0.7 if self.low == LOWS[1] else 0.2)
+        self.has_scaler = not self.everywhere and self.is_likely(0.7 if LOWS[1] in self.low else 0.2)
         self.lists: dict[str, list[str]] = {}
         self.rules: list[dict[str, str]] = []
         self.weights = {name: f"net.{name}.weight" for name in ("first", "middle", "head")}
         self.averages: list[str] = []
+        self.sequences: list[str] = []
         self.has_reentrant = self.reuses_weights = False
         self.names = 0
         self.parts: list[str] = ["first", "middle", "head", "head", "distance"]
@@ -293,6 +300,8 @@ class Draft:
     def choose_lists(self) -> None:
         for name in self.random.sample(list(LISTED), self.random.choice([0, 1, 2, 3, 4])):
             kind = self.random.choice(LISTED[name])
+            if self.reuses_weights and name in WEIGHTED:
+                kind = "blacklist"
             spelled = name if self.is_likely(0.8) or name == "matmul" else self.random.choice(SPELLINGS[name])
             self.lists.setdefault(kind, []).append(spelled)
 
@@ -314,7 +323,7 @@ class Draft:
     @property
     def casts_weights(self) -> bool:
         white = " ".join(self.lists.get("whitelist", []))
-        return "layer_norm" in white or any(rule["run"] == "low" for rule in self.rules)
+        return any(name in white for name in WEIGHTED) or any(rule["run"] == "low" for rule in self.rules)
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
@@ -336,7 +345,8 @@ class Draft:
         if kind == 2:
             name = self.name("_decorated")
             given = ", ".join(sorted(set(re.findall(r"^(?:\s*)(\w+) [+]?= ", body, re.MULTILINE))))
-            return lines(f"@{entered}", f"def {name}():", f"    global {given}", indent(body), f"{name}()")
+            declared = f"    global {given}" if given else ""
+            return lines(f"@{entered}", f"def {name}():", declared, indent(body), f"{name}()")
         if kind == 3:
             name = self.name("_region")
             leave = f"{name}.__exit__(None, None, None)"
@@ -511,7 +521,8 @@ def layer(draft: Draft) -> Piece:
 
 def sequence(draft: Draft) -> Piece:
     name = draft.name("sequence")
-    draft.parts += [name, f"{name}.0", f"{name}.1", f"{name}.*"]
+    draft.parts += [name, f"{name}.0", f"{name}.1", f"{name}.3", f"{name}.*"]
+    draft.sequences.append(name)
     made = "«nn¦hand».Sequential(«nn¦hand».Linear(8, 8), «nn¦hand».LayerNorm(8), «nn¦hand».GELU())"
     return Piece(f"self.{name} = {made}", f"x = {call(f'self.{name}', 'x')}")
 
@@ -747,6 +758,18 @@ def evaluation_before_backward(draft: Draft) -> list[str]:
     other = f"with torch.no_grad():\n    {other}"
     body = draft.region(lines(line, other)) if draft.is_likely(0.5) else lines(draft.region(line), draft.region(other))
     return [lines(body, draft.backward(name), draft.step())]
+
+
+def failing(draft: Draft) -> list[str]:
+    """A forward pass ends in an error, in the middle of a module, and another one follows."""
+    layer, x = draft.random.choice(list(draft.weights)), f"data({draft.seed()})"
+    name, line = draft.computed(draft.loss(), "loss")
+    failed = f"try:\n    {call('net', x)}\nexcept ArithmeticError:\n    _hook.remove()"
+    body = (
+        draft.region(lines(failed, line)) if draft.is_likely(0.5) else lines(draft.region(failed), draft.region(line))
+    )
+    made = f"def _fail(*_given):\n    raise ArithmeticError\n_hook = net.{layer}.register_forward_hook(_fail)"
+    return [lines(made, body, draft.backward(name), draft.step())]
 
 
 def hooked(draft: Draft) -> list[str]:
@@ -990,6 +1013,22 @@ def wrapped_activation(draft: Draft) -> list[str]:
     return [new_optimizer(draft, made), *iteration(draft)]
 
 
+def changed_sequence(draft: Draft) -> list[str]:
+    """A Sequential gets another layer, or one instead of another."""
+    if not draft.sequences:
+        return lora(draft)
+    sequence = f"net.{draft.random.choice(draft.sequences)}"
+    change = draft.random.choice(
+        [
+            f"{sequence}.append(«nn¦hand».Linear(8, 8))",
+            f"{sequence}.insert(0, «nn¦hand».Tanh())",
+            f"{sequence}[0] = «nn¦hand».Linear(8, 8)",
+            f"{sequence}[2] = «nn¦hand».LayerNorm(8)",
+        ]
+    )
+    return [new_optimizer(draft, change), *iteration(draft)]
+
+
 VOCABULARY: dict[Maker, int] = {
     iteration: 4,
     accumulation: 3,
@@ -999,6 +1038,7 @@ VOCABULARY: dict[Maker, int] = {
     in_other_dtype: 1,
     island_around_the_loss: 2,
     evaluation_before_backward: 2,
+    failing: 1,
     hooked: 1,
     gradients: 2,
     threads: 2,
@@ -1014,4 +1054,5 @@ VOCABULARY: dict[Maker, int] = {
     lora: 2,
     parametrized: 2,
     wrapped_activation: 1,
+    changed_sequence: 2,
 }
