@@ -148,7 +148,8 @@ class ByHand:
         before = self._local.state
         run = self._find_run(module, before.calls) or before.run
         state = before._replace(calls=(*before.calls, module), run=run)
-        is_changed = run != before.run and (self.acts() or before.is_held)
+        acts = self.acts()
+        is_changed = run != before.run and (acts or before.is_held)
         if not is_changed:
             with self._at(state):
                 return function(*args)
