@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 LOWS = ("torch.bfloat16", "torch.float16")
 
 
@@ -374,7 +376,8 @@ class Draft:
             run = both("net", "hand.remembered(lambda _x: hand.call(net, _x))")
             return f"checkpoint({run}, {x}, use_reentrant={reentrant})"
         if kind == 3:
-            return both(f"nn.DataParallel(net)({x})", f"hand.call(net, {x})")
+            wrapped = "net" if torch.cuda.is_available() else "nn.DataParallel(net)"  # which would go to the GPUs
+            return both(f"{wrapped}({x})", f"hand.call(net, {x})")
         return call(net, x)
 
     def loss(self, output: str | None = None) -> str:
