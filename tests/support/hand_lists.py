@@ -75,7 +75,7 @@ class ByHand:
     def acts(self) -> bool:
         """Tell whether lists and rules act here."""
         if not torch.is_autocast_enabled("cpu"):
-            return False
+            return self._local.state.is_held
         self.low = self.low or torch.get_autocast_dtype("cpu")
         return torch.get_autocast_dtype("cpu") is self.low
 
@@ -109,9 +109,8 @@ class ByHand:
         """Run an op of torch, by its dotted name."""
         function, name = find_op(path), path.rpartition(".")[2].strip("_")
         listed = self._find_list(path, name)
-        _, run, is_held = self._local.state
-        acts = self.acts() or (is_held and not torch.is_autocast_enabled("cpu"))
-        if not acts or (listed is None and run is None):
+        run = self._local.state.run
+        if not self.acts() or (listed is None and run is None):
             return function(*args, **kwargs)
         kind = listed or OWN.get(name)
         dtype = {"whitelist": self.low, "blacklist": torch.float32}.get(kind or "")
@@ -149,8 +148,7 @@ class ByHand:
         run = self._find_run(module, before.calls) or before.run
         state = before._replace(calls=(*before.calls, module), run=run)
         acts = self.acts()
-        is_changed = run != before.run and (acts or before.is_held)
-        if not is_changed:
+        if run == before.run or not acts:
             with self._at(state):
                 return function(*args)
         if run == "float32":

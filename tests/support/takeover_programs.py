@@ -423,6 +423,8 @@ def draw(seed: int) -> Program:
     draft.choose_lists()
     draft.choose_rules()
     setup = make_setup(draft)
+    cache = ", cache_enabled=False" if draft.casts_weights else ""  # a region of the script's may have two forwards
+    pieces = [replace(piece, classes=piece.classes.replace("CACHE", cache)) for piece in pieces]
     snippets: list[str] = []
     for _ in range(draft.random.randint(5, 9)):
         (make,) = draft.random.choices(list(VOCABULARY), list(VOCABULARY.values()))
@@ -434,7 +436,7 @@ def draw(seed: int) -> Program:
         draft.level,
         draft.everywhere,
         tuple(pieces),
-        f'    @torch.autocast("cpu", {draft.low})\n' if draft.is_net_decorated else "",
+        f'    @torch.autocast("cpu", {draft.low}{cache})\n' if draft.is_net_decorated else "",
         setup,
         tuple(snippets),
     )
@@ -582,7 +584,7 @@ def entering(draft: Draft) -> Piece:
     if draft.everywhere:
         return attention(draft)
     name, inside = draft.name("entering"), f"y = {draft.op('tanh', call('self.inner', 'x'))}"
-    entered = f'torch.autocast("cpu", {draft.low})'
+    entered = f'torch.autocast("cpu", {draft.low}CACHE)'
     if draft.is_likely(0.5):
         made = block(draft, name, inside, decorated=f"    @{entered}\n")
     else:
@@ -653,7 +655,7 @@ def other_dtype(draft: Draft) -> Piece:
     if draft.everywhere or draft.level:
         return sequence(draft)
     inside = f"y = {draft.op('tanh', call('self.inner', 'x'))}"
-    body = lines(draft.other_region(inside), "y = y.to(x.dtype)")
+    body = lines(draft.other_region(inside).replace("):", "CACHE):", 1), "y = y.to(x.dtype)")
     return block(draft, draft.name("other"), body)
 
 
