@@ -4,7 +4,8 @@
 # make test   everything that must hold: lint, types, tests (a process for each core, so one thread in each), make sim
 # make sim    the tests of devices on a simulated one, which g++ builds at first; skipped, with the reason, without g++
 # make unit   the tests of one wing, less the slow ones: make unit T=casting
-# make fuzz   training scripts drawn at random, against the same by hand: make fuzz COUNT=2000 FIRST=0; SEED=17 prints one
+# make fuzz   training scripts drawn at random, against the same by hand: make fuzz COUNT=2000 FIRST=0; SEED=17 prints one;
+#             KIND=takeover draws scripts with torch.autocast, or without, under lists of amp_patch.native
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing, and
 #             PYTHON=python3.12 another Python, for which other packages are not pinned
 # make soak   thousands of steps, sessions and interrupts in one process: nothing may have grown
@@ -62,7 +63,7 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) -m "not slow" tests/$(or $(T),config)
 
 fuzz: $(STAMP)
-	$(PY) tests/support/run_programs.py $(if $(SEED),$(SEED),--count $(or $(COUNT),2000) --first $(or $(FIRST),0))
+	$(PY) tests/support/run_programs.py --kind $(or $(KIND),training) $(if $(SEED),$(SEED),--count $(or $(COUNT),2000) --first $(or $(FIRST),0))
 
 test-torch: $(STAMP)
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.6.0))

@@ -5,8 +5,8 @@ snippet makes models and optimizers; any of the others can be left out.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 LEVELS = ("O1", "O2", "O4", "O5")
 
@@ -37,6 +37,11 @@ class Program:
     seed: int
     snippets: tuple[Snippet, ...]
     asks: bool
+
+    def smaller(self) -> Iterator["Program"]:
+        """The same with a snippet left out, but for the first."""
+        for index in reversed(range(1, len(self.snippets))):
+            yield replace(self, snippets=self.snippets[:index] + self.snippets[index + 1 :])
 
     def __str__(self) -> str:
         parts = [f"# {index}\n{snippet.text}" for index, snippet in enumerate(self.snippets)]
