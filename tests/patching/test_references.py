@@ -644,3 +644,30 @@ def test_modules_may_come_and_go_meanwhile(import_program, lists, monkeypatch):
     _session = open_session(lists)
     sys.modules.pop("churn_x", None)
     assert module.ACT["gelu"](X).dtype is LOW
+
+
+# ---- every package that is imported ----------------------------------------------------------------------------------
+
+
+@pytest.mark.searches_all
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_session_among_all_packages_of_the_tests_trains_as_without_them_and_leaves_them_as_found(level, monkeypatch):
+    from scipy.special import softmax  # noqa: F401  (packages of some size, beside those that pytest has imported)
+    from sklearn import linear_model  # noqa: F401
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="some objects hold patched functions")  # tests do, on purpose
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        amp.reset()
+        return [weight.detach() for weight in model.parameters()]
+
+    among_all = train()
+    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER | {*sys.modules})
+    assert all(map(torch.equal, among_all, train()))
