@@ -36,6 +36,10 @@ OWN = {
 """What torch.autocast does with the ops of `takeover_programs.py` on a CPU."""
 
 
+CALLS = {"torch.nn.functional.softmax": "torch.Tensor.softmax"}
+"""Functions that torch wrote in Python, and the ops that they call."""
+
+
 class State(NamedTuple):
     """Where a thread is.
 
@@ -122,9 +126,10 @@ class ByHand:
             return function(*args, **kwargs) if dtype is None else function(*cast(args, dtype), **cast(kwargs, dtype))
 
     def _find_list(self, path: str, name: str) -> str | None:
-        for kind, ops in self.lists.items():
-            if name in ops or path in ops:
-                return kind
+        for spelling in (path, CALLS.get(path)):
+            for kind, ops in self.lists.items():
+                if name in ops or spelling in ops:
+                    return kind
         return None
 
     # ---- modules -----------------------------------------------------------------------------------------------------

@@ -825,7 +825,8 @@ def threads(draft: Draft) -> list[str]:
         made.append("_thread = threading.Thread(target=_run)\n_thread.start()\n_thread.join()")
     body = lines(*(f"{one}\n{other}" for one, other in zip(parts, made, strict=True)))
     if draft.is_likely(0.5):
-        body = f'with torch.autocast("cpu", {draft.low}):\n{indent(body)}'
+        noted = both("pass", "hand.acts()")  # the first region may be this one, in which nothing else runs
+        body = f'with torch.autocast("cpu", {draft.low}):\n{indent(lines(noted, body))}'
         if draft.casts_weights:
             body = body.replace("enabled=", "cache_enabled=False, enabled=")
     return [lines(body, draft.backward(*names), draft.step())]
