@@ -5,6 +5,7 @@ All were seen in torch 2.13.0; a missing one fails the import of this module, an
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ _aten = torch.ops.aten
 get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+
+def as_called() -> AbstractContextManager[None]:
+    """Return a block in which torch answers for this thread as where the op was called, that a mode is shown.
+
+    Without it: no region of torch.autocast is seen from below ops, and so no list is offered for what is on none.
+    """
+    guard: AbstractContextManager[None] = torch._C._RestorePythonTLSSnapshot()
+    return guard
 
 
 def find_backward(node: Any) -> Callable[..., Any] | None:

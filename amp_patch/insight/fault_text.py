@@ -39,6 +39,8 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return what there is to say of steps that were skipped as a dynamic loss scale came down, perhaps all."""
     times = count_of(len(faults), "step")
     text = f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
+    if faults[0].summed:
+        text += f"\nthe loss is about {faults[0].summed:.3g} times the mean of its terms: with the mean, more of it fits"
     if is_all:
         text += "\nevery step was skipped, so none was checked completely: run more steps"
     return text
@@ -149,7 +151,7 @@ def _describe_cause(fault: FaultRecord) -> str:
 
 def _power(scale: float) -> str:
     exponent = math.log2(scale)
-    if exponent.is_integer() and exponent > 3:
+    if exponent.is_integer() and abs(exponent) > 3:
         return f"2**{exponent:.0f}"
     return f"{scale:g}"
 
@@ -192,10 +194,13 @@ def _advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterat
         if remedy.regions:
             yield "if float32 holds them, the module can run in float32:"
             yield from _advise_list(remedy, fault, run)
+    elif remedy.kind == "sum":
+        yield f"the mean in the place of a sum: the loss is about {fault.summed:.3g} times the mean of its terms"
+        yield from _advise_scale(remedy, fault, run, "or ")
     elif remedy.kind == "scale":
         yield from _advise_scale(remedy, fault, run)
     elif remedy.kind == "step":
-        yield from _advise_step(remedy, fault)
+        yield from _advise_step(remedy, fault, run)
     else:
         yield from _ADVICE[remedy.kind].format(fault=fault).split("\n")
 
@@ -216,23 +221,28 @@ _ADVICE: dict[Kind, str] = {
 _OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 
-def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
+def _advise_scale(remedy: Remedy, fault: FaultRecord, run: RunRecord | None, before: str = "") -> Iterator[str]:
     written = ""
     if run is not None and run.is_native and remedy.scale is not None:
         written = f", as by GradScaler(init_scale={_power(remedy.scale)})"
     if not remedy.is_larger:
         assert remedy.scale is not None
-        yield f"a smaller loss scale, {_power(remedy.scale)} at most{written}: {_OF_THIS_STEP}"
+        yield f"{before}a smaller loss scale, {_power(remedy.scale)} at most{written}: {_OF_THIS_STEP}"
     elif remedy.scale is not None and remedy.scale > fault.loss_scale:
         yield f"a larger loss scale: {_power(remedy.scale)} instead of {_power(fault.loss_scale)}{written}"
     else:
         yield f"no loss scale holds the smallest and the largest of these; {_power(fault.loss_scale)} is the best"
 
 
-def _advise_step(remedy: Remedy, fault: FaultRecord) -> Iterator[str]:
+def _advise_step(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
     if remedy.eps is not None:
         yield f"eps={remedy.eps:g} of {fault.op} is zero in {spell_out(fault.out)}, so it divides by zero:"
-        yield f'opt_level="{remedy.level}", which updates float32 masters; or eps=1e-4'
+        if run is None or not run.is_native:
+            yield f'opt_level="{remedy.level}", which updates float32 masters'
+        else:
+            yield "float32 weights: no .half() on the model, but its forward and the loss in a region of torch.autocast,"
+            yield f'  with a torch.amp.GradScaler; or amp.initialize(model, optimizer, opt_level="{remedy.level}")'
+        yield "  (a larger eps is no remedy: it makes the steps smaller, and small updates are lost in 16 bits)"
         return
     held = ""
     if fault.in_float32 != math.inf:
@@ -255,37 +265,53 @@ def _advise_list(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         if not native.low:  # no list acts without a region of autocast
             entries = []
     lines = _join_places(fault.lines) or fault.site or "that line"
-    if entries and native is not None:
+    edit = f"float32 at {_join_places(remedy.sites) or lines}: .float() on every tensor read there, no cast to 16 bits"
+    if not entries:
+        yield edit
+    elif native is not None:
         yield "in a list of your own, fix.yaml:"
         yield from (f"  {entry}" for entry in entries)
-        where = "in the script"
-        if fault.site.startswith(_CELL):
-            where = "in a cell"
-            yield 'and amp_patch.native.install(lists="fix.yaml"), which leaves the cells as they are;'
-        else:
-            yield "and amp-patch run --lists fix.yaml, which leaves the script as it is;"
-        region = f'with torch.autocast("{native.device}", enabled=False)'
-        if remedy.regions:
-            yield f"or {where}: {region} around the forward of"
-            yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
-        else:
-            yield f"or {where}, at {lines}:"
-            yield f"  {region}, and .float() on every tensor read there"
-    elif entries:
+        yield from _advise_use(remedy, fault, edit)
+        yield from _advise_region(remedy, fault, native, edit)
+    else:
         yield f"in a list of your own, fix.yaml, below `extends: {remedy.extends}`:"
         yield from (f"  {entry}" for entry in entries)
         passed = 'and pass lists="fix.yaml" to amp.initialize'
         if not fault.site.startswith(_CELL):
             passed += ", or --lists fix.yaml to amp-patch"
         yield passed
-    if remedy.sites or not entries:
-        lines = _join_places(remedy.sites) or lines
-        cast = f"float32 at {lines}: .float() on every tensor read there, no cast to 16 bits"
-        yield f"and {cast}" if entries else cast
+        if remedy.sites:
+            yield f"together with an edit of the script: {edit}"
     if remedy.scale is not None and remedy.is_scale_enough:
         yield f"or a smaller loss scale, {_power(remedy.scale)} at most: {_OF_THIS_STEP}"
     elif remedy.scale is not None and not fault.skipped:  # else it is dynamic, and comes down
         yield f"with a fixed loss scale, lower it to {_power(remedy.scale)}, too: larger values have larger gradients"
+
+
+def _advise_use(remedy: Remedy, fault: FaultRecord, edit: str) -> Iterator[str]:
+    """Yield how a list is laid over a script with torch.autocast, and the edit without which it is not enough."""
+    use, what = "amp-patch run --lists fix.yaml", "the script as it is"
+    if fault.site.startswith(_CELL):
+        use, what = 'amp_patch.native.install(lists="fix.yaml")', "the cells as they are"
+    if remedy.sites:
+        yield f"and {use}, together with an edit of the script:"
+        yield f"  {edit};"
+    else:
+        yield f"and {use}, which leaves {what};"
+
+
+def _advise_region(remedy: Remedy, fault: FaultRecord, run: RunRecord, edit: str) -> Iterator[str]:
+    """Yield what to write in the script in the place of a list."""
+    where = "in a cell" if fault.site.startswith(_CELL) else "in the script"
+    region = f'with torch.autocast("{run.device}", enabled=False)'
+    if remedy.regions:
+        yield f"or {where}, in the place of the list: {region} around the forward of"
+        yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
+    else:
+        yield f"or {where}, in the place of the list, at {_join_places(fault.lines) or fault.site or 'that line'}:"
+        yield f"  {region}, and .float() on every tensor read there"
+    if remedy.sites:
+        yield f"  and the same edit, {edit}"
 
 
 def _join_places(places: Sequence[str]) -> str:

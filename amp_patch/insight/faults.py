@@ -18,7 +18,7 @@ from ..session import Session, current
 from ..torch_dispatch import clone, get_node_number, is_random
 from .folding import Call
 from .naming import ModuleStack, is_backward_of_user, name_tensors
-from .ops import Op, Overload, compute_in_float32
+from .ops import Op, Overload, compute_in_float32, find_factor, is_reduction
 from .recent import Blame, Recent
 from .records import FaultRecord
 from .repair import Repair
@@ -37,6 +37,11 @@ from .written import Written
 
 TRAIL = 6
 """How many ops before a fault are told."""
+
+_TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scaled_dot_product_")
+"""Ops that are given -inf by intention; NaN where all of a row is."""
+_SEEDS = ("ones_like", "full_like")
+"""Ops that make the gradient with which a backward pass begins."""
 
 
 class _Input(NamedTuple):
@@ -70,7 +75,7 @@ class FaultFinder:
         self._written: dict[int, Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
-        self.repair = Repair(underflow, get_scale)
+        self.repair = Repair(underflow, get_scale, self._is_scaled)
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
         self._by_node: dict[int, Written] = {}  # of the forward pass
@@ -89,7 +94,7 @@ class FaultFinder:
             known.is_old, known.parents, known.faults = True, (), frozenset()
         self._recent.clear()
         self._by_node.clear()
-        self.repair = Repair(self._underflow, self._get_scale)
+        self.repair = Repair(self._underflow, self._get_scale, self._is_scaled)
         self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
@@ -159,9 +164,12 @@ class FaultFinder:
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
+            known = [one for one in parents if one.is_scaled or one.op in _SEEDS]
+            written.is_scaled = bool(known) or not parents
             return written
         is_low = output.dtype in LOW_DTYPES
         written.describe(op, call, self._running.module_here() is not None, is_low)
+        written.summed = self._find_summed(op, output)
         self.repair.made.append(written)
         if is_low and call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
@@ -169,6 +177,24 @@ class FaultFinder:
             if math.isfinite(written.largest):  # else it may come of another module
                 peaks[call.module] = max(peak, written.largest)
         return written
+
+    def _is_scaled(self, tensor: Tensor) -> bool:
+        known = self._written.get(storage_of(tensor))
+        return known is None or known.is_scaled or known.op in _SEEDS
+
+    def _find_summed(self, op: Op, output: Tensor) -> float:
+        """Return how many times larger an output is than the mean of its terms: sums, and what is made of them alone."""
+        found = 1.0
+        for tensor in op.inputs():
+            known = self._written.get(storage_of(tensor))
+            if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
+                found = max(found, known.summed)
+        return found * find_factor(op, output) if found > 1 or is_reduction(op) else found
+
+    def find_summed(self, tensor: Tensor) -> float:
+        """Return how many times larger a loss is than the mean of its terms."""
+        known = self._written.get(storage_of(tensor))
+        return 1.0 if known is None else known.summed
 
     def _keep(self, output: Tensor, written: Written) -> None:
         storage = storage_of(output)
@@ -219,6 +245,14 @@ class FaultFinder:
         is_made_here = math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)
         if strangers:
             self._let_in(op, strangers[0], output, written, call)
+            return
+        for one, origin in zip(bad, known, strict=True):
+            if origin is None or math.isfinite(origin.largest):
+                written.let_in = self._make_let_in(op, one, output, written, call)
+            elif origin.let_in is not None:
+                written.let_in = origin.let_in
+        if is_made_here and written.let_in is not None and not op.overload.name.startswith(_TAKES_MASKS):
+            self._enter_let_in(written)
         elif is_made_here or not bad:
             written.is_known, written.faults = True, frozenset({len(self.faults)})
             is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
@@ -231,11 +265,23 @@ class FaultFinder:
                     wanted.insert(0, written)
                 self.repair.begin(output, blame.exact, wanted)
                 if call.phase == "backward":
-                    self.repair.judge_gradient(output, blame.exact, of)
+                    self.repair.judge_gradient(output, blame.exact, of, is_scaled=written.is_scaled)
             facts: dict[str, Any] = {"in_float32": in_float32, "lost": blame.lost}
             facts["cause"] = "precision" if math.isfinite(in_float32) else "mathematics"
             facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(blame.wanted)}
-            self._enter(op, inputs, output, written, call, **facts)
+            self._enter(self._make(op, inputs, output, written, call, **facts))
+
+    def let_in(self, tensors: Iterable[Tensor]) -> None:
+        """Enter the faults of what came in and reaches some tensors: it was no mask."""
+        for tensor in tensors:
+            known = self._written.get(storage_of(tensor))
+            if known is not None and known.let_in is not None and not known.is_known:
+                self._enter_let_in(known)
+
+    def _enter_let_in(self, written: Written) -> None:
+        assert written.let_in is not None
+        written.is_known, written.faults = True, frozenset({len(self.faults)})
+        self._enter(written.let_in)
 
     def _find_reason(self, op: Op, number: int, output: Tensor, *, is_low: bool) -> Blame:
         """Compute an op in float32, if it was not; where that does not fit either, without the rounding of the ops
@@ -289,13 +335,19 @@ class FaultFinder:
         self._written[stranger.storage] = known = Written(name, "", math.inf, ())
         known.is_known, known.faults = True, frozenset({len(self.faults)})
         written.come_of([known])
-        facts: dict[str, Any] = {"value": name_value(has_nan(stranger.tensor)), "parameter": name}
+        facts: dict[str, Any] = {}
         exact = self._find_master(stranger.storage)
         if exact is not None and exact.shape == stranger.tensor.shape and is_finite(exact):
             self.repair.begin(stranger.tensor, exact, [written])
             self.repair.follow(op, call, [written], None)
             facts["in_float32"] = read_largest(exact)
-        self._enter(op, [stranger], output, written, call, cause="came in", **facts)
+        self._enter(self._make_let_in(op, stranger, output, written, call, **facts))
+
+    def _make_let_in(
+        self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call, **facts: Any
+    ) -> FaultRecord:
+        facts |= {"value": name_value(has_nan(stranger.tensor)), "parameter": self._find_name(stranger.storage)}
+        return self._make(op, [stranger], output, written, call, cause="came in", **facts)
 
     def _judge_zeros(self, op: Op, number: int, output: Tensor, written: Written, call: Call) -> None:
         """Enter a fault if more of an output is zero than may be, and is not in float32."""
@@ -309,19 +361,23 @@ class FaultFinder:
         assert self._underflow is not None
         if share > self._underflow:
             facts = {"value": "zero", "in_float32": read_largest(exact), "share": share}
-            if call.phase == "backward":
+            if call.phase == "backward" and written.is_scaled:
                 self.repair.begin(output, exact, ())
                 self.repair.raise_scale(output, exact)
             else:
                 self.repair.begin(output, None, [written])
-            self._enter(op, _read_inputs(op), output, written, call, cause="precision", **facts)
+            self._enter(self._make(op, _read_inputs(op), output, written, call, cause="precision", **facts))
 
-    def _enter(
+    def _enter(self, fault: FaultRecord) -> None:
+        self.faults.append(fault)
+        self._on_fault()
+
+    def _make(
         self, op: Op, inputs: Sequence[_Input], output: Tensor, written: Written, call: Call, **facts: Any
-    ) -> None:
+    ) -> FaultRecord:
         if "share" not in facts:
             facts["share"] = int((~output.isfinite()).count_nonzero()) / output.numel()
-        fault = FaultRecord(
+        return FaultRecord(
             step=self.step,
             phase=call.phase,
             aten=op.overload.name,
@@ -336,12 +392,10 @@ class FaultFinder:
             given=tuple(short(one.tensor.dtype) for one in inputs),
             out=short(output.dtype),
             largest=max((read_largest_number(one.tensor) for one in inputs), default=0.0),
-            loss_scale=self._get_scale(),
+            loss_scale=self._get_scale() if written.is_scaled or call.phase != "backward" else 1.0,
             trail=tuple(_trail(written)),
             **facts,
         )
-        self.faults.append(fault)
-        self._on_fault()
 
 
 def _read_inputs(op: Op) -> list[_Input]:

@@ -19,6 +19,8 @@ class Call:
         target: the dtype that the rule asks for, or None.
         sources: addresses of the tensors that are to be cast for it; `copied`: of those that were.
         cast_dtypes: from and to which dtypes it cast.
+        is_reached: whether lists and rules for modules act where it runs.
+        names_dtype: whether it is a cast of the script's to a dtype that its line names, and not to another tensor's.
     """
 
     op: str
@@ -37,6 +39,8 @@ class Call:
     sources: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
     cast_dtypes: set[tuple[str, str]] = field(default_factory=set)
+    is_reached: bool = True
+    names_dtype: bool = False
 
 
 class Folding:

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import linecache
 import os
+import re
 import sys
 import threading
 import types
@@ -35,6 +37,7 @@ _BY: dict[str, str | None] = {  # None: the user's
     _TORCH: "",
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
+_LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
 
 
@@ -61,6 +64,19 @@ def find_site() -> Site:
             found = by
         frame = frame.f_back
     return Site("", found)
+
+
+def names_dtype() -> bool:
+    """Tell whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`; other lines cast to the
+    dtype of a tensor.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _find_by(frame.f_code.co_filename) is None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+            return _LOW_DTYPE.search(line) is not None
+        frame = frame.f_back
+    return True
 
 
 def _describe_line(file: str, line: int) -> str:

@@ -24,6 +24,7 @@ from ..session import Session
 from ..torch_dispatch import (
     TO_COPY,
     TorchDispatchMode,
+    as_called,
     count_nodes,
     get_current_node,
     get_node_number,
@@ -31,7 +32,7 @@ from ..torch_dispatch import (
 )
 from .faults import FaultFinder
 from .folding import Call, Folding
-from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint
+from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
 from .tensors import address_of, storage_of, tensors_in
@@ -59,6 +60,7 @@ class Observer:
 
     def __init__(self, session: Session, folding: Folding, finder: FaultFinder | None = None) -> None:
         self._switch = session.switch
+        self._has_casts = session.casts is not None
         self._patcher = session.patcher
         self._rules = RuleFinder(session)
         self._running = ModuleStack(session.models)
@@ -149,6 +151,7 @@ class Observer:
         """Enter what a call of an op is given, by which rule it is to run, and what that will have to cast."""
         module = self._running.module_here()
         call.given = tuple(short(tensor.dtype) for tensor in tensors_in(values))
+        call.is_reached = self._is_reached()
         if spelling is None:
             call.rule, call.entry = self._rules.find_rule_of_unlisted(call.site, module)
             return
@@ -169,6 +172,10 @@ class Observer:
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
                     call.sources.add(address_of(tensor))
             call.sources.discard(0)
+
+    def _is_reached(self) -> bool:
+        """Tell whether lists act on what this thread runs now; where the level casts the model, its rules always do."""
+        return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
@@ -246,12 +253,16 @@ class Observer:
         if of is not None:
             call = Call(of.op, of.module, of.site, "backward")
             call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
+            call.is_reached = of.is_reached
         else:
             site = find_site()
             if site.by == "amp":
                 return None
             call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
+            with as_called():
+                call.is_reached = self._is_reached()
+            call.names_dtype = cast is not None and not site.by and names_dtype()
         call.casts = int(cast is not None)
         if not self._folding.keeps_ops:
             return call

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ _BATCH_NORMS = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
     | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 )
+_LOSSES = ("nll_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
+_SUMMED = 2  # how torch numbers reduction="sum"
 _STATISTICS = frozenset({3, 4})  # the positions that these write, which their schemas do not say
 _FIRST_OUTPUT_ONLY = (  # the others are their own
     *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
@@ -102,6 +105,23 @@ class Op(NamedTuple):
         """Return the floating and complex tensors that it gave, and the running statistics that it moved."""
         moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
+
+
+def is_reduction(op: Op) -> bool:
+    """Tell whether an op adds up what it is given, or takes its mean: a loss function does either."""
+    return op.overload.name in ("sum", "mean") or op.overload.name.startswith(_LOSSES)
+
+
+def find_factor(op: Op, output: Tensor) -> float:
+    """Return by how much more an op multiplies what it is given than one does that takes the mean of it."""
+    name, args = op.overload.name, op.args
+    if name == "sum" or (name.startswith(_LOSSES) and _SUMMED in args[2:]):
+        return float(args[0].numel() / output.numel())
+    if name in ("mul", "div") and len(args) > 1:
+        other = args[1].item() if isinstance(args[1], Tensor) and args[1].numel() == 1 else args[1]
+        if isinstance(other, (int, float)) and other and math.isfinite(other):
+            return abs(other) if name == "mul" else 1 / abs(other)
+    return 1.0
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:

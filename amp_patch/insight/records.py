@@ -122,7 +122,7 @@ class FaultRecord:
         share: the share of values in the output that do not fit, from 0 to 1.
         largest: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
         parameter: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
-        loss_scale: the loss scale of the step.
+        loss_scale: the loss scale of the step; 1 for a value of the backward pass that does not go with it.
         trail: the ops before it, latest first, with the largest magnitude in the result of each.
         rank: the rank of the process.
         reach: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the step
@@ -141,6 +141,8 @@ class FaultRecord:
         scale: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero; None
             if the scale does not matter.
         is_scale_enough: whether that scale is enough, without regions, ops and sites.
+        summed: how many times larger the loss is than the mean of its terms, where that is why no loss scale above 1
+            fits; else 0.
         eps, lr: those of the optimizer whose step produced the value.
     """
 
@@ -183,6 +185,7 @@ class FaultRecord:
     beyond: str = ""
     scale: float | None = None
     is_scale_enough: bool = False
+    summed: float = 0.0
     eps: float | None = None
     lr: float | None = None
 

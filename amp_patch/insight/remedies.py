@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .written import Item
 
 Kind = Literal[
-    "list", "scale", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond", "held", "region"
+    "list", "scale", "sum", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond", "held", "region"
 ]
 _CASTS = ("_to_copy", "copy_")
 _EVERY_MODULE = 'match: "**"'
@@ -34,7 +34,8 @@ class Remedy:
     """What to try.
 
     Attributes:
-        kind: "list" (what has to run in float32), "scale" (a loss scale), "weights" (those that came in: a region, if
+        kind: "list" (what has to run in float32), "scale" (a loss scale), "sum" (the mean
+            in the place of a sum, or a loss scale), "weights" (those that came in: a region, if
             float32 holds them), "data", "mathematics", "divergence", "gradients" or "beyond" (no list helps), "step"
             (the optimizer, its eps, or a level with masters), "held" (a list has the module in float32 already),
             "region" (a gradient that the forward pass takes inside of torch.autocast).
@@ -87,6 +88,8 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
         return Remedy("scale", scale=fault.scale, is_larger=True)
     if fault.region == IN_FORWARD:
         return Remedy("region")
+    if fault.summed:
+        return Remedy("sum", scale=fault.scale)
     if fault.rule.startswith("run: float32"):
         return Remedy("held")
     has_list = bool(fault.regions or fault.ops)
@@ -108,7 +111,8 @@ def _list_of(kind: Kind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
     if not extends:
         extends = "bfloat16" if low == "bf16" else "float16"
     remedy = Remedy(kind, extends, fault.regions, fault.ops, fault.alternative, fault.sites)
-    if fault.scale is not None and 1 <= fault.scale < fault.loss_scale:
+    is_smaller = fault.scale is not None and (fault.scale < fault.loss_scale or fault.loss_scale == 1)
+    if is_smaller and fault.scale is not None and fault.scale >= 1:
         return replace(remedy, scale=fault.scale, is_scale_enough=fault.is_scale_enough)
     return remedy
 
@@ -150,6 +154,7 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
     regions: list[str] = []
     ops: list[str] = []
     sites: list[str] = []
+    casts: list[str] = []
     covered: set[str] = set()  # lines of modules that other ops put into float32: a cast to x.dtype is one to float32
     known = _name_all(models)
     given = list(items)
@@ -160,8 +165,10 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
         if has_lists:
             op = _find_listed_name(item)
         is_cast_of_script = item.aten in _CASTS and not item.listed and not item.rule
-        if is_cast_of_script:
+        if not item.is_reached or (is_cast_of_script and item.names_dtype):
             sites.append(item.site)
+        elif is_cast_of_script and not name:
+            casts.append(item.site)
         elif name:
             names.append(name)
             covered.add(item.site)
@@ -176,8 +183,7 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
         regions = [_EVERY_MODULE]
     else:
         regions = [*(f"match: {json.dumps(name)}" for name in fold(names, kinds)), *regions]
-    if regions:
-        sites = [site for site in sites if site not in covered]
+    sites += [site for site in casts if site not in covered]
     alternative: list[str] = []
     if has_lists and regions and all(item.rule in ("whitelist", "promote") for item in given):
         alternative = [item.listed for item in given]

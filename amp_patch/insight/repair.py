@@ -91,14 +91,16 @@ class Needs(NamedTuple):
     Attributes:
         items: the ops that have to run in float32.
         scale: the largest loss scale, a power of two, under which the other gradients fit that come of a fault; None:
-            the scale has no part in it.
+            the scale has no part in it. It may be below 1 where no op can run in float32 instead.
         is_scale_enough: whether that scale is enough without the ops.
+        fitting: the largest loss scale under which all gradients fit, without the ops; None: all fit, or none does.
         scale_of_zeros: the one under which no more of the gradients is zero than may be; None: none is.
     """
 
     items: list[Item]
     scale: float | None
     is_scale_enough: bool
+    fitting: float | None
     scale_of_zeros: float | None
 
 
@@ -113,12 +115,17 @@ class Repair:
         beyond: the line of an op that gives what float32 does not hold either, "" without one.
     """
 
-    def __init__(self, underflow: float | None, get_scale: Callable[[], float]) -> None:
+    def __init__(
+        self, underflow: float | None, get_scale: Callable[[], float], is_scaled: Callable[[Tensor], bool]
+    ) -> None:
         self._underflow = underflow
         self._get_scale = get_scale
+        self._is_scaled = is_scaled
         self._twins = Twins()
         self._gradients: list[tuple[Written, float]] = []  # of which op, and the largest scale under which it fits
+        self._of_none = math.inf  # the largest scale under which those fit for which no op could give float32
         self._scale: float | None = None
+        self._fitting = math.inf
         self._wanted: set[Written] = set()
         self.made: list[Written] = []
         self.rounding: list[Item] = []
@@ -161,7 +168,7 @@ class Repair:
             return
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
-            self._judge_gradients(given, pairs, of)
+            self._judge_gradients(given, pairs, of, [one.is_scaled for one in made])
         elif call is not None and call.phase != "recompute":  # of what has been judged in the forward pass
             self._judge(op, call, given, pairs, made)
         for tensor, result in pairs:
@@ -186,26 +193,41 @@ class Repair:
                 self.beyond = f"{call.op} at {call.site.place}"
 
     def _judge_gradients(
-        self, given: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[tuple[Tensor, Tensor]], of: Written | None
+        self,
+        given: Sequence[tuple[Tensor, Tensor]],
+        outputs: Sequence[tuple[Tensor, Tensor]],
+        of: Written | None,
+        are_scaled: Sequence[bool],
     ) -> None:
-        for tensor, twin in (*given, *outputs):
-            self.judge_gradient(tensor, twin, of)
-        for tensor, result in outputs:
-            if tensor.dtype in LOW_DTYPES:
+        for tensor, twin in given:
+            if self._is_scaled(tensor):
+                self.judge_gradient(tensor, twin, of, is_scaled=True)
+        for (tensor, result), is_scaled in zip(outputs, are_scaled, strict=False):
+            self.judge_gradient(tensor, result, of, is_scaled=is_scaled)
+            if tensor.dtype in LOW_DTYPES and is_scaled:
                 self.raise_scale(tensor, result)
 
-    def judge_gradient(self, gradient: Tensor, exact: Tensor, of: Written | None) -> None:
-        """Where a gradient in 16 bits does not fit: have the scale be so small that it does, or `of` give float32."""
+    def judge_gradient(self, gradient: Tensor, exact: Tensor, of: Written | None, *, is_scaled: bool) -> None:
+        """Where a value of the backward pass does not fit in 16 bits: have the scale be so small that it does, if it
+        goes with the scale, or `of` give float32.
+        """
         if gradient.dtype not in LOW_DTYPES or not _is_too_large((gradient, exact)):
             return
-        fitting = self._lower_scale(gradient, exact)
+        fitting = 0.0
+        if is_scaled:
+            fitting = self._lower_scale(gradient, exact)
+        elif of is None or not of.is_low:
+            return
         if of is not None and of.is_low:
             self._gradients.append((of, fitting))
+        else:
+            self._of_none = min(self._of_none, fitting)
 
     def _lower_scale(self, gradient: Tensor, exact: Tensor) -> float:
         """Have the scale be the largest power of two under which a gradient fits, if that is not below 1; return it."""
         room = LARGEST[short(gradient.dtype)] / read_largest_number(exact)
         fitting = 2.0 ** math.floor(math.log2(self._get_scale() * room))
+        self._fitting = min(self._fitting, fitting)
         if fitting >= 1:
             self._scale = fitting if self._scale is None else min(self._scale, fitting)
         return fitting
@@ -228,17 +250,20 @@ class Repair:
         """
         forward = find_named(self.made, self._wanted)
         unscalable = {of for of, fitting in self._gradients if fitting < 1}
-        is_scale_enough = self._scale is not None and not forward and not unscalable
+        is_scale_enough = self._scale is not None and not forward and not unscalable and self._of_none >= 1
         items = find_named(self.made, self._wanted | {of for of, _ in self._gradients})
         scale = self._scale
         if any(_is_product(item) for item in items if item not in forward):
             items = find_named(self.made, self._wanted | unscalable)
         elif not is_scale_enough:
             scale = None
+        if self._of_none < 1 and not items:
+            scale, is_scale_enough = self._of_none, True
         scale_of_zeros = self._wanted_scale
         if scale_of_zeros is not None and scale is not None:
             scale_of_zeros = min(scale_of_zeros, scale)
-        return Needs(items, scale, is_scale_enough, scale_of_zeros)
+        fitting = None if forward or math.isinf(self._fitting) else self._fitting
+        return Needs(items, scale, is_scale_enough, fitting, scale_of_zeros)
 
 
 def _is_product(item: Item) -> bool:

@@ -29,6 +29,8 @@ from .written import Item
 _NEAR = 8.0  # a sibling's value is near to what does not fit if it is smaller by no more than this
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # grown by such a factor, training has diverged
 _REPEATED = 20  # a script that leaves out a loss that is not finite would go on for ever
+_FEW = 16  # so many terms of a sum are no reason for large gradients
+_LITTLE = 256.0  # a loss scale that leaves little room for small gradients
 _UNUSED = "unused"  # in gradients that no optimizer has stepped by yet: a discriminator's, in its generator's pass
 _LARGE = 1e15  # nothing that trains has such values
 
@@ -88,6 +90,8 @@ class Tracer(Recorder):
         self._mended: list[bool] = []  # of each gradient that was bad: whether float32 mends it
         self._skips: list[bool] = []  # of the optimizers whose gradients were bad
         self._of = 0
+        self._summed = 1.0  # how many times larger a loss is than the mean of its terms
+        self._fitting: float | None = None  # the loss scale under which all gradients fit
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
 
     @property
@@ -113,12 +117,18 @@ class Tracer(Recorder):
         self._scale = None
         for block in self._watched.ledgers.open_blocks():  # the innermost last
             self._scale = block.scaler.known_scale
+        assert self._observer is not None
+        self._observer.pause()  # to look is no op of the script's
         size = find_largest_of([loss])
+        self._observer.go_on()
         if math.isfinite(size):
             self._loss.base = min(self._loss.base, size)
             self._loss.last = size
-        self._is_loss_bad |= not math.isfinite(size)
+        else:
+            self._is_loss_bad = True
+            self._finder.let_in([loss])
         self._reaching["loss"] |= self._finder.find_faults([loss])
+        self._summed = max(self._summed, self._finder.find_summed(loss))
 
     def values_scaled(self) -> None:
         """From now on, gradients in this step may be scaled."""
@@ -235,12 +245,13 @@ class Tracer(Recorder):
             fault = replace(fault, rank=find_rank() or 0, reach=self._find_reach(number, fault), **facts)
             if fault.reach == _UNUSED:
                 self._unused.append(replace(fault, reach=""))
-            elif not _is_harmless(fault):
+            elif not _is_harmless(replace(fault, cause=found[number].cause)):  # also if it is large: a constant, say
                 done.append(fault)
         if not all(self._is_search(fault) for fault in done):
-            self._faults += done
+            self._faults += sorted(done, key=self._ends_by_itself)  # the scale comes down, and another remains
         elif done:
-            self._searched.append(replace(done[0], is_search=True))
+            summed = self._summed if self._is_of_sum(_LITTLE) else 0.0
+            self._searched.append(replace(done[0], is_search=True, summed=summed))
         self._begin_step()
 
     def stop(self) -> None:
@@ -271,11 +282,14 @@ class Tracer(Recorder):
         lines = tuple(dict.fromkeys(item.site for item in needs.items if item.site))
         facts = self._place(items)
         facts.update(beyond=self._finder.repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
+        self._fitting = needs.fitting
         done: list[FaultRecord] = []
         for number, fault in enumerate(faults):
             own = dict(facts, scale=needs.scale)
             if fault.value == "zero":
                 own["scale"] = needs.scale_of_zeros
+            elif fault.phase == "backward" and self._is_of_sum(1.0):
+                own.update(summed=self._summed, scale=needs.fitting)
             if fault.cause == "came in" and fault.parameter and fault.in_float32 == math.inf:
                 own |= self._place([_of_weight(fault)])
             is_mended = bool(self._mended) and all(self._mended) and number in self._reaching["gradients"]
@@ -285,6 +299,18 @@ class Tracer(Recorder):
                 own["cause"] = "divergence"
             done.append(replace(fault, **own))
         return done
+
+    def _is_of_sum(self, scale: float) -> bool:
+        """Tell whether the gradients of the step fit under no larger loss scale because the loss is a sum."""
+        fitting = self._fitting
+        return fitting is not None and fitting <= scale and self._summed >= _FEW <= self._summed * fitting
+
+    def _ends_by_itself(self, fault: FaultRecord) -> bool:
+        """Tell whether a fault, taken alone, is one of a dynamic loss scale that is too large."""
+        is_dynamic = any(scaler.is_dynamic for scaler in self._watched.scalers)
+        if not is_dynamic or fault.phase != "backward" or fault.is_of_rounding or fault.value == "zero":
+            return False
+        return fault.in_float32 <= LARGEST.get(fault.out, 0.0) * fault.loss_scale
 
     def _place(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the fields of a fault that say which ops and modules are to be in float32."""
@@ -343,7 +369,9 @@ class Tracer(Recorder):
             return False
         lowest = max(1.0, min(bounds))
         is_unseen = fault.cause == "came in" and not (fault.aten and fault.parameter)
-        return (fault.scale or 0.0) >= lowest or (is_unseen and fault.loss_scale > lowest)
+        is_above_one = self._fitting is None or self._fitting > 1  # at 1, nothing is left for small gradients
+        fits = (fault.scale or 0.0) >= lowest and is_above_one
+        return fits or (is_unseen and fault.loss_scale > lowest)
 
     def _get_scale(self) -> float:
         """Return the scale of the last block; before one, or with a GradScaler, the scale of the session. There is none

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..dtypes import LOW_DTYPES
 from .folding import Call
 from .ops import Op
+from .records import FaultRecord
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
 _LOW_RULES = ("whitelist", "cast_model_type", "run: low")
@@ -14,7 +15,8 @@ _LOW_RULES = ("whitelist", "cast_model_type", "run: low")
 
 class Item(NamedTuple):
     """An op that has to run in float32: the module, whether it is inside of one, the call and what torch ran of it, by
-    which name the lists have it, where in the script, and by which rule it ran.
+    which name the lists have it, where in the script, and by which rule it ran. `is_reached` and `names_dtype`: as of
+    `Call`.
     """
 
     module: str
@@ -24,6 +26,8 @@ class Item(NamedTuple):
     aten: str
     site: str
     rule: str
+    is_reached: bool = True
+    names_dtype: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +41,10 @@ class Written:
         is_known: whether what does not fit in it comes of faults that were entered already: `faults`.
         is_old: of the step before; `size`: of the storage, in bytes.
         item: the op, if it is one of the forward pass; `is_low`: whether it gave 16 bits.
+        is_scaled: it is a gradient, which goes with the loss scale; in a backward pass there are other values, too.
         is_held_low: it gives 16 bits also where an input is in float32.
+        summed: how many times larger it is than the mean of what was summed for it.
+        let_in: the fault that it would be if -inf, which came in with the data, were no mask.
     """
 
     op: str
@@ -51,6 +58,9 @@ class Written:
     item: Item | None = None
     is_low: bool = False
     is_held_low: bool = True
+    is_scaled: bool = False
+    summed: float = 1.0
+    let_in: FaultRecord | None = None
 
     def come_of(self, known: "Sequence[Written]") -> None:
         """Take in that what does not fit comes of what is known."""
@@ -61,7 +71,9 @@ class Written:
         """Take in which call of the forward pass this is."""
         self.is_low = is_low
         name = op.overload.name
-        self.item = Item(call.module, is_in_module, call.op, call.listed, name, call.site.place, call.rule)
+        place, rule = call.site.place, call.rule
+        how = call.is_reached, call.names_dtype
+        self.item = Item(call.module, is_in_module, call.op, call.listed, name, place, rule, *how)
         is_given_low = any(tensor.dtype in LOW_DTYPES for tensor in op.inputs())
         self.is_held_low = (
             call.rule in _LOW_RULES

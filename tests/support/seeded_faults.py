@@ -732,8 +732,6 @@ def describe(case, found):
     tried = [f"`{line}`" for line in format_entries(remedy)]
     if remedy.level:
         tried.append(f"{remedy.level}")
-    if remedy.eps:
-        tried[-1] += " or a larger eps"
     if remedy.scale:
         tried.append(f"loss scale {remedy.scale:g}")
     return f"| {case.about} | {case.level} | {found.fault.cause} | {' and '.join(tried) or 'look at the script'} |"
