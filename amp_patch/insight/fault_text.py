@@ -40,7 +40,9 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     times = count_of(len(faults), "step")
     text = f"no fault: {times} skipped as the dynamic loss scale came down from {_power(faults[0].loss_scale)}"
     if faults[0].summed:
-        text += f"\nthe loss is about {faults[0].summed:.3g} times the mean of its terms: with the mean, more of it fits"
+        text += (
+            f"\nthe loss is about {faults[0].summed:.3g} times the mean of its terms; with the mean, a larger one fits"
+        )
     if is_all:
         text += "\nevery step was skipped, so none was checked completely: run more steps"
     return text
@@ -240,8 +242,8 @@ def _advise_step(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> I
         if run is None or not run.is_native:
             yield f'opt_level="{remedy.level}", which updates float32 masters'
         else:
-            yield "float32 weights: no .half() on the model, but its forward and the loss in a region of torch.autocast,"
-            yield f'  with a torch.amp.GradScaler; or amp.initialize(model, optimizer, opt_level="{remedy.level}")'
+            yield "float32 weights: no .half() on the model, but its forward and the loss in torch.autocast, with a"
+            yield f'  torch.amp.GradScaler; or amp.initialize(model, optimizer, opt_level="{remedy.level}")'
         yield "  (a larger eps is no remedy: it makes the steps smaller, and small updates are lost in 16 bits)"
         return
     held = ""

@@ -183,7 +183,7 @@ class FaultFinder:
         return known is None or known.is_scaled or known.op in _SEEDS
 
     def _find_summed(self, op: Op, output: Tensor) -> float:
-        """Return how many times larger an output is than the mean of its terms: sums, and what is made of them alone."""
+        """Return how many times larger an output is than the mean of its terms."""
         found = 1.0
         for tensor in op.inputs():
             known = self._written.get(storage_of(tensor))
@@ -377,6 +377,7 @@ class FaultFinder:
     ) -> FaultRecord:
         if "share" not in facts:
             facts["share"] = int((~output.isfinite()).count_nonzero()) / output.numel()
+        is_unscaled = call.phase == "backward" and not written.is_scaled and facts["cause"] != "came in"
         return FaultRecord(
             step=self.step,
             phase=call.phase,
@@ -392,7 +393,7 @@ class FaultFinder:
             given=tuple(short(one.tensor.dtype) for one in inputs),
             out=short(output.dtype),
             largest=max((read_largest_number(one.tensor) for one in inputs), default=0.0),
-            loss_scale=self._get_scale() if written.is_scaled or call.phase != "backward" else 1.0,
+            loss_scale=1.0 if is_unscaled else self._get_scale(),
             trail=tuple(_trail(written)),
             **facts,
         )

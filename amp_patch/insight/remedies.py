@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from .written import Item
 
 Kind = Literal[
-    "list", "scale", "sum", "weights", "data", "mathematics", "divergence", "step", "gradients", "beyond", "held", "region"
+    "list",
+    "scale",
+    "sum",
+    "weights",
+    "data",
+    "mathematics",
+    "divergence",
+    "step",
+    "gradients",
+    "beyond",
+    "held",
+    "region",
 ]
 _CASTS = ("_to_copy", "copy_")
 _EVERY_MODULE = 'match: "**"'
