@@ -26,7 +26,7 @@ def as_called() -> AbstractContextManager[None]:
 
     Without it: no region of torch.autocast is seen from below ops, and so no list is offered for what is on none.
     """
-    guard: AbstractContextManager[None] = torch._C._RestorePythonTLSSnapshot()
+    guard: AbstractContextManager[None] = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
     return guard
 
 

@@ -63,6 +63,12 @@ def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
     return ["also:", *shown]
 
 
+def describe_briefly(fault: FaultRecord) -> str:
+    """Return a fault in one line."""
+    what = _describe_call(fault) if fault.aten else fault.op or fault.parameter
+    return f"step {fault.step}, {fault.phase}: {fault.value} ({fault.cause}), {what}"
+
+
 def entitle_fault(fault: FaultRecord) -> str:
     """Return the first line of a fault: when it was, and what."""
     what = "first value that does not fit"

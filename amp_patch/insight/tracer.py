@@ -55,6 +55,7 @@ class Tracer(Recorder):
         first, last, on_end: as of `Recorder`.
         underflow, ignore: as of `FaultFinder`.
         counts_skipped: whether `last` counts steps that were skipped; else one more is looked at for each.
+        keeps_steps: whether the recording has a record for each step that was looked at.
     """
 
     ends_alone = True
@@ -68,9 +69,11 @@ class Tracer(Recorder):
         underflow: float | None = None,
         ignore: Sequence[str] = (),
         counts_skipped: bool = True,
+        keeps_steps: bool = False,
     ) -> None:
         super().__init__(first, last, on_end)
         self._counts_skipped = counts_skipped
+        self._keeps_steps = keeps_steps
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._get_scale, self._see_fault)
         self._faults: list[FaultRecord] = []
@@ -101,7 +104,8 @@ class Tracer(Recorder):
 
     def _records(self) -> list[Record]:
         """Return the faults so far, those that are no search for a loss scale first."""
-        return [*self._faults, *self._finder.faults, *self._searched]
+        steps = self._steps if self._keeps_steps else []
+        return [*self._faults, *self._finder.faults, *self._searched, *steps]
 
     @property
     def faults(self) -> list[FaultRecord]:
@@ -419,13 +423,15 @@ def _is_harmless(fault: FaultRecord) -> bool:
 
 
 @contextlib.contextmanager
-def tracing(*, underflow: float | None = None, ignore: Sequence[str] = ()) -> Iterator[Tracer]:
+def tracing(
+    *, underflow: float | None = None, ignore: Sequence[str] = (), keeps_steps: bool = False
+) -> Iterator[Tracer]:
     """Look at all ops that run in the block, as `recording` records them; the tracer has what was found.
 
     The values that ops compute are read, and nothing is changed. On a GPU each op is waited for. Raises SessionError
     where a recording is under way.
     """
-    tracer = Tracer(underflow=underflow, ignore=ignore)
+    tracer = Tracer(underflow=underflow, ignore=ignore, keeps_steps=keeps_steps)
     with in_block(tracer):
         yield tracer
 
@@ -466,7 +472,7 @@ def trace(
     if on_fault not in ("raise", "record"):
         raise ArgumentValueError(f"on_fault={on_fault!r} is neither 'raise' nor 'record': pass one of them")
     error: Exception | None = None
-    with tracing(underflow=underflow, ignore=ignore) as tracer:
+    with tracing(underflow=underflow, ignore=ignore, keeps_steps=True) as tracer:
         for _ in range(steps):
             try:
                 step()
@@ -477,7 +483,6 @@ def trace(
     if error is None and not tracer.faults:
         tracer.check_seen()
     recording = tracer.recording
-    recording.records += tracer._steps  # which say what was looked at
     del tracer  # a notebook keeps the error, with what this function holds, which is not to be a model
     faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
     if faults and on_fault == "raise":

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...tables import natural_order
+from ..remedies import Remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,23 @@ class Entry:
             return True
         own, parts = self.name.split("."), other.name.split(".")
         return len(parts) >= len(own) and all(a in (b, "*") for a, b in zip(own, parts, strict=False))
+
+
+def find_entries(remedy: Remedy, units: str) -> list[Entry]:
+    """Return entries of the units asked for that do what a remedy says; none where such entries cannot."""
+    choosers = [chooser.partition("match: ") for chooser in remedy.regions]
+    modules = [Entry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
+    modules = [one for one in modules if not one.name.startswith("re:")]
+    ops = [Entry("op", name) for name in remedy.ops]
+    if len(modules) < len(remedy.regions) or remedy.kind != "list":
+        return []
+    if units == "both":
+        return [*modules, *ops]
+    if units == "modules":
+        return [] if ops else modules
+    if modules and not remedy.alternative:
+        return []
+    return ops + [Entry("op", name) for name in remedy.alternative]
 
 
 def prune(entries: Iterable[Entry]) -> tuple[Entry, ...]:

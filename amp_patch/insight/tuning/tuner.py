@@ -1,8 +1,9 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
 The reference run finds what overflows in 16 bits and what loses most precision. The first candidate keeps these in
-float32. More is added until the gradients are right; then entries that are not needed are removed. The written list is
-the file that the best run has read, with comments in front.
+float32. More is added until the gradients are right; then entries that are not needed are removed. These runs compare a
+few steps. A traced run looks at more steps with the list, and what it finds joins the list. The written list is the
+file that the best run has read, with comments in front.
 """
 
 import contextlib
@@ -17,14 +18,19 @@ from ...errors import ArgumentValueError, SessionError, did_you_mean
 from ...files import write_file
 from ...script_settings import Settings
 from ...tables import count_of
+from ..fault_text import describe_briefly
 from ..records import CheckedStepRecord, Recording
-from ..runs import FunctionRunner, Run, Runner, check_count
-from .entries import Entry, format_list, prune
+from ..remedies import find_remedy
+from ..runs import FunctionRunner, Run, RunFailedError, Runner, check_count
+from .entries import Entry, find_entries, format_list, prune
 from .ranking import UNITS, Ranking
 from .reference import WHOLE_MODEL
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
+from .traced import TRACED, Traced, read_trace
 from .verdict import Verdict, find_non_finite, judge
+
+_ROUNDS = 4  # of traced runs, each with the entries that the one before asked for
 
 
 class Tuner:
@@ -36,9 +42,10 @@ class Tuner:
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
-        steps: number of steps to compare, each from the initial weights of the training.
+        steps: number of steps to compare, each from the initial weights of the training. At least 20 are traced with
+            the list that is found.
         seed: seed of each run.
-        max_runs: limit on all runs.
+        max_runs: limit on the runs of the search; those that trace its result come on top.
         out: path at which the list will be written; its `extends` is relative to that path.
         log: called with a line for each run.
     """
@@ -78,6 +85,8 @@ class Tuner:
         self._runs = 0
         self._trials: dict[tuple[Entry, ...], Trial] = {}
         self._loss_scale: float | None = None
+        self._kept: list[Entry] = []  # of faults beyond the steps that are compared
+        self._reasons: dict[Entry, str] = {}
 
     def run(self) -> TuneResult:
         """Search, and return the best list.
@@ -124,12 +133,14 @@ class Tuner:
         if self._runs >= self._max_runs:
             raise _EnoughRunsError
         self._runs += 1
+        return self._run(probe, text, steps=self._steps, **options)
+
+    def _run(self, probe: str, text: str, **options: object) -> Recording:
         lists: tuple[str, ...] = ()
         if text:
             write_file(self._file, text)
             lists = (str(self._file),)
-        settings = Settings(self._opt_level, lists)
-        return self._runner(Run(probe, {"steps": self._steps, **options}, settings, self._seed))
+        return self._runner(Run(probe, options, Settings(self._opt_level, lists), self._seed))
 
     def _spell(self, name: str, folder: Path) -> str:
         """Return how a list in a folder names another: a shipped list by its name, others by a path."""
@@ -140,11 +151,12 @@ class Tuner:
         return Path(os.path.relpath(name, folder)).as_posix()
 
     def _format(self, entries: Sequence[Entry]) -> str:
-        return format_list(self._bases, entries, {entry: self._ranking.explain(entry) for entry in entries})
+        reasons = {entry: self._reasons.get(entry) or self._ranking.explain(entry) for entry in entries}
+        return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[Entry]) -> bool:
         """Test entries, once."""
-        candidate = prune(entries)
+        candidate = prune([*entries, *self._kept])
         if candidate not in self._trials:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
@@ -174,25 +186,70 @@ class Tuner:
         ranked = self._ranking.rank(forced)
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
+        traced = Traced("not traced")
         try:
             if find_fewest(self._passes, forced, ranked) is None:
                 self._passes(self._ranking.find_everything([*forced, *ranked]))
+            traced = self._trace()
         except _EnoughRunsError:
             stopped = f"stopped after {self._runs} runs (max_runs)"
         except KeyboardInterrupt:
             stopped, is_interrupted = f"interrupted in run {self._runs}", True
         trials = tuple(self._trials.values())
-        best = choose_best(trials)
-        message = self._describe(best, stopped)
+        best = self._choose_best()
+        message = f"{self._describe(best, stopped)}; {traced.text}"
+        if traced.fault is not None:
+            message = f"a fault remains in a step that was not compared: {message}"
         if best is None:
             return TuneResult((), trials, self._runs, False, message, "", is_interrupted)
         text = ""
         if best.entries:
             text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
-        return TuneResult(best.entries, trials, self._runs, best.verdict.passed, message, text, is_interrupted)
+        is_reached = best.verdict.passed and traced.fault is None
+        return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
+
+    def _choose_best(self) -> Trial | None:
+        """Return the best trial of those that have what is kept."""
+        trials = [one for one in self._trials.values() if prune([*one.entries, *self._kept]) == one.entries]
+        return choose_best(trials)
+
+    def _trace(self) -> Traced:
+        """Trace more steps with the best list, if it is good, and keep what the faults need that are found."""
+        for _ in range(_ROUNDS):
+            best = self._choose_best()
+            if best is None or not best.verdict.passed:
+                break
+            traced = self._trace_once(best.entries)
+            self._log(traced.text)
+            if traced.fault is not None and traced.fault.phase == "backward" and self._loss_scale is not None:
+                return Traced(traced.text)  # gradients were to fit under another loss scale
+            needed: list[Entry] = []
+            if traced.fault is not None:
+                needed = find_entries(find_remedy(traced.fault, self._reference.run), self._units)
+                self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
+            if set(needed) <= set(best.entries):
+                return traced
+            self._kept = [*self._kept, *needed]
+            self._passes(best.entries)
+        return Traced("not traced")
+
+    def _trace_once(self, entries: Sequence[Entry]) -> Traced:
+        steps = max(TRACED, self._steps)
+        try:
+            found = self._run(
+                "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
+            )
+        except RunFailedError as error:  # often of the fault
+            if error.recording is None:
+                return Traced(f"not traced: {_last_line(error)}")
+            found = error.recording
+        except Exception as error:
+            return Traced(f"not traced: {_last_line(error)}")
+        return read_trace(found)
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
         """Return the outcome in words."""
+        taken = len(self._reference.of(CheckedStepRecord))
         tolerance = f"a tolerance of {self._tolerance:g}"
         if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
@@ -216,7 +273,7 @@ class Tuner:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
-        return message
+        return f"{message}; compared: {count_of(taken, 'step')} from the first weights"
 
 
 class _EnoughRunsError(Exception):
