@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from .. import config
 from ..errors import AmpError
 from ..files import write_file
-from ..script_settings import Settings
+from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
 from .scripts import ScriptRunner, Watched, add_script, write_all
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fix",
         type=new_file,
         metavar="FILE",
-        help="write a list that repairs the fault, run the script with it, and say whether it is enough",
+        help="write a list that repairs the fault, run the script with it and in float32, and say whether it is enough",
     )
     add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]")
 
@@ -175,6 +175,8 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.N
     if _are_all_skipped(found, first):
         return FAULT
     code = _tell_of_none(found, first, arguments.parser.prog)
+    if code == 0 and not _agrees(path, arguments, max(found.steps)):
+        return FAULT
     if code == 0:
         script = arguments.script
         if arguments.module:
@@ -186,6 +188,32 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.N
             flush=True,
         )
     return code
+
+
+def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
+    """Train with a list, and in float32, untraced; say how the losses of both move, and tell whether they agree."""
+    from ..insight import agreement
+    from ..insight.runs import Run, RunFailedError
+
+    runner, curves = ScriptRunner(arguments, is_quiet=True), []
+    for settings in (Settings(None, (str(path),)), Settings("O0")):
+        try:
+            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, settings, seed=0))
+        except (RunFailedError, NoRegionError) as error:
+            print(f"not compared with float32: {error}", flush=True)
+            return True
+        curves += agreement.find_curves(recording)
+    if len(curves) < 2:
+        print("not compared with float32: the script has no loss that was seen", flush=True)
+        return True
+    repaired, plain = curves
+    reason = agreement.find_disagreement(repaired, plain)
+    if reason:
+        print(f"{path.name} is not enough: every value fits, but {reason}", flush=True)
+        return False
+    moves = f"{agreement.describe_losses(repaired)} with {path.name}, {agreement.describe_losses(plain)} in float32"
+    print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)
+    return True
 
 
 def _find_faults(found: Watched) -> "list[tuple[FaultRecord, Recording]]":

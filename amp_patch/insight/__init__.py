@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import runs as runs
 
 if TYPE_CHECKING:
+    from . import agreement as agreement
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
@@ -38,7 +39,7 @@ _HOMES = {
     "trace": "tracer",
     "tune": "tuning.tuner",
 }
-_MODULES = ("comparing", "remedies", "report")
+_MODULES = ("agreement", "comparing", "remedies", "report")
 
 __all__ = ["runs", *_MODULES, *_HOMES]
 
