@@ -221,8 +221,7 @@ _ADVICE: dict[Kind, str] = {
     "held": "the module runs in float32 already, by {fault.entry}: look for a buffer or a cast in it that has 16 bits",
     "region": "torch.autocast casts this gradient, whatever a list says:\nwith torch.autocast(..., enabled=False), on"
     " .float() inputs, around the forward pass and the call of torch.autograd.grad",
-    "beyond": "look at the arguments of {fault.op}: float32 does not hold a later result either ({fault.beyond}), so no"
-    " list helps",
+    "beyond": "look at {fault.beyond}, too: float32 does not hold its result either, so no list is enough",
 }
 
 

@@ -33,7 +33,7 @@ Kind = Literal[
     "held",
     "region",
 ]
-_CASTS = ("_to_copy", "copy_")
+CASTS = ("_to_copy", "copy_")
 _EVERY_MODULE = 'match: "**"'
 RULES_ON_A_LINE = 2
 IN_FORWARD = "a gradient that the forward pass takes"
@@ -175,7 +175,7 @@ def place(items: Iterable["Item"], models: "Sequence[nn.Module]", *, has_lists: 
             name, model = known[item.module]
         if has_lists:
             op = _find_listed_name(item)
-        is_cast_of_script = item.aten in _CASTS and not item.listed and not item.rule
+        is_cast_of_script = item.aten in CASTS and not item.listed and not item.rule
         if not item.is_reached or (is_cast_of_script and item.names_dtype):
             sites.append(item.site)
         elif is_cast_of_script and not name:

@@ -113,6 +113,7 @@ class Repair:
         made: what the ops of the forward pass gave, in order.
         rounding: those that made zeros of what float32 holds: the same lines do so in other modules.
         beyond: the line of an op that gives what float32 does not hold either, "" without one.
+        beyond_backward: the same of the backward pass, where it may be masked later.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Repair:
         self.rounding: list[Item] = []
         self._wanted_scale: float | None = None  # the smallest under which no more of the gradients is zero than may be
         self.beyond = ""
+        self.beyond_backward = ""
 
     @property
     def is_under_way(self) -> bool:
@@ -141,6 +143,11 @@ class Repair:
         """Tell whether a tensor would be finite in float32, as far as that was followed."""
         twin = self._twins.find(tensor)
         return twin is not None and not _is_beyond(twin)
+
+    def loses(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor would not be finite in float32 either, as far as that was followed."""
+        twin = self._twins.find(tensor)
+        return not self.rounding and twin is not None and _is_beyond(twin)  # what rounding made zero has no twin
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
         """Take in a fault: an output, what it is in float32, and what has to give float32 for it to be that."""
@@ -169,6 +176,8 @@ class Repair:
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
             self._judge_gradients(given, pairs, of, [one.is_scaled for one in made])
+            if not self.beyond_backward and self._goes_beyond(op, pairs):
+                self.beyond_backward = f"the backward pass of {call.op.removeprefix('aten.')} at {call.site.place}"
         elif call is not None and call.phase != "recompute":  # of what has been judged in the forward pass
             self._judge(op, call, given, pairs, made)
         for tensor, result in pairs:
@@ -185,12 +194,18 @@ class Repair:
         is_given_low = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in given)
         is_low = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in outputs)
         self._wanted.update(one for one in made if (is_low and one.is_low) or (is_given_low and one.is_held_low))
-        if not self.beyond and any(_is_beyond(result) for _, result in outputs):
-            is_deliberate = any(isinstance(one, float) and math.isinf(one) for one in (*op.args, *op.kwargs.values()))
-            floating = (tensor for tensor in op.inputs() if tensor.is_floating_point())
-            twins = (tensor if (twin := self._twins.find(tensor)) is None else twin for tensor in floating)
-            if not is_deliberate and not any(map(_is_beyond, twins)):
-                self.beyond = f"{call.op} at {call.site.place}"
+        if not self.beyond and self._goes_beyond(op, outputs):
+            self.beyond = f"{call.op} at {call.site.place}"
+
+    def _goes_beyond(self, op: Op, outputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Tell whether an op gives what float32 does not hold, of what it holds, and not by intention."""
+        if not any(_is_beyond(result) for _, result in outputs):
+            return False
+        if any(isinstance(one, float) and math.isinf(one) for one in (*op.args, *op.kwargs.values())):
+            return False
+        floating = (tensor for tensor in op.inputs() if tensor.is_floating_point())
+        twins = (tensor if (twin := self._twins.find(tensor)) is None else twin for tensor in floating)
+        return not any(map(_is_beyond, twins))
 
     def _judge_gradients(
         self,

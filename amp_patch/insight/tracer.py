@@ -19,7 +19,7 @@ from .faults import FaultFinder, name_value
 from .folding import Folding
 from .recorder import Recorder, in_block
 from .records import FaultRecord, Record, Recording
-from .remedies import IN_FORWARD, place
+from .remedies import CASTS, IN_FORWARD, place
 from .rules import short
 from .runs import check_count, check_function, check_names
 from .short_dtypes import LARGEST
@@ -93,6 +93,7 @@ class Tracer(Recorder):
         self._mended: list[bool] = []  # of each gradient that was bad: whether float32 mends it
         self._skips: list[bool] = []  # of the optimizers whose gradients were bad
         self._of = 0
+        self._is_lost = False  # a gradient would not be finite in float32 either
         self._summed = 1.0  # how many times larger a loss is than the mean of its terms
         self._fitting: float | None = None  # the loss scale under which all gradients fit
         self._reaching: dict[str, set[int]] = {"loss": set(), "gradients": set(), "others": set()}
@@ -188,6 +189,7 @@ class Tracer(Recorder):
         self._mended += [one.grad is not None and self._finder.repair.holds(one.grad) for one in bad]
         gradients = [one.grad for one in parameters if one.grad is not None]
         self._of += len(gradients)
+        self._is_lost |= any(one.grad is not None and self._finder.repair.loses(one.grad) for one in bad)
         self._reaching["gradients"] |= self._finder.find_faults(gradients)
         held = {id(one) for one in gradients}
         others = [one.grad for one in self._weights_of_models() if one.grad is not None and id(one.grad) not in held]
@@ -285,7 +287,8 @@ class Tracer(Recorder):
             items += [item._replace(module=module) for module in self._find_siblings(item)]
         lines = tuple(dict.fromkeys(item.site for item in needs.items if item.site))
         facts = self._place(items)
-        facts.update(beyond=self._finder.repair.beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
+        beyond = self._finder.repair.beyond or (self._finder.repair.beyond_backward if self._is_lost else "")
+        facts.update(beyond=beyond, is_scale_enough=needs.is_scale_enough, lines=lines)
         self._fitting = needs.fitting
         done: list[FaultRecord] = []
         for number, fault in enumerate(faults):
@@ -336,7 +339,8 @@ class Tracer(Recorder):
         """Tell whether training has diverged: a wider range would only put the end off."""
         if fault.value == "zero" or fault.cause == "came in" or fault.phase == "backward":
             return False
-        if fault.out == "bf16" and fault.cause == "precision" and fault.in_float32 > _LARGE:
+        is_constant = fault.aten in CASTS  # the least number of float32, say
+        if fault.out == "bf16" and fault.cause == "precision" and fault.in_float32 > _LARGE and not is_constant:
             return True  # what is beyond bfloat16 is beyond float32, or nearly so: no rounding made it
         if fault.step == 0:
             return False
