@@ -310,7 +310,7 @@ class Tracer(Recorder):
     def _is_of_sum(self, scale: float) -> bool:
         """Tell whether the gradients of the step fit under no larger loss scale because the loss is a sum."""
         fitting = self._fitting
-        return fitting is not None and fitting <= scale and self._summed >= _FEW <= self._summed * fitting
+        return fitting is not None and fitting <= scale and self._summed >= _FEW and self._summed * fitting >= 1
 
     def _ends_by_itself(self, fault: FaultRecord) -> bool:
         """Tell whether a fault, taken alone, is one of a dynamic loss scale that is too large."""

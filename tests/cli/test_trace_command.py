@@ -107,7 +107,11 @@ def test_fix_writes_a_list_and_says_whether_it_is_enough(options, base, steps, c
     source = script(bad=None).replace("range(4)", "range(12)").replace("lr=1e-3", "lr=0.0")
     overflowing = source.replace("optimizer =", "model[0].weight.data.mul_(1e6)\noptimizer =", 1)
     code, out, _ = call(overflowing, "--fix", "lists/fix.yaml", *options)
-    assert "first value that does not fit" in out and f"every value fits, in {steps}\nfix.yaml is enough" in out
+    assert (
+        "first value that does not fit" in out
+        and f"every value fits, in {steps}\nloss in " in out
+        and "fix.yaml is enough" in out
+    )
     written = (tmp_path / "lists" / "fix.yaml").read_text()
     assert code == 0 and (f"extends: {base}\n" in written or f"extends: ../{base}\n" in written)
     code, out, _ = call(overflowing, "--lists", "lists/fix.yaml")
@@ -121,7 +125,9 @@ def test_fix_looks_beyond_steps_that_a_dynamic_scale_skips(call):
     source = source.replace("optimizer =", "model[0].weight.data.div_(3e5)\noptimizer =", 1)
     code, out, _ = call(source, "--fix", "fix.yaml")
     skipped = int(out.partition("no fault: ")[2].partition(" steps skipped")[0])
-    assert code == 0 and skipped > 10 and "every value fits, in 11 steps\nfix.yaml is enough" in out
+    assert (
+        code == 0 and skipped > 10 and "every value fits, in 11 steps\nloss in " in out and "fix.yaml is enough" in out
+    )
 
 
 ENDS_ON_NAN = """

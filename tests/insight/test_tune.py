@@ -1,5 +1,6 @@
 """What tuning finds in models with seeded faults, and that its runs are the training's own."""
 
+import math
 import re
 
 import pytest
@@ -497,3 +498,28 @@ def test_the_level_is_that_of_the_training_unless_another_is_asked_for():
     assert "tune: autocast on cpu" in result.text
     assert result.text in result._repr_html_().replace("&quot;", '"') and result.message in repr(result)
     assert "tune: O4 on cpu" in insight.tune(train, opt_level="O4", tolerance=1e-4, log=lambda line: None).text
+
+
+@pytest.mark.parametrize(
+    ("factor", "entries", "is_reached"), [(1.0, [], True), (3e3, ["1"], True), (math.inf, [], False)]
+)
+def test_a_fault_beyond_the_steps_that_are_compared_is_found_by_a_trace(factor, entries, is_reached):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Normalize(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+        for step in range(8):
+            x = torch.randn(8, 16) * (factor if step == 5 else 1.0)
+            optimizer.zero_grad()
+            backward(model(x).float().square().mean(), optimizer)
+            optimizer.step()
+
+    result = insight.tune(train, log=lambda line: None)
+    assert (names(result), result.is_reached) == (entries, is_reached)
+    assert "compared: 2 steps" in result.message and ("fits in 8 steps" in result.message) == is_reached
+
+
+class Normalize(nn.Module):
+    def forward(self, x):
+        return x / ((x * x).mean(-1, keepdim=True) + 1.0).sqrt()
