@@ -312,10 +312,10 @@ def _advise_region(remedy: Remedy, fault: FaultRecord, run: RunRecord, edit: str
     where = "in a cell" if fault.site.startswith(_CELL) else "in the script"
     region = f'with torch.autocast("{run.device}", enabled=False)'
     if remedy.regions:
-        yield f"or {where}, in the place of the list: {region} around the forward of"
+        yield f"or instead, {where}: {region} around the forward of"
         yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
     else:
-        yield f"or {where}, in the place of the list, at {_join_places(fault.lines) or fault.site or 'that line'}:"
+        yield f"or instead, {where}, at {_join_places(fault.lines) or fault.site or 'that line'}:"
         yield f"  {region}, and .float() on every tensor read there"
     if remedy.sites:
         yield f"  and the same edit, {edit}"
