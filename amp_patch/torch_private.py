@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _ProfilerResult
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -378,3 +379,20 @@ def set_keys(*are_set: bool) -> None:
     """Set or clear each of `IDLE_KEYS` in this thread."""
     for key, is_set in zip(IDLE_KEYS, are_set, strict=True):
         torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+PATH_TAKERS: tuple[tuple[object, str, int, str, str], ...] = (
+    (torch._C.PyTorchFileWriter, "__init__", 1, "file_name", "write"),
+    (torch._C.PyTorchFileReader, "__init__", 1, "file_name", "read"),
+    (torch._C.ScriptModule, "save", 1, "filename", "write"),
+    (torch._C, "import_ir_module", 1, "filename", "read"),
+    (_ProfilerResult, "save", 1, "path", "write"),
+    (torch.UntypedStorage, "from_file", 0, "filename", "map"),
+    (torch, "from_file", 0, "filename", "map"),
+)
+"""What opens a file by its path in C++: torch.save, torch.load(mmap=True), torch.jit, profiles. Each with its owner, the
+position and the name of the path, and what becomes of the file. Without them: reruns of a script would write over what
+torch.save wrote before.
+"""

@@ -5,15 +5,18 @@ The script runs unmodified, as under `amp-patch run`, several times for each run
 
 import argparse
 import importlib.util
-import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from ..doctor import get_advice
 from ..errors import MissingExtraError, SessionError
 from ..terminal import print_report
 from .run import check_everywhere
-from .scripts import ScriptRunner, add_script
+from .scripts import ScriptRunner, add_script, describe_command
 from .values import check_lists, new_file, oplist, opt_level, positive
+
+if TYPE_CHECKING:
+    from ..insight.comparing import Campaign
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE]",
         has_level=False,
+        has_report=True,
     )
 
 
@@ -65,12 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]
     check_lists(arguments.parser, "--runs", *named)
-    plan = plan_runs(asked, reference, arguments.steps, seeds, shlex.join(["amp-patch", *sys.argv[1:]]))
+    plan = plan_runs(asked, reference, arguments.steps, seeds, describe_command(arguments))
     prefix = arguments.parser.prog
-    runner = ScriptRunner(arguments, is_quiet=True)
-    print(f"{prefix}: the script runs several times, and writes its files each time", file=sys.stderr)
+    runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     campaign = Campaign(runner, plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
-    is_interrupted = False
+    try:
+        return _compare(campaign, arguments)
+    finally:
+        runner.tell_of_files()
+
+
+def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
+    prefix, is_interrupted = arguments.parser.prog, False
     try:
         campaign.run()
     except KeyboardInterrupt:

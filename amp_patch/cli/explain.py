@@ -4,15 +4,13 @@ The script runs unmodified, as under `amp-patch run`, up to the end of the steps
 """
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
-from .scripts import ScriptRunner, add_script, write_all
+from .scripts import ScriptRunner, add_script, describe_command, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the records as JSON lines")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file written by --json")
-    add_script(parser, usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]")
+    add_script(parser, usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]", is_repeated=False, has_report=True)
     parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
 
 
@@ -84,4 +82,4 @@ def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
     from ..insight.report import write_report
 
     if arguments.html is not None:
-        write_report(recording, arguments.html, command=shlex.join(["amp-patch", *sys.argv[1:]]))
+        write_report(recording, arguments.html, command=describe_command(arguments))

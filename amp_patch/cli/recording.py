@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 from ..script_settings import NoRegionError
 from ..terminal import print_error
 
-NO_REGION, ERROR = "no-region", "error"
+NO_REGION, ERROR, PROGRESS = "no-region", "error", "progress"
 """Files in the folder of a run."""
+
+_TOLD_SECONDS = 1.0
 
 
 class _Waiting(events.Watcher):
@@ -32,6 +35,13 @@ class _Waiting(events.Watcher):
         self._folder = Path(folder)
         self._run = run
         self._probe: Probe | None = None
+        self._due = time.monotonic() + _TOLD_SECONDS
+
+    def step_ended(self, optimizer: Any) -> None:
+        """Leave in `PROGRESS`, now and then, how many steps have ended."""
+        if self._probe is not None and time.monotonic() > self._due:
+            self._due = time.monotonic() + _TOLD_SECONDS
+            (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
     def session_opened(self, session: Any) -> None:
         """Hand over to a probe, which is told of everything from then on."""

@@ -154,16 +154,19 @@ def prepare(
     everywhere: bool = False,
     needs_region: bool = False,
     watch: dict[str, object] | None = None,
+    scratch: dict[str, object] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of `python`, and its environment, that run a script or module.
 
-    `watch` has what sitecustomize gives to `recording.record`. With `needs_region`, a script without amp is refused
+    `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With `needs_region`, a script without amp is refused
     even where nothing is to be changed.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
         "options": {"opt_level": opt_level, "lists": lists, "force": force},
     }
+    if scratch is not None:
+        settings["scratch"] = scratch
     is_watched = watch is not None
     if is_watched:
         settings["watch"] = watch

@@ -3,18 +3,21 @@
 import argparse
 import contextlib
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..interrupts import TerminatedError
+from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as runs
-from .recording import ERROR, NO_REGION
+from .recording import ERROR, NO_REGION, PROGRESS
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ TAIL = 20
 """How many of the last lines that a quiet script has printed are shown if it fails."""
 
 _POLL_SECONDS = 0.5
+_TOLD_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
@@ -44,15 +48,53 @@ class Watched(NamedTuple):
         return self.code == -signal.SIGINT
 
 
-def add_script(parser: argparse.ArgumentParser, *, usage: str, has_level: bool = True) -> None:
-    """Declare what names a script, and what is laid over it; `usage` has the command's own options."""
+def add_script(
+    parser: argparse.ArgumentParser,
+    *,
+    usage: str,
+    has_level: bool = True,
+    is_repeated: bool = True,
+    has_report: bool = False,
+) -> None:
+    """Declare what names a script, and what is laid over it; `usage` has the command's own options.
+
+    Args:
+        has_level: whether the command takes --opt-level.
+        is_repeated: whether it runs the script more often than the user asked for.
+        has_report: whether it writes its own command line into a file.
+    """
     runs.add_settings(parser, has_level=has_level)
+    parser.set_defaults(in_place=False, with_arguments=False)
+    if has_report:
+        parser.add_argument(
+            "--with-arguments",
+            action="store_true",
+            help="write the script's arguments into the files, with the command (default: leave them out, since they"
+            " may hold passwords)",
+        )
+        usage += " [--with-arguments]"
+    if is_repeated:
+        parser.add_argument(
+            "--in-place",
+            action="store_true",
+            help="let repeated runs write their files where the script says, over earlier ones (default: each run"
+            " writes to a scratch folder, which is named at the end)",
+        )
+        usage += " [--in-place]"
     parser.set_defaults(has_level=has_level)
     if has_level:
         usage += " [--opt-level LEVEL]"
     parser.usage = f"%(prog)s (SCRIPT | -m MODULE) {usage} [--lists LIST] [--everywhere] [-- ARGUMENT ...]"
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the script; arguments after -- are passed to it")
+
+
+def describe_command(arguments: argparse.Namespace) -> str:
+    """Return the command line for a file: with the arguments of the script if that is asked for."""
+    words = sys.argv[1:]
+    if arguments.rest and not arguments.with_arguments:
+        words = [*words[: words.index("--")], "--", "..."] if "--" in words else words
+    return shlex.join(["amp-patch", *words])
 
 
 class ScriptRunner:
@@ -63,9 +105,13 @@ class ScriptRunner:
     Args:
         arguments: with what `add_script` declares.
         is_quiet: keep what the script prints to itself, unless it fails; Ctrl-C then ends more than the run.
+        is_repeated: these are not the user's own runs: what the script writes goes to a folder of each run, unless
+            --in-place is given.
     """
 
-    def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False
+    ) -> None:
         self._command = list(arguments.rest)
         if arguments.script:
             self._command.insert(0, arguments.script)
@@ -82,6 +128,12 @@ class ScriptRunner:
         self._force = arguments.force
         self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
+        self._prog = arguments.parser.prog
+        self._folders: Folders | None = None
+        if is_repeated and not arguments.in_place:
+            if runs.IS_WINDOWS:
+                arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
+            self._folders = Folders(self._prog.split()[-1])
         self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
     def __call__(self, run: "Run") -> "Recording":
@@ -109,7 +161,7 @@ class ScriptRunner:
 
         Raises NoRegionError for a script without amp that is to be changed.
         """
-        with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
+        with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
             line, environment = runs.prepare(
@@ -120,12 +172,17 @@ class ScriptRunner:
                 everywhere=self._everywhere and (level == "O4" or (level is None and bool(lists))),
                 needs_region=self._is_quiet and not self._everywhere,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
+                scratch=scratch,
             )
             log = None
             if self._is_quiet:
                 log = Path(folder, "printed")
 
+            progress = _Progress(self._prog, Path(folder, PROGRESS), run.options.get("steps"))
+
             def is_over() -> bool:
+                if self._is_quiet:
+                    progress.tell()
                 return any(until(recording) for _, recording in _read(folder))
 
             code = _call([sys.executable, *line], environment, is_over, log)
@@ -138,6 +195,50 @@ class ScriptRunner:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             found = _read(folder)
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
+
+    @contextlib.contextmanager
+    def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
+        """Give what `redirect` gets in the process of a run, None for one in place; keep its files."""
+        if self._folders is None:
+            yield None
+            return
+        root = self._folders.begin(run.name or "thrown away")
+        try:
+            yield {"root": root, "shared": [*find_shared(), folder], "inductor_cache": find_inductor_cache()}
+        finally:
+            self._folders.end(root, keep=bool(run.name))
+
+    def tell_of_files(self) -> None:
+        """Say what repeated runs have written, and where; nothing where they wrote nothing."""
+        for line in self._folders.describe() if self._folders is not None else ():
+            print(f"{self._prog}: {line}", file=sys.stderr)
+
+
+class _Progress:
+    """Says how far a run is, every `_TOLD_SECONDS`, to who waits for it and sees nothing of the script.
+
+    Args:
+        prog: what the lines begin with.
+        file: which has the number of steps, once there was one.
+        steps: how many there will be, if that is known.
+    """
+
+    def __init__(self, prog: str, file: Path, steps: object) -> None:
+        self._prog = prog
+        self._file = file
+        self._of = f" of {steps}" if steps else ""
+        self._began = self._told = time.monotonic()
+
+    def tell(self) -> None:
+        """Print a line, if one is due."""
+        now = time.monotonic()
+        if now - self._told < _TOLD_SECONDS:
+            return
+        self._told = now
+        taken = "0"
+        with contextlib.suppress(OSError):
+            taken = self._file.read_text(encoding="utf-8") or taken
+        print(f"{self._prog}:   {taken}{self._of} steps after {now - self._began:.0f} s", file=sys.stderr)
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":

@@ -6,8 +6,6 @@ runs again, with a list of what is advised, to say whether that is enough.
 
 import argparse
 import os
-import shlex
-import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
-from .scripts import ScriptRunner, Watched, add_script, write_all
+from .scripts import ScriptRunner, Watched, add_script, describe_command, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
@@ -62,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a list that repairs the fault, run the script with it and in float32, and say whether it is enough",
     )
-    add_script(parser, usage="[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]")
+    usage = "[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]"
+    add_script(parser, usage=usage, has_report=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +81,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
     first, last = arguments.steps or (0, None)
-    found = _watch(arguments, first, last)
+    found = _watch(ScriptRunner(arguments), arguments, first, last)
     faults = _find_faults(found)
     _tell_of_search(found, is_all=not faults and _are_all_skipped(found, first))
     if faults:
@@ -96,10 +95,18 @@ def _trace(arguments: argparse.Namespace) -> int:
         return _tell_of_none(found, first, arguments.parser.prog)
     if found.is_interrupted:
         raise KeyboardInterrupt
-    return FAULT if arguments.fix is None else _fix(arguments, fault, recording)
+    if arguments.fix is None:
+        return FAULT
+    runner = ScriptRunner(arguments, is_repeated=True)
+    try:
+        return _fix(runner, arguments, fault, recording)
+    finally:
+        runner.tell_of_files()
 
 
-def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()) -> Watched:
+def _watch(
+    runner: ScriptRunner, arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()
+) -> Watched:
     from ..insight.runs import Run
 
     options = {
@@ -109,11 +116,13 @@ def _watch(arguments: argparse.Namespace, first: int, last: int | None, lists: t
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    run = Run("tracer:Tracer", options, Settings(None, lists))
-    return ScriptRunner(arguments).watch(run, until=_has_fault)
+    run = Run("tracer:Tracer", options, Settings(None, lists), name="last-run")
+    return runner.watch(run, until=_has_fault)
 
 
-def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
+def _fix(
+    runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording"
+) -> int:
     """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
     from ..insight import format_fault, remedies
 
@@ -131,9 +140,9 @@ def _fix(arguments: argparse.Namespace, fault: "FaultRecord", recording: "Record
     for _ in range(_ROUNDS):
         last = max(last, fault.step + 1 + FURTHER)
         first, end = arguments.steps or (0, last)
-        write_file(path, _format_list(remedy))
+        write_file(path, _format_list(remedy, describe_command(arguments)))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
-        found = _watch(arguments, first, end, (str(path),))
+        found = _watch(runner, arguments, first, end, (str(path),))
         faults = _find_faults(found)
         if not faults:
             return _tell_of_fixed(found, first, path, arguments)
@@ -160,10 +169,10 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
     return next((os.path.relpath(file, folder) for file in files if file.is_file()), "")
 
 
-def _format_list(remedy: "remedies.Remedy") -> str:
+def _format_list(remedy: "remedies.Remedy", command: str) -> str:
     from ..insight import remedies
 
-    lines = ["# " + shlex.join(["amp-patch", *sys.argv[1:]])]
+    lines = [f"# {command}"]
     if remedy.extends:
         lines.append(f"extends: {remedy.extends}")
     return "\n".join([*lines, *remedies.format_entries(remedy), ""])

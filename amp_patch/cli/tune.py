@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from ..insight import Tuner
 
-    runner = ScriptRunner(arguments, is_quiet=True)
+    runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
     tuner = Tuner(
         runner,
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # before the first list was tried
         _print("\ninterrupted before a list was tried; nothing is written")
         raise
+    finally:
+        runner.tell_of_files()
     _print(f"\n{result.message}; {result.runs} runs")
     if result.text and arguments.out is None:
         _print(f"\n{result.text.rstrip()}")

@@ -31,12 +31,14 @@ class Run:
         options: its arguments.
         settings: what is laid over the script's own call of `initialize`.
         seed: of random, numpy and torch as the run begins; None: as they are.
+        name: of the folder in which what a script writes is kept, if it does not write in place; "": it is not kept.
     """
 
     probe: str
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = Settings()
     seed: int | None = None
+    name: str = ""
 
 
 class Probe(events.Watcher, abc.ABC):

@@ -18,6 +18,10 @@ def _install() -> None:
         return
     if importlib.util.find_spec("amp_patch") is None:
         sys.path.append(settings["root"])  # it was found in the working directory
+    if "scratch" in settings:
+        from amp_patch.scratch.redirect import redirect
+
+        redirect(**settings["scratch"])
     from amp_patch.apex import install
 
     install(**settings["options"])

@@ -34,6 +34,9 @@ LEVELS = ("O0", "O1", "O2", "O4", "O5")
 NATIVE_RUNS = (AS_IS, "O0", "O1", "O4")
 """What is compared by default: of a training that calls `initialize`, and of one by torch.autocast."""
 
+NOT_RUN = "did not run"
+"""The reason of a run that was not begun, or has found nothing."""
+
 CLOSE = 0.02
 """Weights that were rounded to 16 bits are closer to the reference's than this."""
 
@@ -100,6 +103,8 @@ def name_of(settings: Settings) -> str:
 class Campaign:
     """Runs what is planned. `tell` is called with a line as each run begins.
 
+    Where two runs fail for the same reason before their first step, so will the others, and they are left out.
+
     Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
     two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
     with weights that are moved by one unit in the last place before each step: what differs then is noise.
@@ -118,7 +123,7 @@ class Campaign:
 
     def _begin(self, runs: dict[str, Settings]) -> None:
         self._runs = runs
-        self._compared = {name: ComparedRecord(name, failed="did not run") for name in runs}
+        self._compared = {name: ComparedRecord(name, failed=NOT_RUN) for name in runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
@@ -133,8 +138,10 @@ class Campaign:
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
+                if self._fails_alike():
+                    return
                 is_done = name == reference and seed == seeds[0]
-                if not is_done and self._compared[name].failed in ("", "did not run"):
+                if not is_done and self._compared[name].failed in ("", NOT_RUN):
                     self._train(name, seed)
                 if name == reference and not self._compared[name].failed:
                     if self._has_same_losses():
@@ -147,6 +154,12 @@ class Campaign:
         """Tell whether the reference has the same losses from two seeds: the training sets a seed of its own."""
         losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
         return len(losses) > 1 and losses[0] == losses[1]
+
+    def _fails_alike(self) -> bool:
+        """Tell whether two runs failed for one reason, and none has taken a step."""
+        reasons = Counter(one.failed for one in self._compared.values() if one.failed not in ("", NOT_RUN))
+        has_steps = any(curve.losses for curves in self._curves.values() for curve in curves)
+        return not has_steps and max(reasons.values(), default=0) > 1
 
     def comparison(self) -> Comparison:
         """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""
@@ -166,7 +179,8 @@ class Campaign:
         if is_noise:
             what = f"{name}, weights off by one unit, seed {seed}"
         self._say(what)
-        recording, failed = self._watch(name, CURVES, {"steps": self._plan.steps, "is_noise": is_noise}, seed)
+        options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
+        recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else what)
         if is_noise and failed:
             return
         if not is_noise:
@@ -209,10 +223,12 @@ class Campaign:
         error = find_error(self._samples[""].output, samples[""].output)
         return error is not None and error < CLOSE
 
-    def _watch(self, name: str, probe: str, options: dict[str, object], seed: int) -> tuple[Recording | None, str]:
-        """Return what a probe recorded, and why the run failed."""
+    def _watch(
+        self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
+    ) -> tuple[Recording | None, str]:
+        """Return what a probe recorded, and why the run failed; what the training writes is kept in a folder."""
         try:
-            return self._runner(Run(probe, options, self._runs[name], seed)), ""
+            return self._runner(Run(probe, options, self._runs[name], seed, folder)), ""
         except RunFailedError as error:
             return error.recording, str(error)
         except NoRegionError:  # no run has anything to change

@@ -140,7 +140,7 @@ class Tuner:
         if text:
             write_file(self._file, text)
             lists = (str(self._file),)
-        return self._runner(Run(probe, options, Settings(self._opt_level, lists), self._seed))
+        return self._runner(Run(probe, options, Settings(self._opt_level, lists), self._seed, "last-run"))
 
     def _spell(self, name: str, folder: Path) -> str:
         """Return how a list in a folder names another: a shipped list by its name, others by a path."""

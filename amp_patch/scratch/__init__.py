@@ -1,0 +1,7 @@
+"""Reruns of a script write into a folder of their own, over what was there before. Importing this imports no torch."""
+
+from .folders import Folders as Folders
+from .folders import find_inductor_cache as find_inductor_cache
+from .folders import find_shared as find_shared
+from .guard import NotRedirectedError as NotRedirectedError
+from .redirect import redirect as redirect

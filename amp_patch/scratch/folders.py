@@ -1,0 +1,153 @@
+"""`Folders`: where the runs of one command write, and what they hold at the end. On the command's side."""
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import site
+import sys
+import sysconfig
+import tempfile
+
+from ..tables import count_of
+
+REST = "elsewhere"
+"""The folder, in that of a run, of files that the script has written outside of its working directory."""
+
+_CACHES = (
+    "CUDA_CACHE_PATH",
+    "HF_DATASETS_CACHE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "MPLCONFIGDIR",
+    "NUMBA_CACHE_DIR",
+    "PYTHONPYCACHEPREFIX",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_HOME",
+    "TRANSFORMERS_CACHE",
+    "TRITON_CACHE_DIR",
+    "XDG_CACHE_HOME",
+)
+_CACHES_AT_HOME = (".cache", ".config/matplotlib", ".keras", ".matplotlib", ".nv", ".triton")
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+
+_SHOWN = 5  # files of a run that are named
+_UNITS = ("bytes", "kB", "MB", "GB")
+
+
+def find_shared() -> list[str]:
+    """Return the folders that runs write to as ever: caches, and where Python's packages are.
+
+    One that holds the working directory is left out: that has what the user made.
+    """
+    found = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    found += [os.path.join(os.path.expanduser("~"), name) for name in _CACHES_AT_HOME]
+    found += [os.path.join(sys.prefix, "share"), *site.getsitepackages(), site.getusersitepackages()]
+    found += [sysconfig.get_path("stdlib"), find_inductor_cache()]
+    here = os.path.realpath(os.curdir) + os.sep
+    whole = dict.fromkeys(map(os.path.abspath, found))
+    return [folder for folder in whole if not here.startswith(os.path.realpath(folder) + os.sep)]
+
+
+def find_inductor_cache() -> str:
+    """Return where torch.compile keeps what it has compiled, below a folder for temporary files unless told."""
+    told = os.environ.get(_INDUCTOR)
+    if told:
+        return told
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
+class Folders:
+    """Has a folder for each run, by name; a run takes the place of an earlier one of the same name.
+
+    Args:
+        command: what the folder that holds them is named after.
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._top = ""
+        self._kept: list[str] = []
+
+    def begin(self, name: str) -> str:
+        """Return the folder of a run that begins: empty."""
+        if not self._top:
+            self._top = os.path.realpath(tempfile.mkdtemp(prefix=f"amp-patch-{self._command}-"))
+        root = os.path.join(self._top, re.sub(r"[^\w.+-]+", "-", name))
+        shutil.rmtree(root, ignore_errors=True)
+        os.mkdir(root)
+        return root
+
+    def end(self, root: str, *, keep: bool) -> None:
+        """Leave the files that a run has written, and no others: those of the working directory right in its folder."""
+        for name in ("gone", "parts", "temp"):
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+        files = os.path.join(root, "files")
+        if keep and os.path.isdir(files):
+            _prune(files)
+            here = files + os.path.realpath(os.curdir)
+            beside = root + ".part"
+            os.rename(root, beside)
+            here, files = here.replace(root, beside, 1), files.replace(root, beside, 1)
+            if os.path.isdir(here):
+                os.rename(here, root)
+            _prune(files)
+            if os.path.isdir(files):
+                os.makedirs(root, exist_ok=True)
+                rest = os.path.join(root, REST)
+                while os.path.lexists(rest):
+                    rest += "_"
+                os.rename(files, rest)
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+        if root in self._kept:
+            self._kept.remove(root)
+        if os.path.isdir(root):
+            self._kept.append(root)
+
+    def describe(self) -> list[str]:
+        """Return lines that say where files are, and which; none, and remove the folder, if no run wrote any."""
+        lines, count, size = [], 0, 0
+        for root in self._kept:
+            files = sorted(_find_files(root))
+            names = ", ".join(files[:_SHOWN])
+            if len(files) > _SHOWN:
+                names += f" and {len(files) - _SHOWN} more"
+            lines.append(f"  {os.path.basename(root)}: {names}")
+            count += len(files)
+            size += sum(os.lstat(os.path.join(root, name)).st_size for name in files)
+        if not lines:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._top)
+            return []
+        return [f"the runs wrote {count_of(count, 'file')} ({_format_size(size)}) to {self._top}, not over yours:", *lines]
+
+
+def _find_files(root: str) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(folder, name), root)
+        for folder, folders, names in os.walk(root)
+        for name in [*names, *(one for one in folders if os.path.islink(os.path.join(folder, one)))]
+    ]
+
+
+def _prune(folder: str) -> None:
+    """Remove folders in which there is no file."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+def _format_size(size: float) -> str:
+    """Return a number of bytes with a unit."""
+    unit = 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size /= 1000
+        unit += 1
+    return f"{size:.3g} {_UNITS[unit]}"

@@ -1,0 +1,174 @@
+"""`redirect`: has this process, and those that it forks, write into the folder of a run. All of it can be undone."""
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import wrapt
+
+from .guard import guard
+from .libraries import TAKERS, Taker, wrap
+from .system import Redirected
+from .view import View, make_folders
+
+_TEMPORARY = "temp"
+"""The folder in that of a run in which `tempfile` makes files: they are new, and other programs find them."""
+
+_OF_SYSTEM = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
+"""Modules that keep the functions of the system, which the import of modules takes."""
+
+_CAPABLE = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
+
+
+class _Replacement:
+    """A function in the place of a built-in one: as that, it is not bound to what has it as an attribute.
+
+    Errors name the path that the script knows.
+    """
+
+    def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
+        self.__wrapped__ = original
+        self.__name__ = self.__qualname__ = original.__name__
+        self.__module__ = module
+        self.__doc__ = original.__doc__
+        self._function = function
+        self._view = view
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except OSError as error:
+            for name in ("filename", "filename2"):
+                path = getattr(error, name)
+                if isinstance(path, str):
+                    setattr(error, name, self._view.strip(path))
+            raise
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+    def __repr__(self) -> str:
+        return f"<function {self.__module__}.{self.__name__}>"
+
+
+def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], None]:
+    """Have everything that is written go into the folder `root`, except what goes to a shared folder; return what
+    undoes that.
+
+    Reads see what was written there first. Temporary files are made in the folder, and go with it; what torch.compile
+    has compiled, which is kept among them else, is in `inductor_cache`. A write that cannot be redirected raises NotRedirectedError where Python is
+    told of it.
+    """
+    view = View(root, shared)
+    make_folders(view.root)
+    undo = contextlib.ExitStack()
+    with contextlib.ExitStack() as on_error:
+        on_error.push(undo)
+        _set_temporary(os.path.join(view.root, _TEMPORARY), undo)
+        _set_variable("TORCHINDUCTOR_CACHE_DIR", inductor_cache, undo)
+        redirected = Redirected(view)
+        replacements = {}
+        for name, original in redirected.originals().items():
+            replacements[name] = _Replacement(getattr(redirected, name), original, "os", view)
+            _swap(os, name, replacements[name], undo)
+        opened = _Replacement(redirected.open_file, io.open, "io", view)
+        code = _Replacement(redirected.open_code, io.open_code, "io", view)
+        _swap_references([*replacements.values(), opened, code], undo)
+        for name in _CAPABLE:
+            functions: set[Any] = getattr(os, name)
+            more = {one for one in replacements.values() if one.__wrapped__ in functions}
+            functions |= more
+            undo.callback(functions.difference_update, more)
+        _follow_imports(view, undo)
+        undo.callback(guard(view))
+        on_error.pop_all()
+    return undo.close
+
+
+def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
+    """Have `tempfile`, and other programs, make temporary files in a folder."""
+    make_folders(folder)
+    _set_variable("TMPDIR", folder, undo)
+    if "tempfile" in sys.modules:
+        _swap(sys.modules["tempfile"], "tempdir", folder, undo)
+
+
+def _set_variable(name: str, value: str, undo: contextlib.ExitStack) -> None:
+    before = os.environ.get(name)
+    if before is None:
+        undo.callback(os.environ.pop, name, None)
+    else:
+        undo.callback(os.environ.__setitem__, name, before)
+    os.environ[name] = value
+
+
+def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    """Set an attribute, and have it be as before, or absent, after `undo`."""
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) -> None:
+    """Replace functions in every module that has them by name."""
+    by_original = {id(one.__wrapped__): one for one in replacements}
+    for owner in list(_find_holders()):
+        for name, held in list(vars(owner).items()):
+            if id(held) in by_original:
+                _swap(owner, name, by_original[id(held)], undo)
+    closer = getattr(sys.modules.get("tempfile"), "_TemporaryFileCloser", None)
+    for function in vars(closer).values() if closer is not None else ():
+        defaults = getattr(function, "__defaults__", None)
+        if defaults:  # os.unlink among them
+            own = tuple(by_original.get(id(value), value) for value in defaults)
+            _swap_default(function, own, undo)
+
+
+def _swap_default(function: Any, defaults: tuple[Any, ...], undo: contextlib.ExitStack) -> None:
+    undo.callback(setattr, function, "__defaults__", function.__defaults__)
+    function.__defaults__ = defaults
+
+
+def _find_holders() -> Iterator[Any]:
+    for name, module in list(sys.modules.items()):
+        is_own = name in _OF_SYSTEM or name.startswith(f"{__package__}.")
+        if isinstance(getattr(module, "__dict__", None), dict) and not is_own:
+            yield module
+    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)
+    if accessor is not None:  # of Python 3.10
+        yield accessor
+
+
+def _follow_imports(view: View, undo: contextlib.ExitStack) -> None:
+    """Give packages that open paths by themselves those of a view, now or as soon as they are imported."""
+    is_over: list[bool] = []
+    undo.callback(is_over.append, True)
+
+    def make_hook(find: Callable[[], list[Taker]]) -> Callable[[object], None]:
+        def tell(_: object) -> None:
+            if not is_over:
+                for taker in find():
+                    _give(taker, view, undo)
+
+        return tell
+
+    for package, find in TAKERS.items():
+        wrapt.register_post_import_hook(make_hook(find), package)
+
+
+def _give(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
+    original = getattr(taker.owner, taker.name)
+    replacement: Any = wrap(taker, original, view)
+    if not isinstance(taker.owner, type):
+        _swap(taker.owner, taker.name, replacement, undo)
+        _swap_references([replacement], undo)
+        return
+    if taker.name == "__new__" or isinstance(original, types.BuiltinFunctionType):
+        replacement = staticmethod(replacement)
+    _swap(taker.owner, taker.name, replacement, undo)

@@ -1,0 +1,331 @@
+"""The functions of `os` and `io` that take paths, over a `View`: each calls the original with another path."""
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from .view import Entry, Listing, Place, View, make_error
+
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Redirected:
+    """Has a method for each function that is replaced, under its name; `open_file` is the built-in `open`."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._os = {name: getattr(os, name) for name in FUNCTIONS if hasattr(os, name)}
+        self._open_file = io.open
+        self._open_code = io.open_code
+
+    def originals(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions of `os` that there are on this system, by name."""
+        return dict(self._os)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
+        if not isinstance(path, int):
+            path = self._view.read(path, dir_fd, follow=follow_symlinks)
+        found: os.stat_result = self._os["stat"](path, follow_symlinks=follow_symlinks)
+        return found
+
+    def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
+        found: os.stat_result = self._os["lstat"](self._view.read(path, dir_fd, follow=False))
+        return found
+
+    def access(self, path: Any, mode: int, *, dir_fd: int | None = None, **options: Any) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            if not isinstance(path, int):
+                path = self._view.read(path, dir_fd, follow=options.get("follow_symlinks", True))
+            return bool(self._os["access"](path, mode, **options))
+        return False
+
+    def readlink(self, path: Any, *, dir_fd: int | None = None) -> Any:
+        return self._os["readlink"](self._view.read(path, dir_fd, follow=False))
+
+    def getxattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> Any:
+        return self._os["getxattr"](self._read(path, follow_symlinks), attribute, follow_symlinks=follow_symlinks)
+
+    def listxattr(self, path: Any = None, *, follow_symlinks: bool = True) -> Any:
+        return self._os["listxattr"](
+            self._read("." if path is None else path, follow_symlinks), follow_symlinks=follow_symlinks
+        )
+
+    def statvfs(self, path: Any) -> Any:
+        return self._os["statvfs"](self._read(path, True))
+
+    def listdir(self, path: Any = None) -> list[Any]:
+        found = self._find_merged("." if path is None else path)
+        if found is None:
+            given = "." if path is None else path
+            names: list[Any] = self._os["listdir"](given if isinstance(given, int) else self._view.locate(given).given)
+            return names
+        return [_as_type(name, path) for name in self._list(found, path)]
+
+    def scandir(self, path: Any = None) -> Any:
+        given = "." if path is None else path
+        found = self._find_merged(given)
+        if found is None:
+            return self._os["scandir"](given if isinstance(given, int) else self._view.locate(given).given)
+        if isinstance(given, int):
+            folder: Any = ""
+        else:
+            folder = os.fspath(given)
+        entries = []
+        for name in self._list(found, given):
+            own = _as_type(name, folder)
+            entries.append(Entry(os.path.join(folder, own), own, os.path.join(found, name)))
+        return Listing(iter(entries))
+
+    def getcwd(self) -> str:
+        return self._view.getcwd()
+
+    def getcwdb(self) -> bytes:
+        return os.fsencode(self._view.getcwd())
+
+    def chdir(self, path: Any) -> None:
+        if not isinstance(path, int):
+            place = self._view.locate(path)
+            if place.is_shared or self._view.is_lower(place.path):  # where other programs find it, too
+                path = place.given
+            else:
+                path = self._view.read(path)
+        self._os["chdir"](path)
+
+    def _read(self, path: Any, follow: bool) -> Any:
+        if isinstance(path, int):
+            return path
+        return self._view.read(path, follow=follow)
+
+    def _find_merged(self, path: Any) -> str | None:
+        """Return the located path of a folder of which this run has changed something; None for any other."""
+        if isinstance(path, int):
+            found = self._view.path_of(path)
+            if self._view.is_shared(found):
+                return None
+        else:
+            place = self._view.locate(path)
+            if place.is_shared:
+                return None
+            found = place.path
+        if self._view.is_changed(found):
+            return found
+        return None
+
+    def _list(self, folder: str, given: Any) -> list[str]:
+        place = self._view.find(folder)
+        if place is None:
+            raise make_error(errno.ENOENT, given)
+        if not stat.S_ISDIR(self._os["stat"](place).st_mode):
+            raise make_error(errno.ENOTDIR, given)
+        return self._view.list_names(folder)
+
+    # ---- opening -----------------------------------------------------------------------------------------------------
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        follow = not flags & getattr(os, "O_NOFOLLOW", 0)
+        if not flags & WRITE_FLAGS:
+            path = self._view.read(path, dir_fd, follow=follow)
+        else:
+            is_new = bool(flags & os.O_EXCL and flags & os.O_CREAT)
+            self._check_mode(path, dir_fd)
+            path = self._view.write(path, dir_fd, follow=follow, with_content=not flags & os.O_TRUNC, is_new=is_new)
+        descriptor: int = self._os["open"](path, flags, mode)
+        return descriptor
+
+    def open_file(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Callable[[str, int], int] | None = None,
+    ) -> Any:
+        place = file
+        if not isinstance(file, int) and isinstance(mode, str):
+            if not set(mode) & set("wax+"):
+                place = self._view.read(file)
+            else:
+                self._check_mode(file, None)
+                place = self._view.write(file, with_content="w" not in mode, is_new="x" in mode)
+        opened = self._open_file(place, mode, buffering, encoding, errors, newline, closefd, opener)
+        if place is not file:
+            lowest = getattr(opened, "buffer", opened)
+            getattr(lowest, "raw", lowest).name = os.fspath(file)
+        return opened
+
+    def open_code(self, path: str) -> Any:
+        return self._open_code(self._view.read(path))
+
+    def _check_mode(self, path: Any, dir_fd: int | None) -> None:
+        """Raise PermissionError for a file that was there before, and may not be written."""
+        place = self._view.locate(path, dir_fd)
+        if not place.is_shared and not self._view.is_written(place.path) and self._view.is_lower(place.path):
+            if not self._os["access"](place.path, os.W_OK):
+                raise make_error(errno.EACCES, path)
+
+    # ---- making and removing -----------------------------------------------------------------------------------------
+
+    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        self._os["mkdir"](self._view.write(path, dir_fd, follow=False, is_new=True), mode)
+
+    def mkfifo(self, path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
+        self._os["mkfifo"](self._view.write(path, dir_fd, follow=False, is_new=True), mode)
+
+    def mknod(self, path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None) -> None:
+        self._os["mknod"](self._view.write(path, dir_fd, follow=False, is_new=True), mode, device)
+
+    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        self._os["symlink"](src, self._view.write(dst, dir_fd, follow=False, is_new=True), target_is_directory)
+
+    def link(
+        self,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
+        self._view.read(src, src_dir_fd, follow=follow_symlinks)  # which is to be there
+        source = self._view.write(src, src_dir_fd, follow=follow_symlinks)
+        self._os["link"](source, self._view.write(dst, dst_dir_fd, follow=False, is_new=True))
+
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        place = self._view.locate(path, dir_fd, follow=False)
+        if place.is_shared:
+            self._os["unlink"](place.given)
+            return
+        self._remove(place, path, "unlink")
+
+    def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
+        self.unlink(path, dir_fd=dir_fd)
+
+    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
+        place = self._view.locate(path, dir_fd, follow=False)
+        if place.is_shared:
+            self._os["rmdir"](place.given)
+            return
+        found = self._view.find(place.path)
+        if found is not None and stat.S_ISDIR(self._os["lstat"](found).st_mode) and self._view.list_names(place.path):
+            raise make_error(errno.ENOTEMPTY, path)
+        self._remove(place, path, "rmdir")
+
+    def _remove(self, place: Place, given: Any, how: str) -> None:
+        view = self._view
+        found = view.find(place.path)
+        if found is None:
+            raise make_error(errno.ENOENT, given)
+        view.prepare(place.path, given)
+        is_folder = stat.S_ISDIR(self._os["lstat"](found).st_mode)
+        if is_folder is not (how == "rmdir"):
+            raise make_error(errno.EISDIR if is_folder else errno.ENOTDIR, given)
+        if view.is_written(place.path):
+            self._os[how](view.upper(place.path))
+        view.hide(place.path)
+
+    # ---- moving ------------------------------------------------------------------------------------------------------
+
+    def rename(
+        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        view = self._view
+        source = view.locate(src, src_dir_fd, follow=False)
+        target = view.locate(dst, dst_dir_fd, follow=False)
+        is_folder = False
+        if source.is_shared:
+            place = source.given
+        else:
+            found = view.find(source.path)
+            if found is None:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), src, None, dst)
+            if source.path == target.path:
+                return
+            is_folder = stat.S_ISDIR(self._os["lstat"](found).st_mode)
+            view.prepare(source.path, src)
+            place = view.copy_tree(source.path, src)
+        if target.is_shared:
+            self._os["replace"](place, target.given)
+        else:
+            self._check_target(target.path, is_folder, dst)
+            self._os["replace"](place, view.prepare(target.path, dst))
+            if is_folder:
+                view.hide(target.path)  # what was in it
+        if not source.is_shared:
+            view.hide(source.path)
+
+    def replace(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        self.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    def _check_target(self, path: str, is_folder: bool, given: Any) -> None:
+        """Raise the error of a name that is taken by what a rename does not replace."""
+        found = self._view.find(path)
+        if found is None:
+            return
+        is_taken = stat.S_ISDIR(self._os["lstat"](found).st_mode)
+        if is_taken and not is_folder:
+            raise make_error(errno.EISDIR, given)
+        if is_folder and not is_taken:
+            raise make_error(errno.ENOTDIR, given)
+        if is_taken and self._view.list_names(path):
+            raise make_error(errno.ENOTEMPTY, given)
+
+    # ---- changing ----------------------------------------------------------------------------------------------------
+
+    def truncate(self, path: Any, length: int) -> None:
+        if not isinstance(path, int):
+            self._check_mode(path, None)
+        self._os["truncate"](self._change(path), length)
+
+    def chmod(self, path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
+        self._os["chmod"](self._change(path, dir_fd, follow_symlinks), mode, follow_symlinks=follow_symlinks)
+
+    def chown(
+        self, path: Any, uid: int, gid: int, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> None:
+        self._os["chown"](self._change(path, dir_fd, follow_symlinks), uid, gid, follow_symlinks=follow_symlinks)
+
+    def lchown(self, path: Any, uid: int, gid: int) -> None:
+        self._os["lchown"](self._change(path, follow=False), uid, gid)
+
+    def utime(
+        self, path: Any, times: Any = None, *, dir_fd: int | None = None, follow_symlinks: bool = True, **ns: Any
+    ) -> None:
+        if times is not None:
+            ns["times"] = times
+        self._os["utime"](self._change(path, dir_fd, follow_symlinks), **ns, follow_symlinks=follow_symlinks)
+
+    def setxattr(self, path: Any, attribute: Any, value: Any, flags: int = 0, *, follow_symlinks: bool = True) -> None:
+        place = self._change(path, follow=follow_symlinks)
+        self._os["setxattr"](place, attribute, value, flags, follow_symlinks=follow_symlinks)
+
+    def removexattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> None:
+        self._os["removexattr"](self._change(path, follow=follow_symlinks), attribute, follow_symlinks=follow_symlinks)
+
+    def _change(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
+        """Return the place of what is there and is changed."""
+        if isinstance(path, int):
+            return path
+        self._view.read(path, dir_fd, follow=follow)
+        return self._view.write(path, dir_fd, follow=follow)
+
+
+FUNCTIONS = tuple(
+    name for name in vars(Redirected) if not name.startswith("_") and name not in ("originals", "open_file", "open_code")
+)
+"""The names in `os` that are replaced."""
+
+
+def _as_type(name: str, path: Any) -> Any:
+    """Return a name as bytes where a path is given as bytes."""
+    if isinstance(path, bytes):
+        return os.fsencode(name)
+    return name
