@@ -392,7 +392,7 @@ PATH_TAKERS: tuple[tuple[object, str, int, str, str], ...] = (
     (torch.UntypedStorage, "from_file", 0, "filename", "map"),
     (torch, "from_file", 0, "filename", "map"),
 )
-"""What opens a file by its path in C++: torch.save, torch.load(mmap=True), torch.jit, profiles. Each with its owner, the
-position and the name of the path, and what becomes of the file. Without them: reruns of a script would write over what
-torch.save wrote before.
+"""What opens a file by its path in C++: torch.save, torch.load(mmap=True), torch.jit, profiles. Each with its owner,
+the position and the name of the path, and what becomes of the file. Without them: reruns of a script would write over
+what torch.save wrote before.
 """

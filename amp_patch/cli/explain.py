@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the records as JSON lines")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file written by --json")
-    add_script(parser, usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]", is_repeated=False, has_report=True)
+    add_script(
+        parser,
+        usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]",
+        is_repeated=False,
+        has_report=True,
+    )
     parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
 
 

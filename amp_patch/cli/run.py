@@ -158,8 +158,8 @@ def prepare(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of `python`, and its environment, that run a script or module.
 
-    `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With `needs_region`, a script without amp is refused
-    even where nothing is to be changed.
+    `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With
+    `needs_region`, a script without amp is refused even where nothing is to be changed.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),

@@ -109,9 +109,7 @@ class ScriptRunner:
             --in-place is given.
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False) -> None:
         self._command = list(arguments.rest)
         if arguments.script:
             self._command.insert(0, arguments.script)

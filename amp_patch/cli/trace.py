@@ -120,9 +120,7 @@ def _watch(
     return runner.watch(run, until=_has_fault)
 
 
-def _fix(
-    runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording"
-) -> int:
+def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
     """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
     from ..insight import format_fault, remedies
 

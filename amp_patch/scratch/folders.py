@@ -126,7 +126,10 @@ class Folders:
             with contextlib.suppress(OSError):
                 os.rmdir(self._top)
             return []
-        return [f"the runs wrote {count_of(count, 'file')} ({_format_size(size)}) to {self._top}, not over yours:", *lines]
+        return [
+            f"the runs wrote {count_of(count, 'file')} ({_format_size(size)}) to {self._top}, not over yours:",
+            *lines,
+        ]
 
 
 def _find_files(root: str) -> list[str]:

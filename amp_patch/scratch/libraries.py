@@ -40,7 +40,7 @@ def _of_safetensors() -> list[Taker]:
     package = importlib.import_module("safetensors")
     return [
         Taker(package, "serialize_file", 1, "filename", WRITE),
-        Taker(package.safe_open, "__new__", 1, "filename", READ),
+        Taker(package, "safe_open", 0, "filename", READ),
     ]
 
 

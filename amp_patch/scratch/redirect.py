@@ -49,7 +49,7 @@ class _Replacement:
             raise
 
     def __reduce__(self) -> str:
-        return self.__name__
+        return str(self.__name__)
 
     def __repr__(self) -> str:
         return f"<function {self.__module__}.{self.__name__}>"
@@ -59,9 +59,9 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
     """Have everything that is written go into the folder `root`, except what goes to a shared folder; return what
     undoes that.
 
-    Reads see what was written there first. Temporary files are made in the folder, and go with it; what torch.compile
-    has compiled, which is kept among them else, is in `inductor_cache`. A write that cannot be redirected raises NotRedirectedError where Python is
-    told of it.
+    Reads see what was written there first. Temporary files are made in the folder, but for what torch.compile keeps,
+    which is in `inductor_cache`. A write that cannot be redirected raises NotRedirectedError where Python is told of
+    it.
     """
     view = View(root, shared)
     make_folders(view.root)
@@ -169,6 +169,6 @@ def _give(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
         _swap(taker.owner, taker.name, replacement, undo)
         _swap_references([replacement], undo)
         return
-    if taker.name == "__new__" or isinstance(original, types.BuiltinFunctionType):
+    if isinstance(original, types.BuiltinFunctionType):
         replacement = staticmethod(replacement)
     _swap(taker.owner, taker.name, replacement, undo)

@@ -46,7 +46,7 @@ class Redirected:
         return False
 
     def readlink(self, path: Any, *, dir_fd: int | None = None) -> Any:
-        return self._os["readlink"](self._view.read(path, dir_fd, follow=False))
+        return _as_type(os.fsdecode(self._os["readlink"](self._view.read(path, dir_fd, follow=False))), path)
 
     def getxattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> Any:
         return self._os["getxattr"](self._read(path, follow_symlinks), attribute, follow_symlinks=follow_symlinks)
@@ -91,10 +91,8 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             place = self._view.locate(path)
-            if place.is_shared or self._view.is_lower(place.path):  # where other programs find it, too
-                path = place.given
-            else:
-                path = self._view.read(path)
+            is_outside = place.is_shared or self._view.is_lower(place.path)  # where other programs find it, too
+            path = place.given if is_outside else self._view.read(path)
         self._os["chdir"](path)
 
     def _read(self, path: Any, follow: bool) -> Any:
@@ -159,7 +157,8 @@ class Redirected:
         opened = self._open_file(place, mode, buffering, encoding, errors, newline, closefd, opener)
         if place is not file:
             lowest = getattr(opened, "buffer", opened)
-            getattr(lowest, "raw", lowest).name = os.fspath(file)
+            raw: Any = getattr(lowest, "raw", lowest)
+            raw.name = os.fspath(file)
         return opened
 
     def open_code(self, path: str) -> Any:
@@ -168,9 +167,10 @@ class Redirected:
     def _check_mode(self, path: Any, dir_fd: int | None) -> None:
         """Raise PermissionError for a file that was there before, and may not be written."""
         place = self._view.locate(path, dir_fd)
-        if not place.is_shared and not self._view.is_written(place.path) and self._view.is_lower(place.path):
-            if not self._os["access"](place.path, os.W_OK):
-                raise make_error(errno.EACCES, path)
+        if place.is_shared or self._view.is_written(place.path) or not self._view.is_lower(place.path):
+            return
+        if not self._os["access"](place.path, os.W_OK):
+            raise make_error(errno.EACCES, path)
 
     # ---- making and removing -----------------------------------------------------------------------------------------
 
@@ -195,8 +195,7 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        self._view.read(src, src_dir_fd, follow=follow_symlinks)  # which is to be there
-        source = self._view.write(src, src_dir_fd, follow=follow_symlinks)
+        source = self._change(src, src_dir_fd, follow=False)  # as Linux does, whatever is asked for
         self._os["link"](source, self._view.write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
@@ -221,10 +220,10 @@ class Redirected:
 
     def _remove(self, place: Place, given: Any, how: str) -> None:
         view = self._view
+        view.prepare(place.path, given)
         found = view.find(place.path)
         if found is None:
             raise make_error(errno.ENOENT, given)
-        view.prepare(place.path, given)
         is_folder = stat.S_ISDIR(self._os["lstat"](found).st_mode)
         if is_folder is not (how == "rmdir"):
             raise make_error(errno.EISDIR if is_folder else errno.ENOTDIR, given)
@@ -234,9 +233,7 @@ class Redirected:
 
     # ---- moving ------------------------------------------------------------------------------------------------------
 
-    def rename(
-        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
-    ) -> None:
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         view = self._view
         source = view.locate(src, src_dir_fd, follow=False)
         target = view.locate(dst, dst_dir_fd, follow=False)
@@ -257,8 +254,7 @@ class Redirected:
         else:
             self._check_target(target.path, is_folder, dst)
             self._os["replace"](place, view.prepare(target.path, dst))
-            if is_folder:
-                view.hide(target.path)  # what was in it
+            view.hide(target.path)  # and what was in it
         if not source.is_shared:
             view.hide(source.path)
 
@@ -288,9 +284,7 @@ class Redirected:
     def chmod(self, path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
         self._os["chmod"](self._change(path, dir_fd, follow_symlinks), mode, follow_symlinks=follow_symlinks)
 
-    def chown(
-        self, path: Any, uid: int, gid: int, *, dir_fd: int | None = None, follow_symlinks: bool = True
-    ) -> None:
+    def chown(self, path: Any, uid: int, gid: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
         self._os["chown"](self._change(path, dir_fd, follow_symlinks), uid, gid, follow_symlinks=follow_symlinks)
 
     def lchown(self, path: Any, uid: int, gid: int) -> None:
@@ -319,7 +313,9 @@ class Redirected:
 
 
 FUNCTIONS = tuple(
-    name for name in vars(Redirected) if not name.startswith("_") and name not in ("originals", "open_file", "open_code")
+    name
+    for name in vars(Redirected)
+    if not name.startswith("_") and name not in ("originals", "open_file", "open_code")
 )
 """The names in `os` that are replaced."""
 

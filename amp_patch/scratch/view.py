@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from io import open as _open  # this module and its neighbours keep the functions that are replaced later
+from io import BufferedWriter, FileIO  # this module and its neighbours keep the functions that are replaced later
 from os import access, chmod, getcwd, link, lstat, mkdir, readlink, symlink, unlink, utime
 from os import close as _close_descriptor
 from os import listdir as _listdir
@@ -115,6 +115,7 @@ class View:
             if part == ".":
                 continue
             if part == "..":
+                self.check_folder(done or os.sep, text)
                 done, is_above = os.path.dirname(done).rstrip(os.sep), True
                 continue
             done += os.sep + part
@@ -213,13 +214,19 @@ class View:
         return place.given
 
     def write(
-        self, path: Any, dir_fd: int | None = None, *, follow: bool = True, with_content: bool = True, is_new: bool = False
+        self,
+        path: Any,
+        dir_fd: int | None = None,
+        *,
+        follow: bool = True,
+        with_content: bool = True,
+        is_new: bool = False,
     ) -> Any:
         """Return where a script's path is written: a copy of what was there before, or of its mode alone.
 
         Raises FileExistsError for what `is_new` and is there.
         """
-        place = self.locate(path, dir_fd, follow=follow)
+        place = self.locate(path, dir_fd, follow=follow and not is_new)
         if place.is_shared:
             return place.given
         if is_new and self.exists(place.path):
@@ -233,15 +240,22 @@ class View:
         for a folder that is absent, or may not be written.
         """
         parent = os.path.dirname(path)
-        found = self.find(parent)
-        if found is None:
-            raise make_error(errno.ENOENT, given)
-        if not stat.S_ISDIR(_stat(found).st_mode):
-            raise make_error(errno.ENOTDIR, given)
-        if not access(found, os.W_OK):
+        if not access(self.check_folder(parent, given), os.W_OK):
             raise make_error(errno.EACCES, given)
         make_folders(self.files + parent)
         return self.files + path
+
+    def check_folder(self, path: str, given: Any) -> str:
+        """Return where a located folder is read. Raises the error that a script gets where there is none."""
+        found = self.find(path)
+        if found is None:
+            above = os.path.dirname(path)
+            if above != path:
+                self.check_folder(above, given)
+            raise make_error(errno.ENOENT, given)
+        if not stat.S_ISDIR(_stat(found).st_mode):
+            raise make_error(errno.ENOTDIR, given)
+        return found
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
         """Return where a located path is written; what was there before is copied first."""
@@ -273,9 +287,9 @@ class View:
         """Copy a file. Where several processes do, the first copy counts: that one may be written to already."""
         make_folders(self._parts)
         part = os.path.join(self._parts, f"{os.getpid()}-{threading.get_ident()}")
-        with _open(part, "wb") as copy:
+        with BufferedWriter(FileIO(part, "w")) as copy:
             if with_content:
-                with _open(source, "rb") as original:
+                with FileIO(source) as original:
                     while chunk := original.read(_CHUNK):
                         copy.write(chunk)
         about = _stat(source)
@@ -297,7 +311,7 @@ class View:
 
 def make_error(number: int, path: Any) -> OSError:
     """Return the error that the system raises for a path."""
-    return OSError(number, os.strerror(number), path)
+    return OSError(number, os.strerror(number), path if isinstance(path, int) else os.fspath(path))
 
 
 def is_special(path: str) -> bool:
