@@ -1,21 +1,27 @@
 """Output files: each is written whole, or stays as it was before."""
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
 
+_NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+"""How renaming fails where the file alone may be written: in a folder of somebody else, or mounted by itself."""
+
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file in UTF-8. It is written beside its place and renamed, so that after a full disk or a killed process
-    the old file is still there, whole.
+    the old file is still there, whole; a file in a folder that may not be written is overwritten.
 
     What is no regular file, such as /dev/stdout or a pipe, is written to as it is; a link stays one. Raises OSError,
     which names the path.
     """
     place = Path(os.path.realpath(path))
-    data = content.encode() if isinstance(content, str) else content
-    beside = place.with_name(f".{place.name}.{os.getpid()}.part")
+    data = content
+    if isinstance(content, str):
+        data = content.encode(errors="backslashreplace")  # file names may be no UTF-8
+    assert isinstance(data, bytes)
     try:
         was_there = place.exists()
         if was_there and not place.is_file():
@@ -24,12 +30,47 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         if was_there:
             with place.open("ab"):  # renaming would replace a file that may not be written
                 pass
+        try:
+            _replace(place, data, was_there)
+        except OSError as error:
+            if not was_there or error.errno not in _NO_RENAME:
+                raise
+            place.write_bytes(data)
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise the OSError that `write_file` would, as far as that is known before; nothing is changed."""
+    place = Path(os.path.realpath(path))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if place.lstat() and place.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if place.is_file():
+                with place.open("ab"):
+                    pass
+            return
+        _make_beside(place.parent).unlink()
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _replace(place: Path, data: bytes, was_there: bool) -> None:
+    """Write a new file beside a place, and have it take that place."""
+    beside = _make_beside(place.parent)
+    try:
         beside.write_bytes(data)
         if was_there:
             shutil.copymode(place, beside)
         os.replace(beside, place)
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
     finally:
-        with contextlib.suppress(OSError):  # of a file system that is read-only: the error above says so
+        with contextlib.suppress(OSError):  # it has taken the place
             beside.unlink()
+
+
+def _make_beside(folder: Path) -> Path:
+    """Make an empty file of a new name, short whatever the name of the other, and through no link."""
+    beside = folder / f".amp-patch-{os.getpid()}-{os.urandom(4).hex()}.part"
+    os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return beside

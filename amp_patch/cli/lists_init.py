@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     except FileExistsError:
         raise OpListError(f"{path} exists already; give another name, or remove it first") from None
     except OSError as error:
-        raise OpListError(f"{path} cannot be written: {error}") from error
+        raise OpListError(f"{error.filename or path} cannot be written: {error.strerror}") from error
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .. import config
 from ..errors import AmpError, did_you_mean
+from ..files import check_writable
 
 
 def opt_level(text: str) -> str:
@@ -69,13 +70,13 @@ def positive(text: str) -> int:
 def new_file(text: str) -> Path:
     """Return a path that may be written, in a folder that exists: it is written when the work is done."""
     path = Path(text).absolute()
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists")
-    is_writable = os.access(path.parent, os.W_OK)
-    if path.exists():
-        is_writable = os.access(path, os.W_OK)
-    if not is_writable:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    try:
+        check_writable(path)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists") from None
+    except OSError as error:
+        reason = str(error.strerror).lower()
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}") from None
     return path
 
 

@@ -40,8 +40,12 @@ def test_a_file_that_may_not_be_written_is_told_of_before_the_work(exists, tmp_p
     report = tmp_path / "r.html"
     if exists:
         report.touch()
-    closed = report if exists else tmp_path
-    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (closed, os.W_OK))
+
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SystemExit) as left:
         main(["explain", "--html", str(report), __file__])
     assert left.value.code == 2
