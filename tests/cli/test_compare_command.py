@@ -48,7 +48,7 @@ def table(text):
 def test_a_script_is_run_at_each_level(call, tmp_path):
     (tmp_path / "mine.yaml").write_text("whitelist: [relu]\n")
     files = ("--jsonl", "c.jsonl", "--html", "c.html", "--png", "c.png")
-    options = ("--runs", "O0,O4+mine.yaml", "--steps", "4", *files)
+    options = ("--runs", "O0,O4+mine.yaml", "--steps", "4", "--in-place", *files)
     code, out, err = call(APEX + LOOP, *options, arguments=["--", "--steps", "9"])
     assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
     rows = table(out)
@@ -97,12 +97,12 @@ with torch.autocast("cpu", torch.bfloat16):
     model(torch.zeros(2, 3))  # four are needed
 """
     code, _, err = call(source)
-    assert "no run took a step (as-is, O0, O1, O4: the script ended with exit code 1\n" in err
+    assert "no run took a step (as-is, O0: the script ended with exit code 1\n" in err
     lines = [line.strip() for line in err.splitlines()]
     assert code == 1 and lines.count("model(torch.zeros(2, 3))  # four are needed") == 1
     assert sum(line.startswith("RuntimeError: ") for line in lines) == 1 and "amp_patch/" not in err
     numbers = re.findall(r"run (\d+)(?: of (\d+))?:", err)
-    assert [number for number, _ in numbers] == ["1", "2", "3", "4"] and len({total for _, total in numbers[1:]}) == 1
+    assert [number for number, _ in numbers] == ["1", "2"]  # the others would fail as these two did
     assert numbers[0][1] == ""  # it is not known yet that the script is one by torch.autocast
 
 
@@ -121,7 +121,7 @@ for number in range(6):
 
 
 def test_a_script_without_amp_is_compared_with_itself_in_one_region(call, tmp_path):
-    code, out, _ = call(PLAIN, "--everywhere", "--steps", "3", "--jsonl", "c.jsonl")
+    code, out, _ = call(PLAIN, "--everywhere", "--in-place", "--steps", "3", "--jsonl", "c.jsonl")
     assert code == 0 and [(name, row[1]) for name, row in table(out).items()] == [("O0", "-"), ("O4", "bf16")]
     found = Comparison.read(tmp_path / "c.jsonl")
     own = [float(line.split()[1]) for line in (tmp_path / "losses").read_text().splitlines()[:3]]

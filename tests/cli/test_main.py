@@ -80,7 +80,8 @@ def test_options_stand_before_or_after_the_script_and_its_own_follow_two_dashes(
         raise Ran(command)
 
     monkeypatch.setattr("amp_patch.cli.scripts._call", run_script)
-    monkeypatch.setattr("amp_patch.insight.comparing.Campaign._watch", lambda self, *asked: self._runner.watch(Run("")))
+    watch = "amp_patch.insight.comparing.Campaign._watch"
+    monkeypatch.setattr(watch, lambda self, *_, **__: self._runner.watch(Run("")))
     flags = subprocess._args_from_interpreter_flags()
     for line, runs in LINES.items():
         with pytest.raises(Ran) as ran:

@@ -11,6 +11,7 @@ import amp_patch
 PACKAGE = Path(amp_patch.__file__).parent
 
 FLOORS = (
+    "scratch",
     "patching",
     "config",
     "casting",
