@@ -304,8 +304,8 @@ def tune(
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
-    and trains. It is called up to `max_runs` times, and stopped after `steps` steps. The other arguments, and the
-    errors, are those of `Tuner`. The list is written to `out` if it has entries.
+    and trains. It is called up to `max_runs` times, writes its files each time, and is stopped after `steps` steps. The
+    other arguments, and the errors, are those of `Tuner`. The list is written to `out` if it has entries.
     """
     tuner = Tuner(
         FunctionRunner(train),
