@@ -8,8 +8,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import wrapt
-
 from .guard import guard
 from .libraries import TAKERS, Taker, wrap
 from .system import Redirected
@@ -147,6 +145,10 @@ def _find_holders() -> Iterator[Any]:
 
 def _follow_imports(view: View, undo: contextlib.ExitStack) -> None:
     """Give packages that open paths by themselves those of a view, now or as soon as they are imported."""
+    try:
+        import wrapt
+    except ImportError:  # in a Python of another installation, which the script has started
+        return
     is_over: list[bool] = []
     undo.callback(is_over.append, True)
 

@@ -6,12 +6,14 @@ in `gone`; a mark also hides everything below its path. Both are folders, so tha
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import re
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from io import BufferedWriter, FileIO  # this module and its neighbours keep the functions that are replaced later
 from os import access, chmod, getcwd, link, lstat, mkdir, readlink, symlink, unlink, utime
@@ -26,6 +28,7 @@ PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _SYSTEM = ("/dev", "/proc", "/sys")
 _MOST_LINKS = 40  # as Linux
 _CHUNK = 2**24
+_TICK = 100_000_000  # nanoseconds: file systems tell times to 10 ms or less
 _PART = re.compile(r"[^/]+")
 
 
@@ -56,6 +59,8 @@ class View:
         self.files = os.path.join(self.root, "files")
         self._gone = os.path.join(self.root, "gone")
         self._parts = os.path.join(self.root, "parts")
+        self._marks: frozenset[str] = frozenset()
+        self._marked_at = 0  # when `gone` had last changed as they were listed; 0: list them again
         outside = {*_SYSTEM, *shared, *map(os.path.realpath, shared)}
         self._shared = tuple(folder + os.sep for folder in outside)
 
@@ -160,14 +165,14 @@ class View:
 
     def is_hidden(self, path: str) -> bool:
         """Tell whether what was at a located path before is gone, with it or with a folder that held it."""
-        if not is_there(self._gone):
-            return False
-        while True:
-            if is_there(self._mark_of(path)):
+        marks = self._find_marks()
+        while marks:
+            if _mark_of(path) in marks:
                 return True
             if path == os.sep:
-                return False
+                break
             path = os.path.dirname(path)
+        return False
 
     def is_lower(self, path: str) -> bool:
         """Tell whether a located path was there before, and still is for this run."""
@@ -179,7 +184,7 @@ class View:
 
     def is_changed(self, folder: str) -> bool:
         """Tell whether this run may have changed which names there are in a located folder."""
-        return self.is_written(folder) or is_there(self._gone)
+        return self.is_written(folder) or bool(self._find_marks())
 
     def find(self, path: str) -> str | None:
         """Return where a located path is read; None if there is nothing."""
@@ -194,8 +199,9 @@ class View:
         names: dict[str, None] = {}
         if self.is_lower(path):
             names = dict.fromkeys(_listdir(path))
-            if is_there(self._gone):
-                names = {name: None for name in names if not is_there(self._mark_of(os.path.join(path, name)))}
+            marks = self._find_marks()
+            if marks:
+                names = {name: None for name in names if _mark_of(os.path.join(path, name)) not in marks}
         if self.is_written(path):
             names |= dict.fromkeys(_listdir(self.files + path))
         return list(names)
@@ -303,10 +309,27 @@ class View:
         """Have what was at a located path before be gone for this run."""
         if self.is_lower(path):
             make_folders(self._gone)
-            _close_descriptor(_open_descriptor(self._mark_of(path), os.O_CREAT | os.O_WRONLY, 0o600))
+            mark = os.path.join(self._gone, _mark_of(path))
+            _close_descriptor(_open_descriptor(mark, os.O_CREAT | os.O_WRONLY, 0o600))
+            self._marked_at = 0
 
-    def _mark_of(self, path: str) -> str:
-        return os.path.join(self._gone, hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest())
+    def _find_marks(self) -> frozenset[str]:
+        """Return the marks of what is gone, which other processes make as well."""
+        try:
+            changed_at = lstat(self._gone).st_mtime_ns
+        except FileNotFoundError:
+            return frozenset()
+        if changed_at != self._marked_at:
+            is_settled = time.time_ns() - changed_at > _TICK  # else one more mark may not change the time
+            self._marks = frozenset(_listdir(self._gone))
+            self._marked_at = changed_at if is_settled else 0
+        return self._marks
+
+
+@functools.lru_cache(maxsize=4096)
+def _mark_of(path: str) -> str:
+    """Return the name of the mark of a path."""
+    return hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
 
 
 def make_error(number: int, path: Any) -> OSError:
