@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_patch.files import write_file
+from amp_patch.files import check_writable, write_file
 
 OLD, LONG = "old\n", "x" * 2**20
 SCRIPT = """
@@ -75,3 +75,47 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=re.escape(path.name)) as caught:
             write_file(path, OLD)
         assert caught.value.filename == str(path)
+
+
+def test_what_lies_beside_a_file_is_never_written_through(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "out.html"
+    victim.write_text(OLD)
+    for name in (f".{path.name}.{os.getpid()}.part", f"{path.name}.part"):
+        (tmp_path / name).symlink_to(victim)
+    before = set(tmp_path.iterdir())
+    write_file(path, LONG)
+    assert victim.read_text() == OLD and set(tmp_path.iterdir()) == before | {path}
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 255, "é" * 127, os.fsdecode(b"h\xff.html")], ids=["long", "umlauts", "no UTF-8"]
+)
+def test_any_name_that_the_system_takes_is_written(name: str, tmp_path: Path) -> None:
+    check_writable(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    write_file(tmp_path / name, f"{name}\n")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("how", ["open", "replace"])
+def test_a_file_in_a_folder_that_may_not_be_written_is_written(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.html"
+    path.write_text(OLD)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, how, refuse)
+    check_writable(path)
+    write_file(path, LONG)
+    monkeypatch.undo()
+    assert path.read_text() == LONG and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "absent/x", "."])
+def test_what_cannot_be_written_is_known_before(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        check_writable(tmp_path / name)
+    assert caught.value.filename == str(tmp_path / name)

@@ -39,7 +39,7 @@ class Redirected:
         return found
 
     def access(self, path: Any, mode: int, *, dir_fd: int | None = None, **options: Any) -> bool:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             if not isinstance(path, int):
                 path = self._view.read(path, dir_fd, follow=options.get("follow_symlinks", True))
             return bool(self._os["access"](path, mode, **options))

@@ -155,3 +155,18 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
     monkeypatch.setattr("amp_patch.cli.compare.importlib.util.find_spec", lambda name: None)
     assert main(["compare", "--png", str(tmp_path / "c.png"), "train.py"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_long_run_says_how_far_it_is(call, monkeypatch):
+    forked = scripts._call
+
+    def call_and_ask(command, environment, is_over, log):
+        code = forked(command, environment, is_over, log)
+        is_over()
+        return code
+
+    monkeypatch.setattr(scripts, "_call", call_and_ask)
+    monkeypatch.setattr(scripts, "_TOLD_SECONDS", 0.0)
+    source = (APEX + LOOP).replace("optimizer.zero_grad()", "optimizer.zero_grad(); import time; time.sleep(0.6)")
+    _, _, err = call(source, "--runs", "O0", "--steps", "3")
+    assert re.search(r"amp-patch compare:   [12] of 3 steps after", err)
