@@ -9,6 +9,7 @@ import site
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 
 from ..tables import count_of
 
@@ -32,7 +33,7 @@ _CACHES = (
 _CACHES_AT_HOME = (".cache", ".config/matplotlib", ".keras", ".matplotlib", ".nv", ".triton")
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
-_SHOWN = 5  # files of a run that are named
+_SHOWN = 8  # files and folders of a run that are named
 _UNITS = ("bytes", "kB", "MB", "GB")
 
 
@@ -116,10 +117,7 @@ class Folders:
         lines, count, size = [], 0, 0
         for root in self._kept:
             files = sorted(_find_files(root))
-            names = ", ".join(files[:_SHOWN])
-            if len(files) > _SHOWN:
-                names += f" and {len(files) - _SHOWN} more"
-            lines.append(f"  {os.path.basename(root)}: {names}")
+            lines.append(f"  {os.path.basename(root)}: {_name(files)}")
             count += len(files)
             size += sum(os.lstat(os.path.join(root, name)).st_size for name in files)
         if not lines:
@@ -130,6 +128,16 @@ class Folders:
             f"the runs wrote {count_of(count, 'file')} ({_format_size(size)}) to {self._top}, not over yours:",
             *lines,
         ]
+
+
+def _name(files: list[str]) -> str:
+    """Return the names of files, and of folders with how many are in each."""
+    counts = Counter(name.partition(os.sep)[0] + os.sep for name in files if os.sep in name)
+    names = [name for name in files if os.sep not in name]
+    names += [f"{name} ({count_of(count, 'file')})" for name, count in counts.items()]
+    if len(names) > _SHOWN:
+        names[_SHOWN - 1 :] = [f"and {len(names) - _SHOWN + 1} more"]
+    return ", ".join(names)
 
 
 def _find_files(root: str) -> list[str]:
