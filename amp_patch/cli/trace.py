@@ -81,6 +81,9 @@ def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
     first, last = arguments.steps or (0, None)
+    repeated = None
+    if arguments.fix is not None:
+        repeated = ScriptRunner(arguments, is_repeated=True)
     found = _watch(ScriptRunner(arguments), arguments, first, last)
     faults = _find_faults(found)
     _tell_of_search(found, is_all=not faults and _are_all_skipped(found, first))
@@ -95,13 +98,12 @@ def _trace(arguments: argparse.Namespace) -> int:
         return _tell_of_none(found, first, arguments.parser.prog)
     if found.is_interrupted:
         raise KeyboardInterrupt
-    if arguments.fix is None:
+    if repeated is None:
         return FAULT
-    runner = ScriptRunner(arguments, is_repeated=True)
     try:
-        return _fix(runner, arguments, fault, recording)
+        return _fix(repeated, arguments, fault, recording)
     finally:
-        runner.tell_of_files()
+        repeated.tell_of_files()
 
 
 def _watch(

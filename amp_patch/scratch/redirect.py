@@ -1,6 +1,7 @@
 """`redirect`: has this process, and those that it forks, write into the folder of a run. All of it can be undone."""
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -25,7 +26,7 @@ _CAPABLE = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "support
 class _Replacement:
     """A function in the place of a built-in one: as that, it is not bound to what has it as an attribute.
 
-    Errors name the path that the script knows.
+    Errors name the path that the script knows, but for a full disk, which is that of the folder of the run.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -40,6 +41,8 @@ class _Replacement:
         try:
             return self._function(*args, **kwargs)
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
             for name in ("filename", "filename2"):
                 path = getattr(error, name)
                 if isinstance(path, str):
