@@ -204,7 +204,7 @@ def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError
 
-    runner, curves = ScriptRunner(arguments, is_quiet=True), []
+    runner, curves = ScriptRunner(arguments, is_quiet=True, is_repeated=True), []
     for settings in (Settings(None, (str(path),)), Settings("O0")):
         try:
             recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, settings, seed=0))

@@ -111,9 +111,13 @@ class Folders:
             self._kept.remove(root)
         if os.path.isdir(root):
             self._kept.append(root)
+        if not self._kept:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._top)
+            self._top = ""
 
     def describe(self) -> list[str]:
-        """Return lines that say where files are, and which; none, and remove the folder, if no run wrote any."""
+        """Return lines that say where files are, and which; none if no run wrote any."""
         lines, count, size = [], 0, 0
         for root in self._kept:
             files = sorted(_find_files(root))
@@ -121,8 +125,6 @@ class Folders:
             count += len(files)
             size += sum(os.lstat(os.path.join(root, name)).st_size for name in files)
         if not lines:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._top)
             return []
         return [
             f"the runs wrote {count_of(count, 'file')} ({_format_size(size)}) to {self._top}, not over yours:",
