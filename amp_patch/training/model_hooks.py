@@ -256,8 +256,5 @@ class EndLoading(SessionHook):
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is None:
-            return
-        for parameter in get_own_parameters(module).values():
-            if parameter is not None:
-                masters.agree(parameter)
+        if masters is not None:
+            masters.end_loading(get_own_parameters(module).values())
