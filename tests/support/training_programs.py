@@ -602,7 +602,8 @@ def average(draft: Draft) -> list[Snippet]:
     stored = f"_stored = [p.detach().clone() for p in {source}]"
     kinds = ["with torch.no_grad():\n        _p.copy_({})", "_p.data = {}.clone()"]
     events = ["amp.load_state_dict(amp.state_dict())", "amp.refresh()", save(draft)]
-    if "master" not in source and draft.is_likely(0.3):  # what nothing shows is not for files, and undone by a refresh
+    is_hidden = "master" not in source and draft.is_likely(0.3)
+    if is_hidden:  # nothing shows it: a file lacks it, and a refresh undoes it
         kinds, events = ["_p.data.copy_({})"], events[:1]
     copied = draft.random.choice(kinds)
     text = lines(
@@ -612,7 +613,7 @@ def average(draft: Draft) -> list[Snippet]:
             "amp.refresh()" if "master" in source else "",  # whoever edits masters and parameters says so in between
             *within_swap(draft, events),
             f"for _p, _a in zip({source}, _stored):\n    {copied.format('_a')}",
-            "amp.refresh()" if "master" in source else "",
+            "amp.refresh()" if "master" in source or is_hidden else "",
         ]
     )
     return [Snippet(text, is_edit=True)]
