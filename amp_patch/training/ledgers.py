@@ -218,6 +218,7 @@ class Ledgers:
         ledger.to_recheck = to_recheck
         ledger.recheck_at_step(scalers)
         self.decisions.judge_outside_of_steps(scalers)
+        self.decisions.look_at_scales()
 
     def _finish_waiting(self, ledger: Ledger) -> None:
         """Check gradients of delayed blocks that are about to be zeroed."""

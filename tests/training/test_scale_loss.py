@@ -137,6 +137,37 @@ def test_a_hundred_skips_in_a_row_are_an_error_that_names_the_parameters():
     assert amp.stats().steps_skipped == 100
 
 
+@pytest.mark.parametrize("skips_itself", [False, True], ids=["steps", "skips itself"])
+def test_a_scale_that_falls_for_good_is_warned_of_again_and_ends_training(skips_itself):
+    """Good batches come between bad ones, so that no hundred steps in a row are skipped; or the loop itself skips."""
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    with (
+        pytest.warns(UserWarning, match="loss scale has fallen to") as caught,
+        pytest.raises(amp.GradientOverflowError, match=r"2\*\*100.*min_loss_scale"),
+    ):
+        for number in range(400):
+            optimizer.zero_grad()
+            backward(compute_loss(model, factor=math.nan if number % 3 else 1.0), optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not skips_itself or torch.isfinite(norm):
+                optimizer.step()
+    assert [str(one.message) for one in caught if "has fallen" not in str(one.message)] == []
+    assert len(caught) > 2 and len({str(one.message) for one in caught}) == len(caught)
+    assert all(torch.isfinite(weight).all() for weight in weights(model))
+
+
+def test_with_a_minimum_bad_batches_are_skipped_without_end():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", min_loss_scale=1.0, verbosity=0)
+    with pytest.warns(UserWarning, match="has fallen to 1.0") as caught:
+        for number in range(240):
+            optimizer.zero_grad()
+            backward(compute_loss(model, factor=math.nan if number % 2 else 1.0), optimizer)
+            optimizer.step()
+    assert len(caught) == 1 and amp.stats().steps_skipped == 120
+
+
 def test_a_static_scale_warns_once_and_never_skips():
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
