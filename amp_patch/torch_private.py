@@ -6,6 +6,7 @@ Each says what it is for, and what is lost where torch has it no more; all were 
 
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import threading
@@ -378,3 +379,17 @@ def set_keys(*are_set: bool) -> None:
     """Set or clear each of `IDLE_KEYS` in this thread."""
     for key, is_set in zip(IDLE_KEYS, are_set, strict=True):
         torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)
+
+
+def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
+    """Return the device type and dtype of the `torch.amp.custom_fwd(cast_inputs=...)` that decorates a function, or
+    None. Without the closure of torch's decorator it is taken for one that casts nothing.
+    """
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and (code.co_name, code.co_filename) == ("decorate_fwd", torch.amp.autocast_mode.__file__):
+            variables = inspect.getclosurevars(function).nonlocals
+            dtype, device_type = variables.get("cast_inputs"), variables.get("device_type")
+            return None if dtype is None or device_type is None else (device_type, dtype)
+        function = getattr(function, "__wrapped__", None)
+    return None

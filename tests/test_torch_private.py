@@ -22,6 +22,7 @@ NOT_OF_TORCH = {
     "_DummyThread",
     "_SubParsersAction",
     "_actions",
+    "_current_frames",
     "_getframe",
     "_initializing",
     "_keep_in_fp32_modules",

@@ -30,6 +30,8 @@ def plan_with_ops(
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
+        if casts.autocast is None:  # else torch's decorator does it
+            yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
             yield Patch(torch.nn.RNNBase, "check_input", lambda original: op_patches.check_shapes_only(original, casts))
     if cache is not None:
@@ -66,7 +68,7 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
             yield Patch(
                 owner,
                 name,
-                lambda original: gradient_patches.clip_masters(original, masters, ledgers.fold_for_clipping),
+                lambda original: gradient_patches.clip_masters(original, masters, ledgers.prepare_clipping),
             )
     if hasattr(*SYNC_MODULE_STATES):
         yield Patch(

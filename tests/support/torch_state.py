@@ -36,6 +36,7 @@ NAMESPACES = (
     torch.nn.parallel.DistributedDataParallel,
     torch.nn.parallel.distributed,
     torch.optim.Optimizer,
+    torch.amp,
     torch.autocast,
     torch.amp.GradScaler,
     torch.autograd,
