@@ -242,8 +242,7 @@ def _compare(word: str, other: str) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _count_letters(word: str) -> int:
-    """Return a number with a bit for each letter of a word: two such numbers have the bits of shared letters in common.
-    """
+    """Return a number with a bit for each letter of a word; two numbers have the bits of shared letters in common."""
     bits = 0
     for letter in word:
         bit = 1 << (ord(letter) % 64 * MAX_WORD)

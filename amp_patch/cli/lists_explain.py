@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     parser.usage = "%(prog)s OP [--lists NAME|FILE ...] [--dtype {float16,bfloat16}] [--json]"
     parser.set_defaults(refuse=parser.error)
-    parser.add_argument("op", nargs="?", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft")
+    parser.add_argument(
+        "op", nargs="?", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft"
+    )
     parser.add_argument(
         "--lists",
         nargs="+",

@@ -15,7 +15,10 @@ _SIGNS = {
     **dict.fromkeys("\u0589\u2236\ua789", ":"),
 }
 # Cyrillic and Greek letters with the shape of a Latin one
-_LETTERS = dict(zip("аеорсухіјѕһԁԛԝАВЕКМНОРСТУХІЈЅοανΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "aeopcyxijshdqwABEKMHOPCTYXIJSoavABEZHIKMNOPTYX"))  # noqa: RUF001
+_LETTERS = {
+    **dict(zip("аеорсухіјѕһԁԛԝАВЕКМНОРСТУХІЈЅ", "aeopcyxijshdqwABEKMHOPCTYXIJS", strict=True)),
+    **dict(zip("οανΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "oavABEZHIKMNOPTYX", strict=True)),
+}
 
 _LATIN = re.compile("[A-Za-z]")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")

@@ -93,7 +93,9 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
             raise fault(problem, path, fields["type"])
         doubt = find_doubt(chooser)
         if doubt is not None:
-            diagnostics.warn(f"{chooser!r} has no effect: {doubt}", str(path), fields["type"].line, fields["type"].column)
+            diagnostics.warn(
+                f"{chooser!r} has no effect: {doubt}", str(path), fields["type"].line, fields["type"].column
+            )
     return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
