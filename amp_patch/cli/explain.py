@@ -45,7 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
-        print_report(format_recording(recording, arguments.by, with_all=arguments.all))
+        text = str(recording)  # of trace or compare
+        if recording.ops:
+            text = format_recording(recording, arguments.by, with_all=arguments.all)
+        print_report(text)
         _write_html(recording, arguments)
         return 0
     first, last = arguments.steps

@@ -8,6 +8,7 @@ torch.
 import argparse
 import contextlib
 import importlib
+import io
 import signal
 import sys
 import threading
@@ -124,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     if argv is None:
         argv = sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
     with _terminable() as came:
         code = _run(list(argv))
     if came and code == INTERRUPTED:

@@ -477,7 +477,11 @@ class Recording:
             raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
         if number not in (None, lines):  # None: an earlier version wrote it
             raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
-        return cls(run, records)
+        recording = cls(run, records)
+        problem = importlib.import_module(".record_checks", __package__).find_problem(recording)
+        if problem:
+            raise RecordError(f"{path}: not a recording ({problem})")
+        return recording
 
 
 def _format(record: Record, **more: int) -> str:
