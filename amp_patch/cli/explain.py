@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
+from .ranks import name_for_node
 from .scripts import ScriptRunner, add_script, write_all
 from .values import new_file, steps
 
@@ -87,4 +88,4 @@ def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
     from ..insight.report import write_report
 
     if arguments.html is not None:
-        write_report(recording, arguments.html, command=shlex.join(["amp-patch", *sys.argv[1:]]))
+        write_report(recording, name_for_node(arguments.html), command=shlex.join(["amp-patch", *sys.argv[1:]]))

@@ -19,6 +19,7 @@ from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
+from .ranks import refuse_ranks
 from .scripts import ScriptRunner, Watched, add_script, write_all
 from .values import new_file, steps
 
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
+    if arguments.fix is not None:
+        refuse_ranks(arguments.parser, "trace --fix")
     first, last = arguments.steps or (0, None)
     found = _watch(arguments, first, last)
     faults = _find_faults(found)

@@ -1,6 +1,5 @@
 """What holds between the values of a recording, which its readers rely on: of a file that somebody may have edited."""
 
-import math
 from collections.abc import Iterator
 
 from .comparing.exponents import CLASSES
@@ -8,7 +7,6 @@ from .records import (
     ComparedRecord,
     ComparisonRecord,
     CurveRecord,
-    FaultRecord,
     GradientRecord,
     LayerRecord,
     Recording,
@@ -25,8 +23,6 @@ def find_problem(recording: Recording) -> str | None:
 
 def _find_problems(recording: Recording) -> Iterator[str]:
     for record in recording.records:
-        if isinstance(record, FaultRecord):
-            yield from _check_fault(record)
         if isinstance(record, GradientRecord):
             yield from _check_gradients(record)
         if isinstance(record, CurveRecord):
@@ -34,13 +30,6 @@ def _find_problems(recording: Recording) -> Iterator[str]:
     comparisons = recording.of(ComparisonRecord)
     if comparisons:
         yield from _check_comparison(recording, comparisons)
-
-
-def _check_fault(record: FaultRecord) -> Iterator[str]:
-    for name in ("loss_scale", "scale"):
-        value = getattr(record, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"{name} of a fault is {value}"
 
 
 def _check_gradients(record: GradientRecord) -> Iterator[str]:

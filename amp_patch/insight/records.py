@@ -469,6 +469,8 @@ class Recording:
                     )
                 run = record
                 number = data.get("records")
+                if number is not None and not isinstance(number, int):
+                    raise RecordError(f"{path}: the number of records is no whole number: this is not a recording")
             else:
                 lines += 1
                 if record is not None:
