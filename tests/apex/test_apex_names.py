@@ -41,7 +41,7 @@ def test_a_function_that_amp_C_lacks_says_what_to_use():
 def test_scripts_fall_back_where_an_optimizer_is_gone():
     with amp_patch.apex.install():
         try:
-            from apex.optimizers import FusedMixedPrecisionLamb as Lamb
+            from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB as Lamb
         except ImportError:
             from apex.optimizers import FusedLAMB as Lamb
     assert Lamb.__name__ == "FusedLAMB"

@@ -6,15 +6,19 @@ layout. With `amp.initialize` at O2 or O5 they step on float32 masters like any 
 """
 
 from .fp16_optimizer import FP16_Optimizer
+from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
+from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
 __all__ = [
     "FP16_Optimizer",
+    "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
+    "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
 ]
