@@ -40,6 +40,13 @@ _GONE = {
     "apex.contrib.multihead_attn": (
         "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention"
     ),
+    "apex.contrib.optimizers.DistributedFusedAdam": (
+        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
+        " without masters"
+    ),
+    "apex.contrib.optimizers.DistributedFusedLAMB": (
+        "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
+    ),
     "apex.contrib.optimizers.distributed_fused_adam": (
         "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
         " without masters"
