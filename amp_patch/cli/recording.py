@@ -94,7 +94,7 @@ def _tell_once(told: str | None, line: str) -> None:
 
 
 def forget_told(told: str) -> None:
-    """Remove the file of `take_over` when this process ends, which is the one that the command became."""
+    """Remove the file of `take_over` when this process ends, which is the first one of the run."""
     pid = os.getpid()
 
     def forget() -> None:

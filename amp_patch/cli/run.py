@@ -168,7 +168,7 @@ def prepare(
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
         "python": [sys.prefix, *sys.version_info[:2]],
-        "pid": os.getpid(),
+        "is_first": True,
         "options": {"opt_level": opt_level, "lists": lists, "force": force},
     }
     is_watched = watch is not None

@@ -106,10 +106,14 @@ def refuse_kernel(op: str) -> None:
     if kernel is None:
         return
     name = kernel[2].removeprefix("_")
-    functions = [one for one in (name, name.removeprefix("native_")) if find_or_none(one)]
+    bare = re.sub("^(native|linalg|special)_", "", name)
+    fft = f"torch.fft.{name.removeprefix('fft_')}"
+    functions = [one for one in (fft, name, bare) if find_or_none(one)]
     hint = did_you_mean(name, get_op_names(), cutoff=0.8)
     if functions:
         hint = f" Did you mean {functions[-1]!r}?"
+    elif name == "to_copy":
+        hint = " This one is a cast."
     raise OpListError(f"{op!r} is a kernel, and lists name the functions that scripts call.{hint}")
 
 

@@ -244,3 +244,4 @@ def test_what_is_changed_is_said_once_and_not_on_the_scripts_stdout(options, lin
     _, out, err = run_command("run", WORKERS, *options, "--opt-level", "O4")
     assert out == '{"accuracy": 1}\n'
     assert len([line for line in err.splitlines() if "names patched" in line]) == lines
+    assert not list(tmp_path.glob("amp-patch-*"))

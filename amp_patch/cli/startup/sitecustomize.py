@@ -50,8 +50,8 @@ def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
         from amp_patch.cli.recording import forget_told, take_over
 
         take_over(**settings["native"])
-        pid = os.getppid() if os.name == "nt" else os.getpid()  # there the command starts it, here becomes it
-        if settings["pid"] == pid and settings["native"]["told"] is not None:
+        if settings.pop("is_first", False) and settings["native"]["told"] is not None:
+            os.environ["AMP_PATCH_RUN"] = json.dumps(settings)  # of all that this one starts
             forget_told(settings["native"]["told"])
     if "watch" in settings:
         from amp_patch.cli.recording import record
