@@ -181,11 +181,21 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+MAX_WORD = 100
+"""Characters of a word that a suggestion is made for, and of a word that is suggested for being spelled alike."""
+
+
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
     """Return the allowed words that are meant by one, as `did_you_mean` finds them."""
+    if len(word) > MAX_WORD:
+        return ()
     by_folded: dict[str, str] = {}
-    for name in sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, word, name).ratio()):
-        by_folded[_fold(name)] = name  # of two that differ in case only, the one that looks more like the word
+    for name in allowed:
+        key = _fold(name)
+        other = by_folded.get(key)
+        # of two that differ in case only, the one that looks more like the word
+        if other is None or _compare(word, name) >= _compare(word, other):
+            by_folded[key] = name
     folded = _fold(word)
     if folded in by_folded:
         return (by_folded[folded],)
@@ -193,13 +203,56 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
     if level and f"o{level[1]}" in by_folded:
         return (by_folded[f"o{level[1]}"],)
     for synonym, names in SYNONYMS.items():
-        meant = tuple(name for name in names if by_folded.get(_fold(name)) == name)
-        if meant and _fold(synonym) == folded:
-            return meant
-    close = difflib.get_close_matches(folded, by_folded, n=1, cutoff=cutoff)
-    return tuple(by_folded[found] for found in close)
+        if _fold(synonym) == folded:
+            meant = tuple(name for name in names if by_folded.get(_fold(name)) == name)
+            if meant:
+                return meant
+    closest = _find_closest(folded, by_folded, cutoff)
+    return () if closest is None else (by_folded[closest],)
 
 
+def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
+    """Return the name that `difflib.get_close_matches` would find.
+
+    Lists have thousands of names, and a comparison of two words takes long. So the names with the most letters in
+    common come first, and the search ends where no name can be closer than the best.
+    """
+    letters = _count_letters(word)
+    bounds = []
+    for name in names:
+        if len(name) > MAX_WORD:
+            continue
+        shared = (letters & _count_letters(name)).bit_count()
+        bound = 2 * shared / (len(word) + len(name) or 1)
+        if bound >= cutoff:
+            bounds.append((bound, name))
+    best, closest = cutoff, None
+    for bound, name in sorted(bounds, reverse=True):
+        if bound < best:
+            break
+        likeness = _compare(name, word)
+        if likeness > best or (likeness == best and name > (closest or "")):
+            best, closest = likeness, name
+    return closest
+
+
+def _compare(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
+
+
+@functools.lru_cache(maxsize=8192)
+def _count_letters(word: str) -> int:
+    """Return a number with a bit for each letter of a word; two numbers have the bits of shared letters in common."""
+    bits = 0
+    for letter in word:
+        bit = 1 << (ord(letter) % 64 * MAX_WORD)
+        while bits & bit:
+            bit <<= 1
+        bits |= bit
+    return bits
+
+
+@functools.lru_cache(maxsize=8192)
 def _fold(word: str) -> str:
     """Return a word without what does not matter: case, and hyphens and underscores inside it."""
     return re.sub(r"(?<=[^_])[-_ ]+(?=[^_])", "", word.casefold())

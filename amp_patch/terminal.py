@@ -8,6 +8,11 @@ import re
 import sys
 from typing import TextIO
 
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+# what a terminal obeys or cannot show: control characters but for tabs and new lines, turns of the direction of text,
+# and halves of characters
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
 BOLD, RED = "1", "1;31"
 
 
@@ -27,9 +32,16 @@ def paint(text: str, style: str, stream: TextIO) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if wants_colour(stream) else text
 
 
+def make_printable(text: str) -> str:
+    """Return text without colours, in which other control characters are written as Python does in a string: a terminal
+    shows it, and obeys nothing in it.
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _STYLE.sub("", text))
+
+
 def print_report(text: str) -> None:
     """Print text to stdout, at once; a line above a line of dashes, the head of a table, is bold."""
-    lines = text.split("\n")
+    lines = make_printable(text).split("\n")
     for number, below in enumerate(lines[1:]):
         if re.fullmatch(r"-{3,}(  +-+)*", below):
             lines[number] = paint(lines[number], BOLD, sys.stdout)
@@ -38,4 +50,4 @@ def print_report(text: str) -> None:
 
 def print_error(prog: str, kind: str, text: str) -> None:
     """Print `prog: kind: text` to stderr."""
-    print(f"{prog}: {paint(f'{kind}:', RED, sys.stderr)} {text}", file=sys.stderr)
+    print(f"{prog}: {paint(f'{kind}:', RED, sys.stderr)} {make_printable(text)}", file=sys.stderr)

@@ -6,6 +6,7 @@ Each says what it is for, and what is lost where torch has it no more; all were 
 
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import threading
@@ -379,6 +380,41 @@ def set_keys(*are_set: bool) -> None:
     """Set or clear each of `IDLE_KEYS` in this thread."""
     for key, is_set in zip(IDLE_KEYS, are_set, strict=True):
         torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)
+
+
+CALL_IMPL = getattr(nn.Module._call_impl, "__code__", None)
+"""The code of every call of a module. Without it, no call is known to come from another module."""
+
+
+def is_called_from_outside() -> bool:
+    """Tell whether the module whose hook asks was called by no other module, except Sequential, which hands on what it
+    gets, and not in a backward pass, which runs again what a forward has run.
+    """
+    if get_backward_id() != -1:
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        if frame.f_code is CALL_IMPL:
+            calls += 1
+            if calls > 1 and not isinstance(frame.f_locals.get("self"), nn.Sequential):
+                return False
+        frame = frame.f_back
+    return calls > 0
+
+
+def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
+    """Return the device type and dtype of the `torch.amp.custom_fwd(cast_inputs=...)` that decorates a function, or
+    None. Without the closure of torch's decorator it is taken for one that casts nothing.
+    """
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and (code.co_name, code.co_filename) == ("decorate_fwd", torch.amp.autocast_mode.__file__):
+            variables = inspect.getclosurevars(function).nonlocals
+            dtype, device_type = variables.get("cast_inputs"), variables.get("device_type")
+            return None if dtype is None or device_type is None else (device_type, dtype)
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

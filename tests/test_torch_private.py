@@ -24,6 +24,7 @@ NOT_OF_TORCH = {
     "_SubParsersAction",
     "_TemporaryFileCloser",
     "_actions",
+    "_current_frames",
     "_getframe",
     "_initializing",
     "_keep_in_fp32_modules",

@@ -50,11 +50,25 @@ def _describe(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
             yield from _describe(child, level + 1)
 
 
+WIDTH = 76
+"""Columns of a block of code that a page of 1280 pixels shows without scrolling."""
+
+_PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
+
+
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """On one line for each form, however wide the terminal is."""
+    """Return each form on lines of its own, however wide the terminal is; an option and its value stay together."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=10_000)  # type: ignore[assignment]
-    lines = parser.format_usage().strip().removeprefix("usage: ").splitlines()
-    return "\n".join(line.strip() for line in lines)
+    lines: list[str] = []
+    for form in parser.format_usage().strip().removeprefix("usage: ").splitlines():
+        line = parser.prog
+        for part in _PART.findall(form.strip().removeprefix(parser.prog)):
+            if len(line) + 1 + len(part) > WIDTH:
+                lines.append(line)
+                line = "   "
+            line += f" {part}"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

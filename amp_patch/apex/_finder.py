@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from ._gone import advise
 
@@ -257,6 +257,12 @@ def get_part(name: str) -> Any:
     if name in PARTS:
         return importlib.import_module(f"{_PACKAGE}.{name}")
     raise AttributeError(advise(f"apex.{name}") or f"module 'apex' has no attribute {name!r}")
+
+
+def refuse_name(module: str, name: str) -> NoReturn:
+    """Raise the AttributeError of a name that a module of the stand-in lacks, with what to use today in its place."""
+    full_name = f"apex{module.removeprefix(_PACKAGE)}"
+    raise AttributeError(advise(f"{full_name}.{name}") or f"module {full_name!r} has no attribute {name!r}")
 
 
 def installed() -> ApexFinder | None:

@@ -19,14 +19,6 @@ _GONE = {
     "apex.fp16_utils.FP16Model": (
         "a float16 model that casts its inputs: use apex.fp16_utils.network_to_half, or amp.initialize at O2 or O3"
     ),
-    "apex.optimizers.FusedAdagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
-    "apex.optimizers.fused_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
-    "apex.optimizers.FusedMixedPrecisionLamb": (
-        "LAMB with masters of its own: use apex.optimizers.FusedLAMB, and amp.initialize at O2 for masters"
-    ),
-    "apex.optimizers.fused_mixed_precision_lamb": (
-        "LAMB with masters of its own: use apex.optimizers.FusedLAMB, and amp.initialize at O2 for masters"
-    ),
     "apex.contrib.bottleneck": (
         "fused ResNet bottlenecks: use the blocks of torchvision.models.resnet, with torch.compile for speed"
     ),
@@ -47,6 +39,13 @@ _GONE = {
     "apex.contrib.peer_memory": "halo exchange between GPUs: use torch.distributed.batch_isend_irecv",
     "apex.contrib.multihead_attn": (
         "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention"
+    ),
+    "apex.contrib.optimizers.DistributedFusedAdam": (
+        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
+        " without masters"
+    ),
+    "apex.contrib.optimizers.DistributedFusedLAMB": (
+        "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
     ),
     "apex.contrib.optimizers.distributed_fused_adam": (
         "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"

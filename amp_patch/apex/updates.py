@@ -186,6 +186,32 @@ def adam_(
         foreach_addcdiv_(p, m, _get_denominators(v, correction2, eps), -lr / correction1)
 
 
+def adagrad_(
+    gradients: Tensors,
+    params: Tensors,
+    sums: Tensors,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    is_decoupled: bool,
+) -> None:
+    """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices.
+
+    h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
+    """
+    for g, p, h in in_full(gradients, params, sums):
+        if weight_decay and not is_decoupled:
+            g = foreach_add(g, p, alpha=weight_decay)
+        foreach_addcmul_(h, g, g)
+        denominators = foreach_sqrt(h)
+        foreach_add_(denominators, eps)
+        update = foreach_div(g, denominators)
+        if weight_decay and is_decoupled:
+            foreach_add_(update, p, alpha=weight_decay)
+        foreach_add_(p, update, alpha=-lr)
+
+
 def lamb_(
     gradients: Tensors,
     params: Tensors,

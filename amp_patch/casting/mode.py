@@ -262,10 +262,10 @@ class Switch:
         if self.autocast is not None:
             region.depth = get_autocast_depth()
         self._local.regions.append(region)
-        compiling.show_region(region.mode._name_)
-        with self._lock:
+        with self._lock:  # no more of this does Dynamo trace, which fails in autograd functions at what comes after
             self._open.append(region)
             self._count()
+        compiling.show_region(region.mode._name_)
 
     def _count(self) -> None:
         self.regions = len(self._open) + (self.autocast is not None)

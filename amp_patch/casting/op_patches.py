@@ -3,6 +3,7 @@ replacements of what surrounds the ops.
 """
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +16,12 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger
-from ..torch_private import C_NN, get_first_weight
+from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
-from .mode import Switch
+from .mode import Mode, Switch
+from .replacement import Op, run_in_region
+from .tensor_cast import cast_arguments, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
@@ -172,6 +175,80 @@ def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) ->
         return original(replayed, *args, **kwargs)
 
     return checkpoint
+
+
+def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
+    """Yield patches of user-defined autograd functions with `torch.amp.custom_fwd(cast_inputs=...)`, and of decorators
+    for those to come. These functions get the casts that they ask torch.autocast for, and run as plain torch.
+    """
+    yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
+    yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
+    waiting: list[Any] = [torch.autograd.Function]
+    seen: set[int] = set()
+    while waiting:
+        kind = waiting.pop()
+        if id(kind) in seen:
+            continue
+        seen.add(id(kind))
+        waiting += kind.__subclasses__()
+        method = vars(kind).get("forward")
+        asked = find_cast_inputs(method.__func__) if isinstance(method, staticmethod) else None
+        if asked is None or asked[0] != casts.device_type:
+            continue
+        yield Patch(kind, "forward", functools.partial(_cast_as_decorated, casts=casts, dtype=asked[1]))
+        if isinstance(vars(kind).get("backward"), staticmethod):
+            yield Patch(kind, "backward", lambda original: _run_as_forward(original, casts.switch))
+
+
+def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
+    """The decorator of functions that are defined while casts act. What it returns acts in this session alone."""
+
+    def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+        if fwd is None:
+            return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+        decorated = original(fwd, device_type=device_type, cast_inputs=cast_inputs)
+        if cast_inputs is None or device_type != casts.device_type:
+            return decorated
+        return functools.update_wrapper(_cast_as_decorated(decorated, casts, cast_inputs), decorated)
+
+    return custom_fwd
+
+
+def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
+    def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+        if bwd is None:
+            return functools.partial(custom_bwd, device_type=device_type)
+        decorated = original(bwd, device_type=device_type)
+        return functools.update_wrapper(_run_as_forward(decorated, switch), decorated)
+
+    return custom_bwd
+
+
+def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
+    switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
+    in_region = run_in_region(original, Mode.OFF, switch)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if switch.mode_here() is Mode.OFF:
+            return original(*args, **kwargs)
+        cast_args, cast_kwargs = cast_arguments(args, kwargs, cast)
+        result = in_region(*cast_args, **cast_kwargs)
+        if args and isinstance(args[0], torch.autograd.function.FunctionCtx):
+            vars(args[0])["ran_without_amp"] = True
+        return result
+
+    return forward
+
+
+def _run_as_forward(original: Op, switch: Switch | RulesAlone) -> Op:
+    """Run a backward without casts if its forward ran so."""
+    in_region = run_in_region(original, Mode.OFF, switch)
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        run = in_region if getattr(ctx, "ran_without_amp", False) else original
+        return run(ctx, *gradients)
+
+    return backward
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:

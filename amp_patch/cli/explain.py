@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
+from .ranks import name_for_node
 from .scripts import ScriptRunner, add_script, describe_command, write_all
 from .values import new_file, steps
 
@@ -48,7 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
-        print_report(format_recording(recording, arguments.by, with_all=arguments.all))
+        text = str(recording)  # of trace or compare
+        if recording.ops:
+            text = format_recording(recording, arguments.by, with_all=arguments.all)
+        print_report(text)
         _write_html(recording, arguments)
         return 0
     first, last = arguments.steps
@@ -87,4 +91,4 @@ def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:
     from ..insight.report import write_report
 
     if arguments.html is not None:
-        write_report(recording, arguments.html, command=describe_command(arguments))
+        write_report(recording, name_for_node(arguments.html), command=describe_command(arguments))

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
-    left, right = config.load_oplists(arguments.left.split(",")), config.load_oplists(arguments.right.split(","))
+    left, right = (
+        config.load_oplists(names.split(","), may_be_overlay=True) for names in (arguments.left, arguments.right)
+    )
     found = config.explain.compare(left, right)
     if arguments.json:
         print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, found))})

@@ -14,7 +14,11 @@ LOW_NAMES = ("float16", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
-    parser.add_argument("op", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft")
+    parser.usage = "%(prog)s OP [--lists NAME|FILE ...] [--dtype {float16,bfloat16}] [--json]"
+    parser.set_defaults(refuse=parser.error)
+    parser.add_argument(
+        "op", nargs="?", metavar="OP", help="an op as in a list file, such as softmax or torch.fft.rfft"
+    )
     parser.add_argument(
         "--lists",
         nargs="+",
@@ -31,10 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the rules of an op."""
-    names = arguments.lists or [arguments.dtype or LOW_NAMES[0]]
-    lists = config.load_oplists(names)
+    op, given = arguments.op, arguments.lists or []
+    if op is None and len(given) > 1:  # `--lists mine.yaml softmax`: the option takes all that follows
+        *given, op = given
+    if op is None:
+        arguments.refuse("the following arguments are required: OP")
+    names = given or [arguments.dtype or LOW_NAMES[0]]
+    lists = config.load_oplists(names, may_be_overlay=True)
     low = arguments.dtype or _find_low(names, lists)
-    explanation = config.explain.explain(arguments.op, lists)
+    explanation = config.explain.explain(op, lists)
     if arguments.json:
         effects = {ruling.kind: config.explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
         modules = list(map(module_as_data, lists.modules))

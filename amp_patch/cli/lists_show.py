@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
-    lists = config.load_oplists(arguments.lists)
+    lists = config.load_oplists(arguments.lists, may_be_overlay=True)
     if arguments.json:
         print_json(_as_data(lists))
     else:

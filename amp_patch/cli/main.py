@@ -121,25 +121,13 @@ def _terminable() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _any_name_printable() -> Iterator[None]:
-    """Have stdout print names of files that are no text in its encoding with escapes, as stderr does."""
-    stream = sys.stdout
-    if not isinstance(stream, io.TextIOWrapper) or stream.errors != "strict":
-        yield
-        return
-    stream.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors="strict")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
     if argv is None:
         argv = sys.argv[1:]
-    with _terminable() as came, _any_name_printable():
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
+    with _terminable() as came:
         code = _run(list(argv))
     if came and code == INTERRUPTED:
         return TERMINATED

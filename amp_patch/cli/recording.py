@@ -6,6 +6,7 @@ Imported as Python starts, so it imports no torch before the script does.
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -71,21 +72,46 @@ class _Waiting(events.Watcher):
         file.with_suffix(".part").replace(file)
 
 
-def take_over(*, is_watched: bool, **options: Any) -> None:
-    """Lay over torch.autocast, as soon as torch is imported, what a `Takeover` is told to."""
+def take_over(*, is_watched: bool, told: str | None, **options: Any) -> None:
+    """Lay over torch.autocast, as soon as torch is imported, what a `Takeover` is told to.
+
+    `told` is a file that the first process makes that says what was laid over what; None: no process is to say it.
+    """
     import wrapt
 
     def start(_: types.ModuleType) -> None:
-        from .. import native, reporting
+        from .. import native
 
         takeover = native.Takeover(**options)
-        if takeover.changes:
-            reporting.set_verbosity(1)  # a line says what was laid over what
+        takeover.tell = functools.partial(_tell_once, told)
         native.start(takeover, is_watched=is_watched)
 
     if not is_watched:
         sys.excepthook = _print_refusal
     wrapt.when_imported("torch")(start)
+
+
+def _tell_once(told: str | None, line: str) -> None:
+    """Print a line to stderr, unless another process of the run has printed one: stdout is the script's."""
+    from ..reporting import find_rank  # imports torch
+
+    if told is None or find_rank():
+        return
+    with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # of a folder that is not for this process
+            Path(told).open("x").close()
+        print(line, file=sys.stderr, flush=True)
+
+
+def forget_told(told: str) -> None:
+    """Remove the file of `take_over` when this process ends, which is the first one of the run."""
+    pid = os.getpid()
+
+    def forget() -> None:
+        if os.getpid() == pid:  # and not a fork
+            Path(told).unlink(missing_ok=True)
+
+    atexit.register(forget)
 
 
 def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

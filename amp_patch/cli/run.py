@@ -12,6 +12,8 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,8 +33,8 @@ STARTUP = Path(__file__).with_name("startup")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
     parser.usage = (
-        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force] [--malloc keep] [--]"
-        " (SCRIPT | -m MODULE) [ARGUMENT ...]"
+        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force] [--malloc keep]"
+        " [--quiet] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     )
     add_settings(parser)
     parser.add_argument(
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep: the GNU C library keeps freed memory instead of returning it to the system, which shortens small"
         " steps on a CPU, with amp and without",
     )
+    parser.add_argument("--quiet", action="store_true", help="do not print to stderr what was changed in the script")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
     )
@@ -91,6 +94,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         lists=arguments.lists,
         force=arguments.force,
         everywhere=arguments.everywhere,
+        is_quiet=arguments.quiet,
     )
     check_lists(parser, "--lists", *arguments.lists)
     if not is_explicit:
@@ -153,16 +157,20 @@ def prepare(
     force: bool,
     everywhere: bool = False,
     needs_region: bool = False,
+    is_quiet: bool = False,
     watch: dict[str, object] | None = None,
     scratch: dict[str, object] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of `python`, and its environment, that run a script or module.
 
     `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With
-    `needs_region`, a script without amp is refused even where nothing is to be changed.
+    `needs_region`, a script without amp is refused even where nothing is to be changed. One process says on stderr what
+    was changed, unless `is_quiet`.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
+        "python": [sys.prefix, *sys.version_info[:2]],
+        "is_first": True,
         "options": {"opt_level": opt_level, "lists": lists, "force": force},
     }
     if scratch is not None:
@@ -171,7 +179,13 @@ def prepare(
     if is_watched:
         settings["watch"] = watch
     if is_watched or everywhere or opt_level is not None or lists:
+        told = None
+        if not is_quiet:
+            told = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.told")
+            if watch is not None:
+                told = os.path.join(str(watch["folder"]), "told")
         settings["native"] = {
+            "told": told,
             "opt_level": opt_level,
             "lists": lists,
             "everywhere": everywhere,

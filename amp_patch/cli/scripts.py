@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import re
 import shlex
 import signal
@@ -17,6 +18,7 @@ from ..interrupts import TerminatedError
 from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as runs
+from .ranks import find_ranks, name_for_node, refuse_ranks
 from .recording import ERROR, NO_REGION, PROGRESS
 from .values import check_lists
 
@@ -117,6 +119,8 @@ class ScriptRunner:
             if arguments.script:
                 arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
             self._command[:0] = ["-m", arguments.module]
+        if is_quiet:
+            refuse_ranks(arguments.parser, arguments.command.name)
         if arguments.everywhere and arguments.has_level:
             runs.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
         runs.check_command(arguments.parser, self._command)
@@ -159,7 +163,9 @@ class ScriptRunner:
 
         Raises NoRegionError for a script without amp that is to be changed.
         """
-        with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder, self._redirect(run, folder) as scratch:
+        ranks = find_ranks()
+        meeting = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
+        with meeting as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
             line, environment = runs.prepare(
@@ -181,9 +187,16 @@ class ScriptRunner:
             def is_over() -> bool:
                 if self._is_quiet:
                     progress.tell()
-                return any(until(recording) for _, recording in _read(folder))
+                if any(until(recording) for _, recording in _read(folder)):
+                    return True
+                return ranks is not None and ranks.find_code() != 0
 
             code = _call([sys.executable, *line], environment, is_over, log)
+            if ranks is not None:
+                if not ranks.is_first:
+                    ranks.leave(code)
+                ranks.wait(is_over=is_over())
+                code = code or ranks.find_code()
             refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
             if refusal.exists():
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
@@ -243,6 +256,8 @@ def _read(folder: str) -> "list[tuple[int, Recording]]":
     """Return for each file in a folder how many steps its process took, and what it recorded, by rank."""
     from ..insight import Recording
 
+    if not os.path.isdir(folder):  # the first of several ranks has removed it
+        return []
     found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
     found.sort(key=lambda match: [int(part) for part in match.groups()])
     return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
@@ -289,6 +304,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
     """Write each recording into a file: the first under this name, the others with their number before its suffix."""
+    path = name_for_node(path)
     for number, recording in enumerate(recordings):
         if number > 0:
             recording.to_jsonl(path.with_suffix(f".{number}{path.suffix}"))

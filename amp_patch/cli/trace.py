@@ -6,6 +6,7 @@ runs again, with a list of what is advised, to say whether that is enough.
 
 import argparse
 import os
+import shlex
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
+from .ranks import refuse_ranks
 from .scripts import ScriptRunner, Watched, add_script, describe_command, write_all
 from .values import new_file, steps
 
@@ -80,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
+    if arguments.fix is not None:
+        refuse_ranks(arguments.parser, "trace --fix")
     first, last = arguments.steps or (0, None)
     repeated = None
     if arguments.fix is not None:
@@ -187,13 +191,9 @@ def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.N
     if code == 0 and not _agrees(path, arguments, max(found.steps)):
         return FAULT
     if code == 0:
-        script = arguments.script
-        if arguments.module:
-            script = f"-m {arguments.module}"
         print(
             f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
-            f" lists=...\nto see whether it trains as float32 does: amp-patch compare {script} --runs"
-            f" O0,as-is+{path.name}",
+            f" lists=...\nto see whether it trains as float32 does: {_format_compare(path, arguments)}",
             flush=True,
         )
     return code
@@ -223,6 +223,19 @@ def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
     moves = f"{agreement.describe_losses(repaired)} with {path.name}, {agreement.describe_losses(plain)} in float32"
     print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)
     return True
+
+
+def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
+    """Return the command that compares the script with a list to float32, with all that it was traced with."""
+    command = ["amp-patch", "compare"]
+    command += ["-m", arguments.module] if arguments.module else [arguments.script]
+    command += ["--runs", f"O0,as-is+{os.path.relpath(path)}"]
+    for name in arguments.lists:
+        command += ["--lists", name]
+    command += [option for option in ("--everywhere", "--force") if getattr(arguments, option[2:])]
+    if arguments.rest:
+        command += ["--", *arguments.rest]
+    return shlex.join(command)
 
 
 def _find_faults(found: Watched) -> "list[tuple[FaultRecord, Recording]]":

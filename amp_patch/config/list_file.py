@@ -58,6 +58,7 @@ ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
 INPLACE_CHOICES = ("match", "error")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
@@ -256,10 +257,22 @@ class OpEntry:
         """Whether the bounds leave the running torch in."""
         if not self.since and not self.until:
             return True
-        running = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
+        running = _running_torch()
         is_early = bool(self.since) and running < _parse_version(self.since)
         is_late = bool(self.until) and running >= _parse_version(self.until)
         return not is_early and not is_late
+
+    def find_doubt(self) -> str | None:
+        """Return a sentence if the bounds keep the entry out on every torch that exists and is supported."""
+        if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
+            return f"there is no torch {self.since}"
+        if self.until and _parse_version(self.until) <= OLDEST_TORCH:
+            return f"it ends before torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, the oldest that amp_patch supports"
+        return None
+
+
+def _running_torch() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
 
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
@@ -315,7 +328,12 @@ def _read_field(name: str, node: Node, path: Path) -> str:
 
 def _read_name(node: Node, rule: Rule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
+    if "::" in name:
+        name = name.replace("::", ".")  # a kernel, which is refused by that name
     if not NAME.fullmatch(name):
+        key, colon, rest = name.partition(":")
+        if colon and key in ENTRY_KEYS:
+            raise fault(f"a colon needs a space behind it; write {{{key}: {rest.strip() or 'softmax'}}}", path, node)
         problem = (
             f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft, each on a line that begins"
             " with `- `, the dashes below each other"

@@ -6,6 +6,7 @@ last one counts; files that come later come later here too. Nothing is imported 
 that is not imported has no instances.
 """
 
+import difflib
 import inspect
 import re
 import sys
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..errors import OpListError, did_you_mean
 from .list_file import Diagnostics, check_keys, fault, read_choice, read_text
-from .op_names import check_that_it_may_come, count_imported
+from .op_names import check_that_it_may_come, count_imported, is_installed
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
@@ -47,7 +48,7 @@ class ModuleRule:
     def chooses(self, name: str, module: nn.Module) -> bool:
         """Tell whether the rule names this module itself; the model has the name ""."""
         if self.pattern is None:
-            found = _find_value(self.chooser.split("."))
+            found = _find_value(_split(self.chooser))
             return isinstance(found, type) and isinstance(module, found)
         if self.chooser.startswith("re:"):
             return self.pattern.search(name) is not None
@@ -90,6 +91,11 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
         problem = _find_problem(chooser)
         if problem is not None:
             raise fault(problem, path, fields["type"])
+        doubt = find_doubt(chooser)
+        if doubt is not None:
+            diagnostics.warn(
+                f"{chooser!r} has no effect: {doubt}", str(path), fields["type"].line, fields["type"].column
+            )
     return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
@@ -121,11 +127,8 @@ def _translate(glob: str) -> str:
 def _find_problem(chooser: str) -> str | None:
     """Return what keeps the value of `type` from naming a class of modules, as far as what is imported can tell."""
     if not TYPE_NAME.fullmatch(chooser):
-        hint = did_you_mean(chooser, _torch_modules(), prefix="torch.nn.", cutoff=0.8)
-        if _find_value(["__main__", chooser]) is not None:
-            hint = f" The one of your script is __main__.{chooser}."
-        return f"{chooser!r} is not a class; write it with its module, as in torch.nn.LayerNorm.{hint}"
-    names = chooser.split(".")
+        return f"{chooser!r} is not a class with its module; {_find_remedy(chooser)}"
+    names = _split(chooser)
     found = _find_value(names)
     if isinstance(found, type) and issubclass(found, nn.Module):
         return None
@@ -139,6 +142,28 @@ def _find_problem(chooser: str) -> str | None:
     return f"{missing}; name a class of modules, such as torch.nn.LayerNorm.{hint}"
 
 
+def _find_remedy(chooser: str) -> str:
+    """Return what to write instead of a name without its module. A class of torch has to be spelled alike for that, as
+    scripts have an Attention and a Dense of their own.
+    """
+    by_folded = {name.casefold(): f"torch.nn.{name}" for name in _torch_modules()}
+    alike = difflib.get_close_matches(chooser.casefold(), by_folded, n=1, cutoff=0.8)
+    own = f"__main__.{chooser}"
+    if not chooser.isidentifier():
+        own = "__main__.Attention"
+    if not alike or _find_value(own.split(".")) is not None:
+        return f"write {own} for a class of your script, or a name such as torch.nn.LayerNorm"
+    return f"write {by_folded[alike[0]]}, or {own} for a class of your script"
+
+
+def find_doubt(chooser: str) -> str | None:
+    """Return a sentence if a rule by type can choose nothing: its package is not installed. Imports nothing."""
+    names = _split(chooser)
+    if names[0] in ("__main__", "torch") or count_imported(names) or is_installed(names[0]):
+        return None
+    return f"there is no package {names[0]!r} installed"
+
+
 def _may_come(names: list[str]) -> bool:
     """Whether a class that is not there may be once more is imported."""
     try:
@@ -150,6 +175,12 @@ def _may_come(names: list[str]) -> bool:
 
 def _torch_modules() -> list[str]:
     return [name for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+
+
+def _split(chooser: str) -> list[str]:
+    """Return the parts of a class's name; `nn` is that of torch, as scripts import it."""
+    names = chooser.split(".")
+    return ["torch", *names] if names[0] == "nn" else names
 
 
 def _find_value(names: list[str]) -> object:

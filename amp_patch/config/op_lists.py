@@ -103,8 +103,13 @@ class OpLists:
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> OpLists:
+def load_oplists(
+    spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, may_be_overlay: bool = False
+) -> OpLists:
     """Return the lists that `spec` names: a shipped name, a path, or a sequence of those, of which later ones win.
+
+    With `may_be_overlay`, for lists that are shown alone but used over others, neutral entries without a list below
+    them are no reason to warn.
 
     Raises OpListError, with its place where the fault is in a file, before anything has been changed anywhere.
     """
@@ -119,10 +124,10 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
             paths.append(locate(one, Path()))
         except OpListError as error:
             raise OpListError(f"op list {os.fspath(one)!r}: {error}") from None
-    key = (tuple(names), tuple(map(str, paths)), torch.__version__)
+    key = (tuple(names), tuple(map(str, paths)), torch.__version__, may_be_overlay)
     loaded = _loaded.pop(key, None)
     if loaded is None or not loaded.is_current():
-        loaded = _Loaded(tuple(names), paths)
+        loaded = _Loaded(tuple(names), paths, may_be_overlay=may_be_overlay)
     if not loaded.has_warned:  # a warning comes each time
         _loaded[key] = loaded
     while len(_loaded) > MAX_LOADED:
@@ -133,9 +138,9 @@ def load_oplists(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class _Loaded:
     """Resolved lists, and what they depend on: the files, the names of torch, and what names outside torch mean."""
 
-    def __init__(self, names: tuple[str, ...], paths: Sequence[Path]) -> None:
+    def __init__(self, names: tuple[str, ...], paths: Sequence[Path], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
-        overlay = Overlay(diagnostics)
+        overlay = Overlay(diagnostics, may_be_overlay=may_be_overlay)
         for path in paths:
             overlay.add(path)
         self.lists = overlay.resolve(names)
@@ -179,7 +184,7 @@ def check_oplists(path: Path) -> Diagnostics:
     """Return all faults of a list file and of those it extends. Raises nothing."""
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
-        Overlay(diagnostics).add(path)
+        Overlay(diagnostics, may_be_overlay=True).add(path)
     return diagnostics
 
 
@@ -198,11 +203,13 @@ def find_owner(spelling: Spelling) -> object | None:
 class Overlay:
     """The spellings that files put on lists; the `kind` of each is the rule of its entry until `resolve`.
 
-    Each `with self._diagnostics` block is what one fault spoils.
+    Each `with self._diagnostics` block is what one fault spoils. `may_be_overlay`: the files are read to be shown, and
+    may be meant for use over others.
     """
 
-    def __init__(self, diagnostics: Diagnostics) -> None:
+    def __init__(self, diagnostics: Diagnostics, *, may_be_overlay: bool) -> None:
         self._diagnostics = diagnostics
+        self._may_be_overlay = may_be_overlay
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
@@ -253,6 +260,7 @@ class Overlay:
         for entry in entries:
             if not entry.is_for_this_torch():
                 self._other_torch.append(entry)
+                self._warn_of_version(entry, is_shipped)
                 continue
             with self._diagnostics:
                 self._name(entry, is_shipped or entry.is_optional, named, absent)
@@ -329,10 +337,18 @@ class Overlay:
 
     # ---- warnings of entries without effect ----
 
+    def _warn_of_version(self, entry: OpEntry, is_shipped: bool) -> None:
+        """Say that the bounds of an entry fit no torch; where a file is checked, also that they do not fit this one."""
+        doubt = entry.find_doubt()
+        if doubt is None and self._diagnostics.is_collecting and not is_shipped:
+            doubt = f"its bounds leave out torch {torch.__version__}"
+        if doubt is not None:
+            self._warn(entry, f"{entry.op!r} has no effect: {doubt}")
+
     def _warn_of_neutral(self, entry: OpEntry, found: Iterable[Key], named: Mapping[Key, Spelling]) -> None:
         """Say that a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
-        if self._diagnostics.is_collecting and not self._spellings:
-            return  # a file that is checked and extends none: what it will lie over is not known
+        if self._may_be_overlay and not self._spellings:
+            return  # of a file that extends none it is not known what it will lie over
         ruled = {**self._spellings, **named}
         if not any(key in ruled or _without_underscore(key) in ruled for key in found):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")

@@ -36,6 +36,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     the op and it may not be missing.
     """
     first, dot, rest = op.partition(".")
+    refuse_kernel(op)
     if dot and first in SHORT:
         op = f"{SHORT[first]}.{rest}"
     owner_name, _, name = op.rpartition(".")
@@ -94,6 +95,26 @@ def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_mis
         raise OpListError(f"{op!r} cannot be on a list: casts are made of it, or it is not an op; leave it out")
     if name in READS:
         raise OpListError(f"{op!r} cannot be on a list, since it returns no tensor; leave it out")
+
+
+_KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)?(\w+)(?:\.\w+)?")
+
+
+def refuse_kernel(op: str) -> None:
+    """Raise OpListError for a kernel as a recording names it, with the function of torch that runs it."""
+    kernel = _KERNEL.fullmatch(op)
+    if kernel is None:
+        return
+    name = kernel[2].removeprefix("_")
+    bare = re.sub("^(native|linalg|special)_", "", name)
+    fft = f"torch.fft.{name.removeprefix('fft_')}"
+    functions = [one for one in (fft, name, bare) if find_or_none(one)]
+    hint = did_you_mean(name, get_op_names(), cutoff=0.8)
+    if functions:
+        hint = f" Did you mean {functions[-1]!r}?"
+    elif name == "to_copy":
+        hint = " This one is a cast."
+    raise OpListError(f"{op!r} is a kernel, and lists name the functions that scripts call.{hint}")
 
 
 def _is_module_class(owner_name: str, name: str) -> bool:
@@ -259,13 +280,14 @@ def check_that_it_may_come(path: list[str]) -> None:
 def find_doubt(op: str) -> str | None:
     """Return a sentence if an op is of a package that is not installed, else None. Imports nothing."""
     root, dot, _ = op.partition(".")
-    if not dot or root in SHORT or sys.modules.get(root) is not None or _is_installed(root):
+    if not dot or root in SHORT or sys.modules.get(root) is not None or is_installed(root):
         return None
     hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # for `linalg.norm` and the like
     return f"there is no package {root!r} installed.{hint}"
 
 
-def _is_installed(root: str) -> bool:
+def is_installed(root: str) -> bool:
+    """Whether a package can be found, which is not imported for it."""
     with contextlib.suppress(ImportError, ValueError):  # a module without a spec
         return importlib.util.find_spec(root) is not None
     return False

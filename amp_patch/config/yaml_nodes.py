@@ -16,9 +16,14 @@ from typing import Any, NoReturn
 import yaml
 
 from ..errors import AmpError, OpListError, PolicyError
+from .look_alikes import find_look_alike
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
+
+FREE_TEXT = ("description", "why", "extends", "lists")
+"""Keys whose text is prose, or the name of a file: there every character is allowed."""
+
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 
 FileError = type[OpListError] | type[PolicyError]
@@ -114,6 +119,7 @@ class _Reader:
 
     def __init__(self, path: Path, error: FileError, text: str) -> None:
         self._path, self._error = path, error
+        self._lines = text.splitlines()
         self._events: Iterator[Any] = iter(yaml.parse(text, Loader=_LOADER))
 
     def read(self) -> Node:
@@ -124,6 +130,8 @@ class _Reader:
         root = self._node(next(self._events), 1)
         if not isinstance(root.value, dict):
             problem = f"the file holds {_kind(root)}; it must hold a mapping (`key: value` lines)"
+            if isinstance(root.value, str):
+                problem = _find_missing_space(root.value) or problem
             raise self._error(problem, self._path, root.line, root.column)
         next(self._events)  # the end of the document
         event = next(self._events)
@@ -131,7 +139,8 @@ class _Reader:
             self._refuse(event, "a second document starts here; put it into a file of its own")
         return root
 
-    def _node(self, event: Any, depth: int) -> Node:
+    def _node(self, event: Any, depth: int, *, is_free: bool = False) -> Node:
+        """Return the value that begins with an event; `is_free` is that of a key in `FREE_TEXT`."""
         if isinstance(event, yaml.AliasEvent):
             alias = f"*{event.anchor}"
             self._refuse(event, f'alias {alias} is not allowed; if it is a pattern, quote it: "{alias}"')
@@ -146,12 +155,14 @@ class _Reader:
             escaped = _FORBIDDEN.search(event.value)
             if escaped:  # a terminal would obey it
                 self._refuse(event, f"the escape of character U+{ord(escaped[0]):04X} is not allowed; remove it")
+            if not is_free:
+                self._check_letters(event.value, line, column)
             return Node(event.value, line, column, quoted=bool(event.style))
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(line, column, depth)
         items: list[Node] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            items.append(self._node(event, depth + 1))
+            items.append(self._node(event, depth + 1, is_free=is_free))
         return Node(items, line, column)
 
     def _mapping(self, line: int, column: int, depth: int) -> Node:
@@ -161,12 +172,23 @@ class _Reader:
             key = self._node(event, depth + 1)
             if not isinstance(key.value, str):
                 self._refuse(event, f"a key is {_kind(key)}; keys must be plain text")
+            missing = None if key.quoted else _find_missing_space(key.value)
+            if missing:
+                self._refuse(event, missing)
             if key.value in key_at:
                 first = "{}:{}".format(*key_at[key.value])
                 self._refuse(event, f"key {key.value!r} is already given at {first}; give each key once")
             key_at[key.value] = key.line, key.column
-            values[key.value] = self._node(next(self._events), depth + 1)
+            values[key.value] = self._node(next(self._events), depth + 1, is_free=key.value in FREE_TEXT)
         return Node(values, line, column, key_at=key_at)
+
+    def _check_letters(self, text: str, line: int, column: int) -> None:
+        """Raise the error of a character that looks like another, at its place: text may begin with a quote."""
+        found = find_look_alike(text)
+        if found is not None:
+            place, problem = found
+            at = self._lines[line - 1].find(text[place], column - 1)
+            raise self._error(problem, self._path, line, column if at < 0 else at + 1)
 
     def _refuse(self, event: Any, problem: str) -> NoReturn:
         raise self._error(problem, self._path, event.start_mark.line + 1, event.start_mark.column + 1)
@@ -195,6 +217,19 @@ _REMEDIES = (
 )
 """Words of the complaints of PyYAML's parsers, and what to do; the first that fits counts."""
 
+_FREE_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT)})\s*:\s")
+_COMMENT = re.compile(r"(^|\s)#.*")
+_COLON = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*)")
+
+
+def _find_missing_space(text: str) -> str | None:
+    """Return what to say of text that begins with a key, a colon and a value, and has no space behind the colon."""
+    found = _COLON.match(text.lstrip())
+    if found is None:
+        return None
+    return f"a colon needs a space behind it; write `{found[1]}: {found[2]}`"
+
+
 _INDICATOR = re.compile(r"[*&!%@`|>]")
 
 
@@ -210,6 +245,14 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     source = lines[mark.line]
     if "\t" in source[: len(source) - len(source.lstrip())]:
         return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *_place_of(mark)
+    for number in range(begin.line if begin else mark.line, mark.line + 1):
+        code = _COMMENT.sub("", lines[number])
+        look_alike = None if _FREE_KEY.search(code) else find_look_alike(code)
+        if look_alike is not None:
+            return look_alike[1], number + 1, look_alike[0] + 1
+        missing = _find_missing_space(code)
+        if missing:
+            return missing, number + 1, len(code) - len(code.lstrip()) + 1
     if begin and ("escape" in problem or ("simple key" in context and lines[begin.line].lstrip().startswith("-"))):
         mark = begin  # where the text or the item starts; the parser noticed later
     line, column = _place_of(mark)

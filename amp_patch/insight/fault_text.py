@@ -158,6 +158,8 @@ def _describe_cause(fault: FaultRecord) -> str:
 
 
 def _power(scale: float) -> str:
+    if not 0 < scale < math.inf:
+        return f"{scale:g}"
     exponent = math.log2(scale)
     if exponent.is_integer() and abs(exponent) > 3:
         return f"2**{exponent:.0f}"

@@ -469,6 +469,8 @@ class Recording:
                     )
                 run = record
                 number = data.get("records")
+                if number is not None and not isinstance(number, int):
+                    raise RecordError(f"{path}: the number of records is no whole number: this is not a recording")
             else:
                 lines += 1
                 if record is not None:
@@ -477,7 +479,11 @@ class Recording:
             raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
         if number not in (None, lines):  # None: an earlier version wrote it
             raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
-        return cls(run, records)
+        recording = cls(run, records)
+        problem = importlib.import_module(".record_checks", __package__).find_problem(recording)
+        if problem:
+            raise RecordError(f"{path}: not a recording ({problem})")
+        return recording
 
 
 def _format(record: Record, **more: int) -> str:

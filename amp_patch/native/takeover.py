@@ -75,6 +75,7 @@ class Takeover:
         self._told: set[int] = set()  # ids of the optimizers that stepped meanwhile
         self._scaled: int | None = None  # id of the loss that a GradScaler gave last
         self._undo = UndoStack()
+        self.tell: Callable[[str], None] = lambda line: say("%s", line)  # what was laid over what, in a line
 
     @property
     def changes(self) -> bool:
@@ -162,7 +163,7 @@ class Takeover:
         if scaler is not None and scaler.is_enabled():
             opened.use_scaler(scaler)
         if self.changes:
-            say("amp_patch: on %s, %s: %d names patched", device_type, opened.policy.description, len(opened.patcher))
+            self.tell(f"amp_patch: on {device_type}, {opened.policy.description}: {len(opened.patcher)} names patched")
         return opened
 
     def _make(self, device_type: str, low: torch.dtype | None) -> NativeSession:

@@ -23,7 +23,7 @@ from .arguments import (
     find_vanishing_eps,
     ids_of_parameters,
 )
-from .holders import describe_conflict
+from .holders import describe_conflict, is_in_use
 from .session import Session
 
 
@@ -214,7 +214,9 @@ def close_if_over() -> None:
         reset()
         return
     if session.process_id == os.getpid() and session.is_whole:
-        if session.models():
+        models = session.models()
+        if models and not is_in_use(models):
+            models.clear()
             gc.collect()  # a model in a reference cycle is only gone after this
         if session.models() or not session.has_models:
             return

@@ -44,7 +44,7 @@ class Installer:
         registered: Sequence[Registration],
         bindings: Bindings,
     ) -> None:
-        self._casts_model = policy.cast_model_type in LOW_DTYPES
+        self._model_dtype = policy.cast_model_type if policy.cast_model_type in LOW_DTYPES else None
         self._has_masters = bool(policy.master_weights)
         self._scales = self._has_masters or policy.loss_scale != 1.0
         self._casts = casts
@@ -61,7 +61,7 @@ class Installer:
 
     def install(self, undo: UndoStack) -> None:
         """Put everything in. `undo` takes it out, also where this fails half-way."""
-        if not (self._patches_ops or self._scales or self._casts_model):
+        if not (self._patches_ops or self._scales or self._model_dtype is not None):
             return
         planned: list[Patch] = []
         if self._patches_ops:
@@ -87,7 +87,9 @@ class Installer:
                 self.deferred = deferred
         if self._scales:
             gradient_patches.resolve_before_reading(self._bindings.resolve_steps, undo)
-        if self._scales or self._casts_model:
+        if self._model_dtype is not None:
+            self._module_patcher.install(list(torch_patches.plan_for_models(self._model_dtype)))
+        if self._scales or self._model_dtype is not None:
             self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
         if self._has_masters:
             _add_step_hook(StepHook(self._bindings.masters.mark_updated, of_bound=False), undo)

@@ -274,8 +274,9 @@ class Session:
 
     def refresh(self) -> None:
         """Recast every cached weight before its next use, and copy masters to their parameters."""
-        self.sync()
-        self.bindings.masters.push()
+        if self._cache is not None:
+            self._cache.invalidate_all()
+        self.bindings.masters.refresh()
 
     def sync(self) -> None:
         """Like `refresh`, but only for what was written to: a live graph may have saved other parameters."""

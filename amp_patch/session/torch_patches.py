@@ -4,6 +4,7 @@ Two things stand beside it, since they replace no function: the hooks after opti
 and `Optimizer.step_was_skipped`, a property that is absent without a session.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..config import OpLists
 from ..patching import Patch, Patcher
 from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
-from ..training import gradient_patches
+from ..training import PATCHED_LAYERS, gradient_patches, take_any_input
 from .bindings import Bindings
 
 
@@ -30,6 +31,8 @@ def plan_with_ops(
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
+        if casts.autocast is None:  # else torch's decorator does it
+            yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
             yield Patch(torch.nn.RNNBase, "check_input", lambda original: op_patches.check_shapes_only(original, casts))
     if cache is not None:
@@ -66,10 +69,16 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
             yield Patch(
                 owner,
                 name,
-                lambda original: gradient_patches.clip_masters(original, masters, ledgers.fold_for_clipping),
+                lambda original: gradient_patches.clip_masters(original, masters, ledgers.prepare_clipping),
             )
     if hasattr(*SYNC_MODULE_STATES):
         yield Patch(
             *SYNC_MODULE_STATES,
             lambda original: gradient_patches.sync_masters(original, masters, ledgers.decisions),
         )
+
+
+def plan_for_models(low: torch.dtype) -> Iterator[Patch]:
+    """Yield the patches of layers of models that are cast, which are slower with hooks."""
+    for layer, count in PATCHED_LAYERS.items():
+        yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

@@ -10,6 +10,8 @@ from .ledgers import Ledgers as Ledgers
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
+from .model_hooks import PATCHED_LAYERS as PATCHED_LAYERS
+from .model_hooks import take_any_input as take_any_input
 from .optimizer import OptimizerBinding as OptimizerBinding
 from .rule_regions import RuleRegions as RuleRegions
 from .scale_loss import LossBlock as LossBlock

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from ..torch_distributed import broadcast_tensors
 from .loss_scaler import LossScaler
+from .steps import is_capturing, stop_if_hopeless, tell_of_small_scale
+
+LOOK_EVERY = 32
+"""After so many updates outside of steps the host looks at the scales."""
 
 
 class Decisions:
@@ -27,6 +31,7 @@ class Decisions:
         self.scalers = scalers
         self._device_type = device_type
         self.groups: Sequence[Any] = ()
+        self._unseen = 0  # updates outside of steps, since the host has seen a scale
 
     def share(self, groups: Sequence[Any]) -> None:
         """Decide with all ranks of these process groups from now on: one reduction over each, in this order."""
@@ -70,6 +75,21 @@ class Decisions:
         if not self.groups:
             for scaler in scalers:
                 scaler.update()
+                self._unseen += scaler.is_dynamic
+
+    def look_at_scales(self) -> None:
+        """Warn of scales that fall outside of steps, where loops skip bad batches by themselves. Waits for the device
+        once in `LOOK_EVERY` updates. Raises GradientOverflowError as a step does.
+        """
+        if self._unseen < LOOK_EVERY or is_capturing():
+            return
+        self._unseen = 0
+        for scaler in self.scalers:
+            before = scaler.known_scale
+            scaler.known_scale = scaler.loss_scale()
+            if scaler.is_dynamic and scaler.known_scale < before:
+                tell_of_small_scale(scaler)
+                stop_if_hopeless([scaler])
 
     def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
         """Return the flag of the step, that of all passes since the last update, and whether there are such passes:

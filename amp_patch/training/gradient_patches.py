@@ -1,6 +1,6 @@
 """Replacements of what touches gradients and steps in torch."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,21 @@ def zero_masters(
     return zero_grad
 
 
-def clip_masters(original: Callable[..., Any], masters: Masters, fold: Callable[[], None]) -> Callable[..., Any]:
-    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `fold` moves gradients there."""
+def clip_masters(
+    original: Callable[..., Any],
+    masters: Masters,
+    prepare: Callable[[Sequence[torch.Tensor]], None],
+) -> Callable[..., Any]:
+    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `prepare` moves gradients there."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        stepped = [masters.get(parameter) for parameter in given]
-        if any(master is not None for master in stepped):
-            fold()
-            given = [parameter if master is None else master for parameter, master in zip(given, stepped, strict=True)]
-        return original(given, *args, **kwargs)
+        prepare(given)
+        stepped = []
+        for parameter in given:
+            master = masters.get(parameter)
+            stepped.append(parameter if master is None else master)
+        return original(stepped, *args, **kwargs)
 
     return clip
 

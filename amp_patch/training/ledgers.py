@@ -218,6 +218,7 @@ class Ledgers:
         ledger.to_recheck = to_recheck
         ledger.recheck_at_step(scalers)
         self.decisions.judge_outside_of_steps(scalers)
+        self.decisions.look_at_scales()
 
     def _finish_waiting(self, ledger: Ledger) -> None:
         """Check gradients of delayed blocks that are about to be zeroed."""
@@ -235,17 +236,28 @@ class Ledgers:
             for block in self._waiting:
                 block.stepped_early.append(ledger)
 
-    def fold_for_clipping(self) -> None:
+    def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Move gradients of 16-bit parameters to their masters, which a backward pass outside of `scale_loss` leaves to
-        the step. Warns inside a block, where they are still scaled.
+        the step. Warns inside a block, where gradients are still scaled.
         """
-        if (self._open or self._waiting) and self._has_masters:
-            warn(
-                "gradients are clipped inside a scale_loss block, or after one with delay_unscale, before the masters"
-                " have them: clip after the block, and before the step"
-            )
-        else:
-            self.settle()
+        if not (self._open or self._waiting):
+            if self._has_masters:
+                self.settle()
+            return
+        pairs: list[Pair] = []
+        for ledger in self.all:
+            pairs += ledger.groups.pairs()
+        if self._scale is not None:
+            pairs += [(parameter, parameter) for parameter in self._all_parameters()]
+        given = set(map(id, parameters))
+        for parameter, stepped in pairs:
+            if parameter.grad is not None and not given.isdisjoint((id(parameter), id(stepped))):
+                state = "not in the masters yet" if self._scale is None else "still multiplied by the loss scale"
+                warn(
+                    "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where they are"
+                    f" {state}: clip after the block, and before the step"
+                )
+                return
 
     # ---- scaling and unscaling ---------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class LossScaler:
     the count is full again when the scale grows.
 
     Attributes:
+        told_scale: the scale at the last warning that it has fallen; inf before the first.
         scale: 0-dim float32, where it was last used. It never changes in place: a later update makes a new tensor.
         found_inf: whether passes that no update has counted overflowed; None: there are none.
     """
@@ -49,7 +50,9 @@ class LossScaler:
         self.backoff_factor = rule.backoff_factor
         self.growth_interval = rule.growth_interval
         self.hysteresis = rule.hysteresis
-        self._start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0) if given is rule else given
+        self._start = max(min(max_loss_scale, rule.init), min_loss_scale or 0.0)
+        if not isinstance(given, presets.DynamicScale):
+            self._start = given
         self.is_identity = not self.is_dynamic and self._start == 1.0
         self.is_shared = False  # several ranks decide together, each time one of them would decide
         self.awaits_backward = not self.is_identity  # until a scaled loss has gone backward
@@ -59,6 +62,7 @@ class LossScaler:
         """Begin anew: the first scale, and no steps."""
         self.scale = torch.tensor(self._start, dtype=torch.float32)
         self.known_scale = self.scale.item()  # the last that the host has heard of
+        self.told_scale = math.inf
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
         self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
@@ -123,6 +127,14 @@ class LossScaler:
         """How many overflows in a row take the scale down by 2**100, at least 100: the scale is not the cause then."""
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the known scale has fallen by 2**100 since it began, whatever came between: it is not the cause.
+        Never with a minimum, below which it does not fall.
+        """
+        lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
+        return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
+
     def loss_scale(self) -> float:
         """Return the scale that the next backward pass will use. Waits for the device."""
         return float(self._next_state()[0].item())
@@ -169,7 +181,7 @@ class LossScaler:
         left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
         if self.is_dynamic:
-            self.known_scale = scale
+            self.known_scale, self.told_scale = scale, math.inf
             self.scale = torch.tensor(scale, dtype=torch.float32)
             # from the interval on, the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)

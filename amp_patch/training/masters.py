@@ -1,7 +1,6 @@
 """`Masters`: the float32 masters of 16-bit parameters, and how each pair is kept in agreement."""
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,43 +10,63 @@ from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
-_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_seen", "_loaded", "_pushed", "_groups", "_buffers")
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_unedited", "_groups", "_buffers")
 """The attributes that say which masters there are."""
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
 
 
-class _State:
-    """Version counters and addresses of many tensors, read and compared in few calls."""
+class _Watched:
+    """A list of tensors, and what their version counters and addresses were when each was last seen.
 
-    def __init__(self, tensors: list[Tensor], before: "_State | None" = None) -> None:
-        self.versions = list(map(get_version, tensors))
-        self.addresses = list(map(Tensor.data_ptr, tensors))
+    A tensor that was written to, or has other memory, has moved. Many are asked in few calls.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
         # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to one
-        self.aliases: list[Tensor]
-        if before is not None and before.addresses == self.addresses:
-            self.aliases = before.aliases
-        else:
-            self.aliases = [tensor.detach() for tensor in tensors]
+        self._aliases: list[Tensor] = []
 
     def end_with(self, index: int, tensor: Tensor) -> None:
-        """Append the state of a tensor at `index`, and drop what an interrupt may have left there."""
-        self.versions[index:] = [get_version(tensor)]
-        self.addresses[index:] = [tensor.data_ptr()]
-        self.aliases[index:] = [tensor.detach()]
+        """Append a tensor at `index`, and drop what an interrupt may have left there."""
+        self._versions[index:] = [get_version(tensor)]
+        self._addresses[index:] = [tensor.data_ptr()]
+        self._aliases[index:] = [tensor.detach()]
+        self.tensors[index:] = [tensor]
 
-    def see(self, index: int, tensor: Tensor) -> None:
-        """Update the state of one tensor."""
-        self.versions[index] = get_version(tensor)
-        self.addresses[index] = tensor.data_ptr()
-        self.aliases[index] = tensor.detach()
+    def see(self, index: int) -> None:
+        """See one tensor as it is now."""
+        tensor = self.tensors[index]
+        self._versions[index] = get_version(tensor)
+        self._addresses[index] = tensor.data_ptr()
+        self._aliases[index] = tensor.detach()
 
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _State) and self.versions == other.versions and self.addresses == other.addresses
+    def see_all(self) -> None:
+        """See all tensors as they are now."""
+        self._versions = list(map(get_version, self.tensors))
+        addresses = list(map(Tensor.data_ptr, self.tensors))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._aliases = [tensor.detach() for tensor in self.tensors]
 
-    def differs_at(self, index: int, other: "_State") -> bool:
-        return bool(self.versions[index] != other.versions[index] or self.addresses[index] != other.addresses[index])
+    def mark_moved(self, index: int) -> None:
+        """Have a tensor count as moved until it is seen again."""
+        self._versions[index] = -1
+
+    def has_moved(self, index: int) -> bool:
+        """Return whether a tensor has moved since it was last seen."""
+        tensor = self.tensors[index]
+        return self._versions[index] != get_version(tensor) or self._addresses[index] != tensor.data_ptr()
+
+    def find_moved(self) -> list[int]:
+        """Return the indices of the tensors that have moved since they were last seen."""
+        versions, addresses = list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
+        if versions == self._versions and addresses == self._addresses:
+            return []
+        return [index for index in range(len(self.tensors)) if self.has_moved(index)]
 
 
 class Masters:
@@ -55,6 +74,9 @@ class Masters:
 
     An optimizer step changes masters; scripts also change masters (SAM, Lookahead) and parameters (weight clipping)
     themselves. The version counters and addresses of the last copy tell which side moved; if both did, the master wins.
+
+    A master takes over the elements of an edited parameter that differ from its own rounded values. Until the next copy
+    to the parameter, the master from before the edit is kept: elements that are put back get their low bits back.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
@@ -64,13 +86,10 @@ class Masters:
 
     def __init__(self) -> None:
         self.pairs: dict[int, Pair] = {}
-        self._parameters: list[Tensor] = []
-        self._masters: list[Tensor] = []
+        self._parameters = _Watched()
+        self._masters = _Watched()
         self._index: dict[int, int] = {}  # by the parameter's id
-        self._seen = (_State([]), _State([]))  # of parameters and of masters, as of the last copy
-        self._loaded: set[int] = set()  # indices of masters to be copied once more, as they were loaded
-        # by index: the value at the last push of masters whose parameters were edited since
-        self._pushed: dict[int, Tensor] = {}
+        self._unedited: dict[int, Tensor] = {}  # by index: masters from before an edit of their parameters
         self._groups: list[Group] | None = None  # of all, for pushing
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
@@ -79,12 +98,10 @@ class Masters:
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
-        index = len(self._parameters)
-        for seen, tensor in zip(self._seen, (parameter, master), strict=True):
-            seen.end_with(index, tensor)
-        self._masters[index:] = [master]
+        index = len(self._parameters.tensors)
+        self._masters.end_with(index, master)
         self._groups = None
-        self._parameters.append(parameter)
+        self._parameters.end_with(index, parameter)
         self.pairs[id(master)] = parameter, master
         self._index[id(parameter)] = index
 
@@ -99,6 +116,9 @@ class Masters:
         for parameter, master in self.pairs.values():
             if id(parameter) in ids:
                 kept.add(parameter, master)
+                before = self._unedited.get(self._index[id(parameter)])
+                if before is not None:
+                    kept._unedited[kept._index[id(parameter)]] = before
         for key, (buffer, values) in self._buffers.items():
             if key in ids:
                 kept.keep_buffer(buffer, values)
@@ -171,28 +191,27 @@ class Masters:
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the master of `parameter`, or None."""
         index = self._index.get(id(parameter))
-        return None if index is None else self._masters[index]
+        return None if index is None else self._masters.tensors[index]
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
         """Record that an optimizer changed these masters: fused ones do not raise the version counter."""
-        if not self._masters:
-            return
         for master in masters:
             pair = self.pairs.get(id(master))
             if pair is not None:
-                self._seen[1].versions[self._index[id(pair[0])]] = -1
+                self._masters.mark_moved(self._index[id(pair[0])])
 
     def push(self, pairs: Collection[Pair] | None = None) -> None:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
-        if pairs is None or len(pairs) == len(self._parameters):
-            if self._groups is None:
-                self._groups = group(self._parameters, self._masters)
-            copy_(self._groups)
-            self._loaded.clear()
-            self._pushed.clear()
-            self._seen = (_State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1]))
+        if pairs is None or len(pairs) == len(self.pairs):
+            self._push_all()
+            self._unedited.clear()
         else:
             self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
+
+    def refresh(self) -> None:
+        """Sync, then copy all masters to their parameters: what was written to a master by `.data` shows nowhere."""
+        self.sync()
+        self._push_all()
 
     def pull(self) -> None:
         """Take over edits; warn once if masters moved and a compiled model may have run since with old parameters."""
@@ -207,60 +226,57 @@ class Masters:
         """Copy edited parameters to their masters. Return whether masters were edited, too; these stay as they are."""
         return self._reconcile(pushing=False)
 
-    def agree(self, parameter: Tensor) -> None:
-        """Record that a parameter and its master, if it has one, were loaded with the same values.
-
-        The next sync copies the master once more: scripts load masters by `master.data.copy_`, which nothing shows.
-        """
-        index = self._index.get(id(parameter))
-        if index is not None:
-            self._pushed.pop(index, None)
-            self._see(index)
-            self._loaded.add(index)
+    def end_loading(self, parameters: Iterable[Tensor | None]) -> None:
+        """Copy the masters among those of `parameters` that were loaded. What comes later is an edit."""
+        indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
+        loaded = [index for index in indices if self._masters.has_moved(index)]
+        if loaded:
+            self._push_some(loaded)
 
     def sync(self) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter."""
         self._reconcile(pushing=True)
 
-    def _push_some(self, indices: list[int]) -> None:
-        copy_(group([self._parameters[index] for index in indices], [self._masters[index] for index in indices]))
+    def _push_all(self) -> None:
+        if self._groups is None:
+            self._groups = group(self._parameters.tensors, self._masters.tensors)
+        copy_(self._groups)
+        self._parameters.see_all()
+        self._masters.see_all()
+
+    def _push_some(self, indices: Collection[int]) -> None:
+        parameters = [self._parameters.tensors[index] for index in indices]
+        copy_(group(parameters, [self._masters.tensors[index] for index in indices]))
         for index in indices:
-            self._loaded.discard(index)
-            self._pushed.pop(index, None)
+            self._unedited.pop(index, None)
             self._see(index)
 
-    def _take_over(self, index: int) -> None:
-        """Copy those elements of an edited parameter to its master that differ from the rounded master."""
-        parameter, master = self._parameters[index], self._masters[index]
-        with torch.inference_mode(False), torch.no_grad():
-            if index not in self._pushed:
-                self._pushed[index] = clone(master)
-            pushed = self._pushed[index]
-            edited = torch.empty_like(master, requires_grad=False)
-            copy_([([edited], [parameter])])
-            edited = where(_is_rounded(parameter, master), master, edited)
-            copy_([([master], [where(_is_rounded(parameter, pushed), pushed, edited)])])
-
     def _see(self, index: int) -> None:
-        for seen, tensors in zip(self._seen, (self._parameters, self._masters), strict=True):
-            seen.see(index, tensors[index])
+        self._parameters.see(index)
+        self._masters.see(index)
 
     def _reconcile(self, *, pushing: bool) -> bool:
         """Copy edits to the other side, those of masters only if `pushing`. Return whether masters moved."""
-        parameters, masters = _State(self._parameters, self._seen[0]), _State(self._masters, self._seen[1])
-        if (parameters, masters) == self._seen and not self._loaded:
-            return False
-        moved: list[int] = []
-        for index in range(len(self._parameters)):
-            is_moved = masters.differs_at(index, self._seen[1])
-            if parameters.differs_at(index, self._seen[0]) and not is_moved:
+        edited, moved = self._parameters.find_moved(), set(self._masters.find_moved())
+        for index in edited:
+            if index not in moved:
                 self._take_over(index)
                 self._see(index)
-            if is_moved or index in self._loaded:
-                moved.append(index)
         if pushing and moved:
             self._push_some(moved)
         return bool(moved)
+
+    def _take_over(self, index: int) -> None:
+        """Copy those elements of an edited parameter to its master that differ from the rounded master."""
+        parameter, master = self._parameters.tensors[index], self._masters.tensors[index]
+        with torch.inference_mode(False), torch.no_grad():
+            if index not in self._unedited:
+                self._unedited[index] = clone(master)
+            before = self._unedited[index]
+            edited = torch.empty_like(master, requires_grad=False)
+            copy_([([edited], [parameter])])
+            edited = where(_is_rounded(parameter, before), before, edited)
+            copy_([([master], [where(_is_rounded(parameter, master), master, edited)])])
 
 
 def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .model_hooks import (
     LoadMasters,
     SyncMasters,
     TakeAnyInput,
+    TakeOutsideInput,
 )
 from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 
@@ -143,8 +144,14 @@ class ModelBinding:
         hookless = [module for module in model.modules() if isinstance(module, WITHOUT_HOOKS)]
         left_alone = {id(model), *(id(part) for module in hookless for part in module.modules())}
         for module in model.modules():
-            if isinstance(module, STRICT_LAYERS) and id(module) not in left_alone:
+            if id(module) in left_alone:
+                continue
+            if isinstance(module, STRICT_LAYERS):
                 self._add(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
+            elif isinstance(module, nn.Embedding):  # whose inputs are whole numbers
+                continue
+            elif any(tensor.dtype == low for tensor in module.parameters(recurse=False)):
+                self._add(module.register_forward_pre_hook, TakeOutsideInput(low), with_kwargs=True)
 
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
         """Return the modules that hold floating buffers and no weights, such as rotary embeddings, and that no module

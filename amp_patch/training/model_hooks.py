@@ -3,6 +3,7 @@
 import contextlib
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, PLAIN_CLASSES, dtype_name, is_castable, is_opaque
 from ..errors import SessionError
 from ..reporting import warn
-from ..torch_private import get_call_kwargs, get_own_buffers, get_own_parameters
+from ..torch_private import get_call_kwargs, get_own_buffers, get_own_parameters, is_called_from_outside
 from .masters import Masters
 
 
@@ -86,6 +87,37 @@ class TakeAnyInput(CastInputs):
         return args, kwargs
 
 
+class TakeOutsideInput(TakeAnyInput):
+    """The same for any other module with weights of its own, if it is called from outside of the model: inside, float32
+    inputs may be on purpose.
+    """
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype and not kwargs:
+            return args, kwargs
+        if compiling.is_compiling() or not is_called_from_outside():
+            return args, kwargs
+        return super().__call__(module, args, kwargs)
+
+
+def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
+    """Have a layer that can have no hooks take float32 inputs where its weights are `low`: any of its first `count`."""
+    cast = CastInputs(low)
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args[:count], *[kwargs.get(name) for name in _INPUTS]) if kwargs else args[:count]:
+            if isinstance(value, Tensor) and value.dtype is torch.float32:
+                weight = next(module.parameters(), None)
+                if weight is not None and weight.dtype is low:
+                    args, kwargs = cast(module, args, kwargs)
+                break
+        return original(module, *args, **kwargs)
+
+    return forward
+
+
 STRICT_LAYERS = (
     *(nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GroupNorm, nn.RNNBase, nn.RNNCell, nn.LSTMCell, nn.GRUCell),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -94,6 +126,19 @@ STRICT_LAYERS = (
 
 WITHOUT_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Layers that run otherwise, and slower, where they or what they hold has hooks."""
+
+_INPUTS = ("src", "tgt", "memory", "query", "key", "value", "input_")
+
+PATCHED_LAYERS = {
+    nn.MultiheadAttention: 3,
+    nn.TransformerEncoderLayer: 1,
+    nn.TransformerEncoder: 1,
+    nn.TransformerDecoderLayer: 2,
+    nn.TransformerDecoder: 2,
+    nn.Transformer: 2,
+    nn.AdaptiveLogSoftmaxWithLoss: 1,
+}
+"""These, what calls them with masks, and what asks its input for a dtype: how many of their arguments are inputs."""
 
 
 class CastOutputs(CastInputs):
@@ -256,8 +301,5 @@ class EndLoading(SessionHook):
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is None:
-            return
-        for parameter in get_own_parameters(module).values():
-            if parameter is not None:
-                masters.agree(parameter)
+        if masters is not None:
+            masters.end_loading(get_own_parameters(module).values())

@@ -1,7 +1,8 @@
 """`Steps`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 
 LOOK_EVERY = 100
 """Gradients without a flag, such as those at a loss scale of 1, are checked in one of so many steps."""
+
+
+TELL_AGAIN = 2.0**-24
+"""By what factor a loss scale falls between two warnings that it has fallen."""
 
 
 class Outcome:
@@ -69,14 +74,14 @@ class Outcome:
         self.is_read = True
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured: nothing may wait for the device then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def waits_for_each() -> bool:
     """Return whether each step is to wait for its flags, so that messages can name the parameters."""
-    return tells_parameters() and not _is_capturing()
+    return tells_parameters() and not is_capturing()
 
 
 class Steps:
@@ -125,6 +130,8 @@ class Steps:
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
                 f" data or the weights, or an op that needs float32: {TRACE} finds it."
             )
+        if self._skips_in_a_row:
+            stop_if_hopeless(self._scalers)
 
     def add_taken(self) -> None:
         """Record a step without any flag. Waits for the device once in `LOOK_EVERY` steps."""
@@ -132,7 +139,7 @@ class Steps:
             self.add(Outcome({}))
             return
         self._count(is_skip=False)
-        if self._taken % LOOK_EVERY == 0 and not self._has_warned and not _is_capturing():
+        if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
             self._look_at_gradients()
 
     def _look_at_gradients(self) -> None:
@@ -192,13 +199,39 @@ class Steps:
             say_loudly("%s (step %d, %s)", told, self._taken + self._skipped, where)
         else:
             say("%s", told)
-        if scale <= (scaler.min_loss_scale or 1.0) and not self._has_warned:
-            self._warn(
-                f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any"
-                " more. Look for NaN in the data, a learning rate that is too high, or an op that needs float32:"
-                f" {TRACE} finds it.",
-            )
+        tell_of_small_scale(scaler)
 
     def _warn(self, message: str) -> None:
         self._has_warned = True
         warn(message)
+
+
+def tell_of_small_scale(scaler: LossScaler) -> None:
+    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `TELL_AGAIN`."""
+    scale = scaler.known_scale
+    if scale > min(scaler.min_loss_scale or 1.0, scaler.told_scale * TELL_AGAIN):
+        return
+    is_first = scaler.told_scale == math.inf
+    scaler.told_scale = scale
+    if is_first:
+        warn(
+            f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any more."
+            " Look for NaN in the data, a learning rate that is too high, or an op that needs float32:"
+            f" {TRACE} finds it."
+        )
+    else:
+        warn(
+            f"the loss scale has fallen to {scale:.3g}, where small gradients of good batches become 0. Find the NaN by"
+            f" {TRACE}, or leave bad batches out. If they are to be skipped, pass min_loss_scale=1.0 to initialize."
+        )
+
+
+def stop_if_hopeless(scalers: Iterable[LossScaler]) -> None:
+    """Raise GradientOverflowError if a scale is so small that gradients underflow."""
+    for scaler in scalers:
+        if scaler.is_hopeless:
+            raise GradientOverflowError(
+                f"the loss scale has fallen to {scaler.known_scale:.3g}: by 2**100, so the cause is not the loss scale."
+                f" Look for NaN in the data or the weights, or an op that needs float32: {TRACE} finds it. If bad"
+                " batches are to be skipped, pass min_loss_scale=1.0 to initialize."
+            )

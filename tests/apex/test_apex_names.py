@@ -38,10 +38,19 @@ def test_a_function_that_amp_C_lacks_says_what_to_use():
         _ = importlib.import_module("amp_C").multi_tensor_adagrad
 
 
+@pytest.mark.parametrize(
+    "name", ["fp16_utils.FP16Model", "contrib.sparsity", "contrib.optimizers.DistributedFusedAdam"]
+)
+def test_a_name_that_is_gone_says_what_to_use_where_it_is_an_attribute(name):
+    module, _, own_name = name.rpartition(".")
+    with amp_patch.apex.install(), pytest.raises(AttributeError, match=f"no apex.{name} .*: use "):
+        getattr(importlib.import_module(f"apex.{module}"), own_name)
+
+
 def test_scripts_fall_back_where_an_optimizer_is_gone():
     with amp_patch.apex.install():
         try:
-            from apex.optimizers import FusedMixedPrecisionLamb as Lamb
+            from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB as Lamb
         except ImportError:
             from apex.optimizers import FusedLAMB as Lamb
     assert Lamb.__name__ == "FusedLAMB"

@@ -17,10 +17,17 @@ from training import train
 
 import amp_patch as amp
 from amp_patch.apex import updates
-from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from amp_patch.apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 SHAPES = [(5, 3), (7,), (2, 2, 2), ()]
-ALL = [FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
+ALL = [FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD]
 
 
 FAST = {FusedSGD: {"lr": 0.05, "momentum": 0.9}, FusedNovoGrad: {"lr": 0.5}}
@@ -128,6 +135,15 @@ def lamb_by_hand(params, gradients, lr=0.01, **options):
     return params
 
 
+def adagrad_by_hand(p, gradients, lr=0.01, eps=1e-10, weight_decay=0.0, adagrad_w_mode=False):
+    h = torch.zeros_like(p)
+    for g in gradients:
+        g = g + (0.0 if adagrad_w_mode else weight_decay * p)
+        h = h + g * g
+        p = p - lr * (g / (h.sqrt() + eps) + (weight_decay * p if adagrad_w_mode else 0.0))
+    return p
+
+
 def each(by_hand):
     """A formula for one tensor, as one for many."""
     return lambda params, gradients, **options: [
@@ -148,6 +164,8 @@ CASES = [
     (FusedNovoGrad, each(novograd_by_hand), {"weight_decay": 0.1, "norm_type": 0, "init_zero": True}),
     (FusedNovoGrad, each(novograd_by_hand), {"norm_type": 0, "reg_inside_moment": True, "grad_averaging": False}),
     (FusedNovoGrad, each(novograd_by_hand), {"bias_correction": False, "betas": (0.95, 0.98), "eps": 0.1}),
+    (FusedAdagrad, each(adagrad_by_hand), {"weight_decay": 0.1}),
+    (FusedAdagrad, each(adagrad_by_hand), {"weight_decay": 0.1, "adagrad_w_mode": True, "eps": 1e-3}),
     (FusedLAMB, lamb_by_hand, {}),
     (FusedLAMB, lamb_by_hand, {"adam_w_mode": False, "weight_decay": 0.1}),
     (FusedLAMB, lamb_by_hand, {"weight_decay": 0.0}),
@@ -310,12 +328,14 @@ def test_empty_and_zero_tensors_do_no_harm(cls, options):
 # ---- as optimizers ---------------------------------------------------------------------------------------------------
 
 OPTIONS = {
+    FusedAdagrad: {"weight_decay": 0.1},
     FusedAdam: {"adam_w_mode": False, "weight_decay": 0.1},
     FusedLAMB: {"use_nvlamb": True, "adam_w_mode": False},
     FusedNovoGrad: {"reg_inside_moment": True, "weight_decay": 0.1},
     FusedSGD: {"weight_decay": 0.1},
 }
 KEYS = {
+    FusedAdagrad: ({"sum"}, set()),
     FusedAdam: ({"exp_avg", "exp_avg_sq"}, {"step"}),
     FusedLAMB: ({"exp_avg", "exp_avg_sq"}, {"step"}),
     FusedNovoGrad: ({"exp_avg"}, {"step", "exp_avg_sq"}),
@@ -418,7 +438,6 @@ BAD = {
     "amsgrad of Adam": (FusedAdam, {"amsgrad": True}, "no AMSGrad"),
     "amsgrad of LAMB": (FusedLAMB, {"amsgrad": True}, "no AMSGrad"),
     "late decay": (FusedSGD, {"wd_after_momentum": True}, "not offered"),
-    "masters": (FusedAdam, {"master_weights": True, "capturable": True}, "amp.initialize"),
     "betas in the place of bias_correction": (FusedAdam, {"bias_correction": (0.9, 0.999)}, "third argument"),
     "betas": (FusedAdam, {"betas": (0.9, 1.0)}, "below 1"),
     "momentum": (FusedSGD, {"momentum": -1.0}, "momentum=-1.0 must not be negative"),
@@ -441,6 +460,7 @@ def test_what_the_calls_of_old_and_of_new_differ_in_is_refused():
 
 
 ORDER = {
+    FusedAdagrad: "lr eps weight_decay set_grad_none adagrad_w_mode",
     FusedAdam: "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
     FusedLAMB: "lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none"
     " max_grad_norm use_nvlamb",
@@ -539,3 +559,46 @@ def test_state_from_before_initialize_is_carried_on_in_float32(cls, level):
     amp.reset()
     assert all(value.dtype is torch.float32 for state in optimizer.state.values() for value in state.values())
     optimizer.step()
+
+
+OWN_MASTERS = {
+    "adam": (FusedAdam, FusedAdam, {"master_weights": True}),
+    "lamb": (FusedMixedPrecisionLamb, FusedLAMB, {"reduced_precision_dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize(("cls", "plain", "options"), OWN_MASTERS.values(), ids=OWN_MASTERS)
+def test_an_optimizer_with_masters_of_its_own_steps_as_on_float32(cls, plain, options):
+    """16-bit parameters are float32 ones, rounded; also after a resume, and after a parameter was written."""
+    low, gradients = make_params(torch.bfloat16), make_gradients(9, torch.bfloat16)
+    full = [torch.nn.Parameter(p.detach().float()) for p in low]
+    wide = [[g.float() for g in step] for step in gradients]
+    common = {"lr": 1e-3} if cls is FusedAdam else {"lr": 1e-3, "max_grad_norm": 0.0}
+    ours, theirs = build(cls, low, **common, **options), build(plain, full, **common)
+    for part in range(3):
+        run(ours, gradients[3 * part : 3 * part + 3])
+        run(theirs, wide[3 * part : 3 * part + 3])
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(low, full, strict=True))
+        saved = ours.state_dict()
+        ours = build(cls, low, **common, **options)
+        ours.load_state_dict(saved)
+        with torch.no_grad():
+            for params in (low, full):
+                params[0][0, 0] = 2.0 + part
+
+
+def test_gradscaler_drives_the_lamb_of_16_bit_parameters():
+    low, gradients = make_params(torch.float16), make_gradients(3)
+    full = [torch.nn.Parameter(p.detach().float()) for p in low]
+    ours = build(FusedMixedPrecisionLamb, low, reduced_precision_dtype=torch.float16)
+    run(build(FusedLAMB, full), [[g.half().float() for g in step] for step in gradients])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for number, step in enumerate([gradients[0], gradients[0], *gradients[1:]]):
+        scaler.scale(torch.zeros(()))
+        factor = math.inf if number == 1 else scaler.get_scale()
+        for parameter, gradient in zip(low, step, strict=True):
+            parameter.grad = gradient.half() * factor
+        scaler.step(ours)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert_same(low, [p.half() for p in full], rtol=1e-3, atol=1e-3)

@@ -58,6 +58,67 @@ def test_a_float_function_gives_what_custom_fwd_gives():
     assert result.dtype is expected.dtype is FLOAT and torch.equal(result, expected)
 
 
+def make_function(cast_inputs, seen):
+    """A product of the user's own, whose dtypes go into `seen`."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            result = x @ weight
+            seen.append((x.dtype, weight.dtype, result.dtype))
+            return result
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            result = gradient @ weight.T
+            seen.append((gradient.dtype, result.dtype))
+            return result, x.T @ gradient
+
+    return Product
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "within"])
+@pytest.mark.parametrize("cast_inputs", [FLOAT, torch.float16, LOW, None], ids=str)
+def test_custom_fwd_does_under_amp_what_it_does_under_autocast(cast_inputs, is_late):
+    seen, found = [], []
+    early = make_function(cast_inputs, seen)
+    before = dict(vars(early))
+    for region in (torch.autocast("cpu"), amp.session("O4", device="cpu", compute="native")):
+        leaves = [tensor.clone().requires_grad_() for tensor in (Q, K)]
+        with region:
+            function = make_function(cast_inputs, seen) if is_late else early
+            result = function.apply(leaves[0].to(LOW), leaves[1])
+            result.float().square().sum().backward()
+        found.append([result.detach(), *[leaf.grad for leaf in leaves], list(seen)])
+        seen.clear()
+    (*expected, expected_dtypes), (*results, result_dtypes) = found
+    assert all(map(torch.equal, results, expected)) and results[0].dtype is expected[0].dtype
+    assert result_dtypes == expected_dtypes
+    assert dict(vars(early)) == before
+
+
+def test_custom_fwd_casts_nothing_where_casts_are_off():
+    seen = []
+    function = make_function(FLOAT, seen)
+    with amp.session("O4", device="cpu"), amp.disable_casts():
+        function.apply(Q.to(LOW), K.to(LOW))
+    function.apply(Q.to(LOW), K.to(LOW))
+    assert seen == [(LOW, LOW, LOW)] * 2
+
+
+def test_a_function_from_an_earlier_session_casts_in_the_next():
+    seen = []
+    with amp.session("O4", device="cpu"):
+        function = make_function(FLOAT, seen)
+    with amp.session("O4", device="cpu"):
+        function.apply(Q.to(LOW), K.to(LOW))
+    assert seen == [(FLOAT, FLOAT, FLOAT)]
+
+
 @pytest.mark.parametrize("how", ["registered", "listed"])
 def test_a_function_of_another_module_runs_its_body_in_float32(how, tmp_path, monkeypatch):
     library = types.ModuleType("body_library")

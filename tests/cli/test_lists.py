@@ -44,6 +44,27 @@ def lists(capsys):
     return run
 
 
+def test_an_overlay_that_is_shown_alone_gives_no_warnings(lists, caplog):
+    assert lists("show", "fast")[0] == 0
+    assert lists("explain", "softmax", "--lists", "fast")[0] == 0
+    assert caplog.messages == []
+
+
+def test_the_op_to_explain_may_stand_before_the_lists_or_behind_them(write, lists):
+    path = write("extends: float16\nwhitelist: [softmax]\n")
+    code, told, _ = lists("explain", "softmax", "--lists", path)
+    assert code == 0 and "mine.yaml" in told
+    assert lists("explain", "--lists", path, "softmax") == (code, told, "")
+    assert lists("explain", "--dtype", "float16", "--lists", path, "softmax") == (code, told, "")
+
+
+@pytest.mark.parametrize("bounds", ["since: '9.0'", "until: '1.0'", "since: '2.99'"])
+def test_check_warns_of_bounds_that_leave_this_torch_out(bounds, write, lists):
+    path = write(f"blacklist: [{{op: gelu, {bounds}}}]")
+    code, told, _ = lists("check", path)
+    assert code == 0 and told.startswith(f"{path}:1:18: warning: 'gelu' has no effect")
+
+
 # ---- show ------------------------------------------------------------------------------------------------------------
 
 MINE = """\

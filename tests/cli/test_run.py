@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,47 @@ optimizer.step()
     (line,) = [line for line in err.splitlines() if line.startswith("amp-patch run: failed: ")]
     assert "train.py:20 steps, without torch.autocast, and without the initialize of amp_patch or apex" in line
     assert "Traceback" not in err and run_command("run", source)[2] == ""
+
+
+OTHER = """
+import subprocess, sys
+code = "import sys; print(sys.own, [name for name in sys.modules if name.startswith('amp_patch')])"
+print(subprocess.run([sys.argv[1], "-c", code], capture_output=True, text=True, check=False), flush=True)
+"""
+
+
+@pytest.mark.parametrize("options, path", [([], ""), (["--opt-level", "O4"], str(ROOT))], ids=["without", "unusable"])
+def test_a_python_of_another_installation_starts_as_without_it(options, path, tmp_path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "sitecustomize.py").write_text("import sys\nsys.own = 'own'\n")
+    (tmp_path / "script.py").write_text(OTHER)
+    python, environment = tmp_path / "venv" / "bin" / "python", {"PYTHONPATH": path}
+    plain = run("script.py", python, cwd=tmp_path, env=environment)
+    ours = amp_patch_run(*options, "script.py", python, cwd=tmp_path, env=environment)
+    assert "own" in plain.stdout and (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+
+
+WORKERS = """
+import json, multiprocessing, torch
+
+def train():
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+
+for number in range(2):
+    worker = multiprocessing.get_context("fork").Process(target=train)
+    worker.start()
+    worker.join()
+train()
+print(json.dumps({"accuracy": 1}))
+"""
+
+
+@pytest.mark.parametrize("options, lines", [([], 1), (["--quiet"], 0)], ids=["said", "quiet"])
+def test_what_is_changed_is_said_once_and_not_on_the_scripts_stdout(options, lines, run_command, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, out, err = run_command("run", WORKERS, *options, "--opt-level", "O4")
+    assert out == '{"accuracy": 1}\n'
+    assert len([line for line in err.splitlines() if "names patched" in line]) == lines
+    assert not list(tmp_path.glob("amp-patch-*"))

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import tempfile
 
 import pytest
 
 from amp_patch import insight
 from amp_patch.cli.main import main
+from amp_patch.insight import Recording
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -158,9 +160,10 @@ for _ in range(12):
 
 
 def test_fix_tries_the_other_of_two_lists_where_the_first_is_not_enough(call, tmp_path):
-    code, out, _ = call(ENDS_ON_NAN, "--fix", "fix.yaml")
+    code, out, _ = call(ENDS_ON_NAN, "--fix", "fix.yaml", arguments=["--", "--name", "a b"])
     assert "blacklist: [matmul, linear]   or   modules: [" in out
     assert code == 0 and "fix.yaml is enough for these steps" in out
+    assert out.endswith("amp-patch compare train.py --runs O0,as-is+fix.yaml -- --name 'a b'\n")
     assert "blacklist: [matmul, linear]" in (tmp_path / "fix.yaml").read_text()
 
 
@@ -177,6 +180,53 @@ def test_an_error_of_the_command_itself_is_not_taken_for_a_fault(error, call, mo
     monkeypatch.setattr(insight, "format_fault", fail)
     code, _, err = call(script())
     assert code == 2 and str(error) in err
+
+
+OF_A_RANK = """
+import os, torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.ones(2, 4)).float().square().mean()
+    if step == 1 and os.environ["RANK"] == "1":
+        loss = loss.log().exp() / torch.zeros(())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def start_as_ranks(run_command, monkeypatch, tmp_path, command, *options):
+    """What `torchrun -m amp_patch COMMAND` does, the first rank last: exit codes and outputs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = []
+    for rank in (1, 0):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
+        try:
+            done.append(run_command(command, OF_A_RANK, *options))
+        except SystemExit as left:
+            done.append((left.code, "", ""))
+    return done
+
+
+def test_each_rank_of_a_launcher_has_its_recording_and_the_first_tells_the_fault(run_command, monkeypatch, tmp_path):
+    (code, _, _), (first, told, _) = start_as_ranks(run_command, monkeypatch, tmp_path, "trace", "--json", "r.jsonl")
+    assert (code, first) == (0, 1)
+    assert told.startswith("rank 1, step 1, forward: first value that does not fit")
+    ranks = [Recording.read(tmp_path / name).run.rank for name in ("r.jsonl", "r.1.jsonl")]
+    assert ranks == [0, 1] and not list(tmp_path.glob("amp-patch-*"))
+
+
+@pytest.mark.parametrize("command", [("compare",), ("tune",), ("trace", "--fix", "fix.yaml")], ids=" ".join)
+def test_a_command_that_runs_a_script_again_is_not_started_once_for_each_rank(
+    command, run_command, monkeypatch, tmp_path, capsys
+):
+    assert [code for code, _, _ in start_as_ranks(run_command, monkeypatch, tmp_path, *command)] == [2, 2]
+    assert "-m torch.distributed.run -- --nproc-per-node 2" in capsys.readouterr().err
 
 
 RANKS = """

@@ -375,7 +375,7 @@ def test_the_same_name_in_another_folder_is_another_list(write: Write, monkeypat
 def test_a_package_that_is_imported_in_between_is_seen(
     write: Write, monkeypatch: pytest.MonkeyPatch, package: types.ModuleType
 ) -> None:
-    monkeypatch.setattr(op_names, "_is_installed", lambda root: True)  # else a warning comes each time
+    monkeypatch.setattr(op_names, "is_installed", lambda root: True)  # else a warning comes each time
     path = write("blacklist: [somelib.ops.roi_align]\nmodules: [{type: somelib.ops.Block, run: low}]")
     with monkeypatch.context() as before:
         before.delitem(sys.modules, "somelib")

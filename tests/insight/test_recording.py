@@ -3,11 +3,14 @@
 import contextlib
 import copy
 import gc
+import json
 import math
+import os
 import pydoc
 import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -566,6 +569,58 @@ def test_what_is_no_recording_is_refused_with_its_line(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(amp.RecordError, match=message):
         insight.Recording.read(path)
+
+
+GRADIENTS = '{"kind": "gradients", "run": "O0", "lowest": 0, "counts": [1, 2, 3, 4], "zeros": 0, "nonfinite": 0}\n'
+COMPARED = RUN + '{"kind": "compared", "run": "O0"}\n' + GRADIENTS
+ABOUT = '{"kind": "comparison", "reference": "O0", "steps": 1, "seeds": [0], "machine": "", "command": ""}\n'
+CURVE = '{"kind": "curve", "run": "O0", "seed": 0, "losses": [1.0], "scales": [1.0], "skipped": [], "ms": 1.0}\n'
+COMPARISON = COMPARED + ABOUT + CURVE
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ('"counts": [1, 2, 3, 4]', '"counts": [1, "2", 3, 4]'),
+        ('"counts": [1, 2, 3, 4]', '"counts": [1, true, 3, 4]'),
+        ('"counts": [1, 2, 3, 4]', '"counts": [1, 2, 3]'),
+        ('"lowest": 0', '"lowest": 2000000000'),
+        ('"losses": [1.0]', f'"losses": [{10**400}]'),
+        ('"losses": [1.0]', '"losses": [1.0, 2.0]'),
+        ('"losses": [1.0]', '"losses": ' + "[" * 100_000 + "]" * 100_000),
+        ('"seeds": [0]', '"seeds": []'),
+        ('"reference": "O0"', '"reference": "O1"'),
+        ('"kind": "compared"', '"kind": ["compared"]'),
+        (ABOUT, ABOUT + ABOUT),
+        (RUN, "[]\n"),
+    ],
+)
+def test_a_file_whose_values_contradict_each_other_is_refused(written, instead, tmp_path):
+    path = tmp_path / "rec.jsonl"
+    path.write_text(COMPARISON)
+    assert "O0" in str(insight.Recording.read(path))
+    assert COMPARISON.count(written) == 1
+    path.write_text(COMPARISON.replace(written, instead))
+    with pytest.raises(amp.RecordError, match=r"rec\.jsonl"):
+        insight.Recording.read(path)
+
+
+def test_nothing_in_a_file_reaches_a_terminal_as_a_command(tmp_path):
+    path = tmp_path / "rec.jsonl"
+    path.write_text(COMPARISON.replace('"O0"', json.dumps("O0\x1b[2J\x9b31m\u202e\ud800")))
+    found = insight.Recording.read(path)
+    for text in (str(found), repr(found), found._repr_html_(), found.format()):
+        assert text.encode() and not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_file_without_an_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").touch()
+    os.truncate(tmp_path / "zeros", 1 << 40)
+    for path in (tmp_path / "pipe", Path(os.devnull), tmp_path / "zeros"):
+        with pytest.raises(amp.RecordError):
+            insight.Recording.read(path)
 
 
 def test_equal_layers_are_one_row_unless_all_are_asked_for():

@@ -11,6 +11,7 @@ from amp_patch.insight.comparing import Comparison
 from amp_patch.insight.comparing.summary import COLOURS, pick_colours
 from amp_patch.insight.records import CurveRecord, LayerRecord, Recording, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
+from amp_patch.insight.report.charts import Series, draw_curves
 
 VOID = {"meta", "link", "input", "br"}
 
@@ -121,3 +122,23 @@ def test_losses_that_are_infinite_either_way_have_no_mean():
     found = Comparison(Recording(comparison.recording.run, records))
     assert [math.isnan(row.difference) for row in found.rows()[1:3]] == [True, True]
     assert "nan" in found.table() and "<svg" in make_report(found.recording)
+
+
+def test_lines_that_run_together_take_turns_and_others_are_whole():
+    """Each place of a line that several share is drawn by one of them, so that no colours mix."""
+    values = {
+        "O0": [1.0, 2.0, math.nan],
+        "O1": [1.0, 2.001, math.nan],
+        "O4": [9.0, 1.0, 0.1],
+        "O5": [1.0, 2.0, math.nan],
+    }
+    series = [Series(name, number, each, each, each) for number, (name, each) in enumerate(values.items())]
+    styles = {
+        attributes["data-series"]: attributes["style"] for attributes in Page(draw_curves(series, (), "loss")).of("g")
+    }
+    assert "dash" not in styles.pop("O4")
+    turns = [re.search(r"dasharray:(\d+) (\d+);stroke-dashoffset:(-?\d+)", style).groups() for style in styles.values()]
+    dashes, gaps, offsets = ([int(turn[column]) for turn in turns] for column in range(3))
+    period = dashes[0] + gaps[0]
+    drawn = [(place - offset) % period for offset, dash in zip(offsets, dashes, strict=True) for place in range(dash)]
+    assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))

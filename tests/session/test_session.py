@@ -396,6 +396,48 @@ def test_a_session_block_at_a_level_that_patches_nothing_is_refused(tmp_path):
     assert amp.stats().opt_level is None
 
 
+class Trainer:
+    """Holds itself, too, so that it and what it holds are only gone after a garbage collection."""
+
+    def __init__(self, *held):
+        self.held = {"models": held}
+        self.itself = self
+
+
+@pytest.fixture
+def collections():
+    """How often garbage was collected on demand."""
+    found = []
+
+    def note(phase, info):
+        if phase == "start":
+            found.append(info["generation"])
+
+    gc.collect()
+    gc.disable()
+    gc.callbacks.append(note)
+    yield found
+    gc.callbacks.remove(note)
+    gc.enable()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"], ids=["same level", "another level"])
+def test_a_session_whose_models_are_gone_but_for_a_reference_cycle_is_closed_first(level, collections):
+    Trainer(initialize("O1", num_losses=3))
+    kept = initialize(level)
+    assert amp.stats().opt_level == level and len(amp.state_dict()) == 1
+    del kept
+
+
+@pytest.mark.parametrize("hold", [lambda *held: held, Trainer], ids=["variable", "object"])
+def test_no_garbage_is_collected_where_a_model_is_plainly_in_use(hold, collections):
+    kept = hold(*initialize("O1"))
+    collections.clear()
+    other = initialize("O1")
+    assert collections == []
+    del kept, other
+
+
 def test_a_conflict_names_what_holds_deleted_models(monkeypatch):
     """What notebooks hold is tested with notebooks."""
     model = nn.Linear(5, 5)

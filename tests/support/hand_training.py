@@ -170,12 +170,13 @@ class ModelByHand(nn.Module):
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.hand is not None:
+            self.hand.bring_together()
         result = super().load_state_dict(state, *args, **kwargs)
         for name, parameter in self.named_parameters(remove_duplicate=False) if self.hand is not None else ():
             if id(parameter) in self.hand.masters:
                 self.hand.masters[id(parameter)].data.copy_(state[name])
-        if self.hand is not None:
-            self.hand.push(self.hand.pairs.values())
+                self.hand.push([self.hand.pairs[id(parameter)]])
         return result
 
 

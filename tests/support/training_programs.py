@@ -599,20 +599,55 @@ def average(draft: Draft) -> list[Snippet]:
     if draft.is_likely(0.4):
         update = f"for _p, _a in zip({source}, {name}):\n    _a.lerp_(_p.detach().to(_a.dtype), 0.25)"
         return [Snippet(update)]
-    model = draft.pick_model()
-    copied = draft.random.choice(["with torch.no_grad():\n        _p.copy_(_a)", "_p.data = _a.clone()"])
+    stored = f"_stored = [p.detach().clone() for p in {source}]"
+    kinds = ["with torch.no_grad():\n        _p.copy_({})", "_p.data = {}.clone()"]
+    events = ["amp.load_state_dict(amp.state_dict())", "amp.refresh()", save(draft)]
+    is_hidden = "master" not in source and draft.is_likely(0.3)
+    if is_hidden:  # nothing shows it: a file lacks it, and a refresh undoes it
+        kinds, events = ["_p.data.copy_({})"], events[:1]
+    copied = draft.random.choice(kinds)
     text = lines(
         [
-            f"_stored = [p.detach().clone() for p in {source}]",
-            f"for _p, _a in zip({source}, {name}):\n    {copied}",
-            f"{model}.eval()",
-            f"with torch.no_grad():\n    {draft.name('seen')} = {draft.loss(model)}",
-            f"{model}.train()",
-            f"for _p, _a in zip({source}, _stored):\n    {copied}",
+            stored,
+            f"for _p, _a in zip({source}, {name}):\n    {copied.format('_a')}",
             "amp.refresh()" if "master" in source else "",  # whoever edits masters and parameters says so in between
+            *within_swap(draft, events),
+            f"for _p, _a in zip({source}, _stored):\n    {copied.format('_a')}",
+            "amp.refresh()" if "master" in source or is_hidden else "",
         ]
     )
     return [Snippet(text, is_edit=True)]
+
+
+def within_swap(draft: Draft, events: list[str]) -> list[str]:
+    """Evaluations while other weights are in place, before or after something else."""
+    chosen = draft.random.sample(events, min(len(events), draft.random.choice([0, 0, 1, 1, 2])))
+    chosen += [snippet.text for _ in range(draft.random.choice([0, 1, 1, 2])) for snippet in evaluate(draft)]
+    draft.random.shuffle(chosen)
+    return chosen
+
+
+def save(draft: Draft) -> str:
+    return f"{draft.name('saved')} = copy.deepcopy({draft.pick_model()}.state_dict())"
+
+
+def swap_by_loading(draft: Draft) -> list[Snippet]:
+    """Other weights are loaded for an evaluation, and those of before after it."""
+    model = draft.pick_model()
+    other = f"{{_k: _v * 0.75 if _v.is_floating_point() else _v for _k, _v in {model}.state_dict().items()}}"
+    events = ["amp.load_state_dict(amp.state_dict())", "amp.refresh()", save(draft)]
+    text = lines(
+        [
+            f"_stored = copy.deepcopy({model}.state_dict())",
+            f"{model}.load_state_dict({other})",
+            *within_swap(draft, events),
+            f"{model}.load_state_dict(_stored)",
+        ]
+    )
+    swapped = [Snippet(text, is_edit=True)]
+    if draft.averages and draft.is_likely(0.7):
+        swapped += average(draft)
+    return swapped
 
 
 def freezing(draft: Draft) -> list[Snippet]:
@@ -764,11 +799,12 @@ VOCABULARY: dict[Maker, int] = {
     closure: 1,
     edit: 2,
     adversarial: 3,
-    average: 3,
+    average: 6,
+    swap_by_loading: 3,
     freezing: 2,
-    evaluate: 1,
-    resume: 1,
-    rollback: 2,
+    evaluate: 2,
+    resume: 2,
+    rollback: 3,
     another_level: 1,
     near_growth: 1,
     schedule: 1,

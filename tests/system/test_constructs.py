@@ -70,7 +70,6 @@ EXCEPTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "error of amp",
         "layer_norm is unlisted and its derivatives in forward mode have mixed dtypes; the list bfloat16 runs them",
     ),
-    "custom_fwd with float32 inputs": (ALL, "", ASKS_AUTOCAST),
     "is_autocast_enabled": (ALL, "", ASKS_AUTOCAST),
 }
 

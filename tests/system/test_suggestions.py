@@ -1,6 +1,7 @@
 """Suggestions: one function makes them all, from what is allowed at each place and from other words for it."""
 
 import re
+import time
 
 from torch import nn
 
@@ -76,3 +77,13 @@ def test_a_word_that_is_allowed_means_itself_whatever_it_means_elsewhere() -> No
 def test_every_word_of_the_table_leads_to_a_name_of_some_place() -> None:
     known = {name for names in ALLOWED.values() for name in names} | {"opt_level"}
     assert {name for names in SYNONYMS.values() for name in names} - known == set()
+
+
+def test_suggestions_for_many_and_long_words_take_no_time() -> None:
+    letters = "".join(ALLOWED["op"])
+    words = [letters[start : start + 12] for start in range(0, 2000, 10)]
+    begun = time.process_time()
+    for word in words:
+        did_you_mean(word, get_op_names())
+    assert did_you_mean("softmax" * 2300, get_op_names()) == ""
+    assert time.process_time() - begun < 2

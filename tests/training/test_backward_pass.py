@@ -90,6 +90,19 @@ def test_an_overflow_left_by_a_pass_for_another_optimizer_counts_for_the_next_pa
     assert (first.step_was_skipped, second.step_was_skipped) == (False, not is_zeroed)
 
 
+@pytest.mark.parametrize("factors", [(math.inf, 1.0), (1.0, math.inf)], ids=["first", "last"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_left_by_any_of_several_passes_for_another_optimizer_counts(level, factors):
+    (m0, _, m2), (first, second) = two_optimizers(level)
+    for factor in factors:
+        backward(loss_of(m0) + loss_of(m2, factor), first)
+    first.step()
+    backward(loss_of(m2), second)
+    second.step()
+    assert torch.isfinite(m2.weight).all()
+    assert (first.step_was_skipped, second.step_was_skipped) == (False, True)
+
+
 @pytest.mark.parametrize(
     "sparse", [False, pytest.param(True, marks=requires_cpu("the simulated device has no sparse tensors"))]
 )
@@ -264,6 +277,17 @@ def test_a_second_overflow_in_a_shared_parameter_skips_again(level):
         backward(loss_of(own, math.inf) + loss_of(shared, math.inf), [first, second])
         second.step()
         assert second.step_was_skipped
+    assert torch.isfinite(shared.weight).all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_counts_for_every_optimizer_that_shares_a_parameter(level):
+    own, shared = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    first = torch.optim.SGD([own.weight, shared.weight], lr=0.5)
+    second = torch.optim.SGD([shared.weight], lr=0.5)
+    amp.initialize([own, shared], [first, second], opt_level=level, **DYNAMIC)
+    backward(loss_of(own) + loss_of(shared, math.inf), first)
+    assert step_all((second, first)) == [True, True]
     assert torch.isfinite(shared.weight).all()
 
 

@@ -2,6 +2,8 @@
 changes nothing, costs a master none of its low bits; one that lasts reaches the elements that it changed, and no other.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from training import backward
 import amp_patch as amp
 
 LOWS = {"O2": torch.float16, "O5": torch.bfloat16}
+LEVELS = {low: level for level, low in LOWS.items()}
 STEPS = 12
 LR = 2.0**-14  # so small that a step moves a 16-bit weight by less than its spacing
 BATCH = [[0, 1, 2], [3, 4, 0]]
@@ -93,6 +96,86 @@ def attack_in_place(model):
 @pytest.mark.parametrize("touch", [touch_in_place, attack, attack_in_place], ids=lambda one: one.__name__)
 def test_an_edit_that_leaves_the_values_leaves_the_masters(level, touch):
     assert_equal(train(level, touch), train(level))
+
+
+def load(model, optimizer):
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def load_twice(model, optimizer):
+    load(model, optimizer)
+    load(model, optimizer)
+
+
+def train_a_step(model, optimizer):
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+
+
+def adopt_another(model, optimizer):
+    other = nn.Linear(2, 2)
+    level = LEVELS[model.last.weight.dtype]
+    amp.initialize(other, torch.optim.SGD(other.parameters(), lr=LR), opt_level=level, loss_scale=1.0, verbosity=0)
+
+
+def refresh(model, optimizer):
+    amp.refresh()
+
+
+def load_scales(model, optimizer):
+    amp.load_state_dict(amp.state_dict())
+
+
+def save(model, optimizer):
+    model.state_dict()
+
+
+def evaluate(model, optimizer):
+    with torch.no_grad():
+        loss_of(model)
+
+
+def copy_weights(parameters, values):
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def exchange_data(parameters, values):
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value.to(parameter.dtype, copy=True)
+
+
+def copy_data(parameters, values):
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+
+
+BEFORE = [load, load_twice, train_a_step, adopt_another, refresh]
+WITHIN = [evaluate, save, refresh, load_scales, adopt_another]
+
+
+@pytest.mark.parametrize("within", WITHIN, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("before", BEFORE, ids=lambda one: one.__name__)
+def test_weights_that_are_swapped_out_and_back_keep_their_masters(level, before, within):
+    for swap in (copy_weights, exchange_data, copy_data):
+        model, optimizer = start(level)
+        before(model, optimizer)
+        expected = [master.detach().clone() for master in amp.master_params(optimizer)]
+        stored = [parameter.detach().clone() for parameter in model.parameters()]
+        average = [value * 0.5 + 1 for value in stored]
+        swap(model.parameters(), average)
+        if swap is not copy_data:  # which nothing shows
+            within(model, optimizer)
+            assert_equal(model.parameters(), average)
+        evaluate(model, optimizer)
+        assert_equal(model.parameters(), average)
+        swap(model.parameters(), stored)
+        evaluate(model, optimizer)
+        assert_equal(model.state_dict().values(), expected)
+        assert not torch.equal(expected[0], stored[0].float())
+        amp.reset()
 
 
 def test_an_embedding_whose_norms_are_within_bounds_is_trained_as_one_without(level):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from devices import requires_cpu
 from reference import make_batches, make_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import backward, take_step, train
 
 import amp_patch as amp
@@ -349,7 +350,32 @@ class Trainer(nn.Module):
         return self.part["inner"](*inputs)
 
 
+class Product(nn.Module):
+    """A layer of somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def make_encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 2, enable_nested_tensor=False)
+
+
+MASK = nn.Transformer.generate_square_subsequent_mask(5)
 PARTS = {
+    "encoder with a mask": (make_encoder, lambda: [torch.ones(5, 2, 4), MASK]),
+    "encoder layer": (lambda: make_encoder().layers[0], lambda: [torch.ones(5, 2, 4)]),
+    "decoder": (
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0), 1),
+        lambda: [torch.ones(5, 2, 4), torch.ones(3, 2, 4), MASK],
+    ),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), lambda: [torch.ones(5, 2, 4)] * 3),
+    "own": (Product, lambda: [torch.ones(3, 4)]),
+    "own in Sequential": (lambda: nn.Sequential(Product(), nn.PReLU()), lambda: [torch.ones(3, 4)]),
     "bilinear": (lambda: nn.Bilinear(4, 4, 2), lambda: [torch.ones(3, 4), torch.ones(3, 4)]),
     "conv": (
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
@@ -390,6 +416,38 @@ def test_parts_that_are_called_directly_take_float32_inputs(level, name):
     assert all(map(torch.equal, floating(copied.part["inner"](*inputs)), alone))
     amp.reset()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Residual(nn.Module):
+    """Hands float32 to a layer of its own on purpose, where only `x * w` is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Scale()
+
+    def forward(self, inputs):
+        return self.inner(inputs.float() / 3)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append(inputs.dtype)
+        return inputs * self.weight
+
+
+def test_float32_that_a_module_hands_on_to_a_layer_stays_float32():
+    model = Trainer(Residual())
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    part = model.part["inner"]
+    model(torch.ones(2, 4))
+    part(torch.ones(2, 4))
+    checkpoint(part, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    assert part.inner.seen == [torch.float32] * 4
 
 
 def test_a_part_that_was_made_float32_again_is_not_given_16_bits():

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 
 import pytest
 import torch
@@ -135,6 +136,69 @@ def test_a_hundred_skips_in_a_row_are_an_error_that_names_the_parameters():
             backward(compute_loss(model), optimizer)
             optimizer.step()
     assert amp.stats().steps_skipped == 100
+
+
+@pytest.mark.parametrize("skips_itself", [False, True], ids=["steps", "skips itself"])
+def test_a_scale_that_falls_for_good_is_warned_of_again_and_ends_training(skips_itself):
+    """Good batches come between bad ones, so that no hundred steps in a row are skipped; or the loop itself skips."""
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    with (
+        pytest.warns(UserWarning, match="loss scale has fallen to") as caught,
+        pytest.raises(amp.GradientOverflowError, match=r"2\*\*100.*min_loss_scale"),
+    ):
+        for number in range(400):
+            optimizer.zero_grad()
+            backward(compute_loss(model, factor=math.nan if number % 3 else 1.0), optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not skips_itself or torch.isfinite(norm):
+                optimizer.step()
+    assert [str(one.message) for one in caught if "has fallen" not in str(one.message)] == []
+    assert len(caught) > 2 and len({str(one.message) for one in caught}) == len(caught)
+    assert all(torch.isfinite(weight).all() for weight in weights(model))
+
+
+def test_with_a_minimum_bad_batches_are_skipped_without_end():
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", min_loss_scale=1.0, verbosity=0)
+    with pytest.warns(UserWarning, match="has fallen to 1.0") as caught:
+        for number in range(240):
+            optimizer.zero_grad()
+            backward(compute_loss(model, factor=math.nan if number % 2 else 1.0), optimizer)
+            optimizer.step()
+    assert len(caught) == 1 and amp.stats().steps_skipped == 120
+
+
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["inside", "delayed"])
+@pytest.mark.parametrize("name", ["parameters", "master_params"])
+@pytest.mark.parametrize(
+    ("level", "scale", "is_warned"),
+    [("O0", 8.0, True), ("O1", 8.0, True), ("O1", 1.0, False), ("O2", 8.0, True), ("O5", 1.0, True)],
+)
+def test_clipping_gradients_that_are_still_scaled_is_warned_of(level, scale, is_warned, name, is_delayed):
+    model, optimizer = make()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def clip():
+            given = model.parameters() if name == "parameters" else amp.master_params(optimizer)
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which no block scales
+            nn.utils.clip_grad_norm_(given, 1.0)
+
+        with amp.scale_loss(compute_loss(model), optimizer, delay_unscale=is_delayed) as scaled_loss:
+            scaled_loss.backward()
+            if not is_delayed:
+                clip()
+        if is_delayed:
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(compute_loss(model), optimizer)
+        clip()
+    assert ["clip after the block" in str(one.message) for one in caught] == [True] * is_warned
 
 
 def test_a_static_scale_warns_once_and_never_skips():

@@ -1,5 +1,12 @@
 """`apex.contrib`: the parts of it that have a counterpart in torch or here."""
 
+from typing import NoReturn
+
+from .._finder import refuse_name
 from . import clip_grad as clip_grad
 from . import optimizers as optimizers
 from . import xentropy as xentropy
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)

@@ -1,5 +1,8 @@
 """`apex.fp16_utils`: training in float16 by hand. `amp.initialize(opt_level="O2")` does all of it for you."""
 
+from typing import NoReturn
+
+from .._finder import refuse_name
 from . import fp16_optimizer, fp16util, loss_scaler
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (
@@ -34,3 +37,7 @@ __all__ = [
     "to_python_float",
     "tofp16",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)

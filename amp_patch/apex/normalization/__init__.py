@@ -1,5 +1,12 @@
 """`apex.normalization`: Apex's layer norms as subclasses of torch's; checkpoints are interchangeable with theirs."""
 
+from typing import NoReturn
+
+from .._finder import refuse_name
 from .fused_layer_norm import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)

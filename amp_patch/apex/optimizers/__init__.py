@@ -5,16 +5,27 @@ lost its options on the way, and rounded the state of 16-bit parameters when it 
 layout. With `amp.initialize` at O2 or O5 they step on float32 masters like any other optimizer.
 """
 
+from typing import NoReturn
+
+from .._finder import refuse_name
 from .fp16_optimizer import FP16_Optimizer
+from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
+from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 
 __all__ = [
     "FP16_Optimizer",
+    "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
+    "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)

@@ -1,6 +1,6 @@
 """`FusedOptimizer`: what Apex's optimizers have in common."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -96,6 +96,35 @@ class FusedOptimizer(torch.optim.Optimizer):
                 moment = state[name] = moment.to(dtype)
             moments.append(moment)
         return moments
+
+    # ---- masters of its own ------------------------------------------------------------------------------------------
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        """Tell whether the optimizer steps on a float32 copy of a parameter, which its state has as `master`."""
+        return False
+
+    def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return what to step on: masters, and parameters without one as they are.
+
+        Where a parameter is no longer its rounded master, it was written, and the master takes its value.
+        """
+        targets = []
+        for parameter in params:
+            if not self._has_master(parameter) or parameter.dtype is full_dtype(parameter):
+                targets.append(parameter)
+                continue
+            state, full = self.state[parameter], parameter.detach().to(full_dtype(parameter))
+            master = state.get("master", full)
+            state["master"] = torch.where(master.to(parameter.dtype) == parameter, master, full)
+            targets.append(state["master"])
+        return targets
+
+    @staticmethod
+    def _push_masters(params: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Round masters to their parameters."""
+        for parameter, target in zip(params, targets, strict=True):
+            if target is not parameter:
+                parameter.copy_(target)
 
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
         """Count a step of the group and return its number, from 1.

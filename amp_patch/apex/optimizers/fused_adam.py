@@ -22,13 +22,13 @@ class FusedAdam(FusedOptimizer):
     Args:
         max_grad_norm: the norm of the gradients of a group to clip to, 0: do not clip. Apex had it in 2019.
         capturable: accepted; `step` raises in the capture of a CUDA graph.
-        amsgrad, master_weights: raise OptimizerError if true; `amp.initialize(opt_level="O2")` gives any optimizer
-            masters.
+        master_weights: step on float32 masters of 16-bit parameters, which the state dict has, unlike Apex's. Under
+            `amp.initialize` at O2 or O5 there are masters already, and it makes none.
+        amsgrad: raises OptimizerError if true.
     """
 
-    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "capturable")
+    _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "capturable", "master_weights")
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
-    master_weights = False
     reads_flag = True
 
     def __init__(
@@ -47,11 +47,6 @@ class FusedAdam(FusedOptimizer):
         *,
         max_grad_norm: float = 0.0,
     ) -> None:
-        if master_weights:
-            raise OptimizerError(
-                "FusedAdam keeps no masters of its own: leave out master_weights and use amp.initialize(...,"
-                ' opt_level="O2")'
-            )
         if not isinstance(bias_correction, (bool, int)):
             raise OptimizerError(
                 f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
@@ -67,6 +62,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none, amsgrad)
         self.adam_w_mode = bool(adam_w_mode)
         self.capturable = capturable
+        self.master_weights = bool(master_weights)
 
     def step(
         self,
@@ -94,9 +90,10 @@ class FusedAdam(FusedOptimizer):
             if group.get("max_grad_norm"):
                 factor = ((total_norm(gradients) + 1e-6) / group["max_grad_norm"]).clamp(min=1.0)
                 gradients = [g.to(full_dtype(g)) / factor.to(g.device) for g in gradients]
+            targets = self._get_masters(params)
             adam_(
                 gradients,
-                params,
+                targets,
                 self._moments(params, "exp_avg"),
                 self._moments(params, "exp_avg_sq"),
                 betas=group["betas"],
@@ -105,6 +102,10 @@ class FusedAdam(FusedOptimizer):
                 found_inf=self.found_inf,
                 **self._options_of_step(group, self._count_step(group)),
             )
+            self._push_masters(params, targets)
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self.master_weights
 
     def _options_of_step(self, group: dict[str, Any], step: int | Tensor) -> dict[str, Any]:
         """Return the arguments of the formula that depend on the kind of FusedAdam."""

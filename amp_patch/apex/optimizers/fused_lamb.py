@@ -55,9 +55,10 @@ class FusedLAMB(FusedOptimizer):
     def _update(self, work: Work) -> None:
         gradient_norm = total_norm([gradient for _, _, gradients in work for gradient in gradients])
         for group, params, gradients in work:
+            targets = self._get_masters(params)
             lamb_(
                 gradients,
-                params,
+                targets,
                 self._moments(params, "exp_avg"),
                 self._moments(params, "exp_avg_sq"),
                 lr=float(group["lr"]),
@@ -72,3 +73,4 @@ class FusedLAMB(FusedOptimizer):
                 max_gradient_norm=self.defaults["max_grad_norm"],
                 always_adapts=self.use_nvlamb,
             )
+            self._push_masters(params, targets)

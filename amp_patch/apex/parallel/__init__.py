@@ -3,8 +3,11 @@
 Importing it starts nothing; `LARC` is the submodule, as in Apex, and the class is `LARC.LARC`.
 """
 
+from typing import NoReturn
+
 from torch.distributed import ReduceOp
 
+from .._finder import refuse_name
 from . import LARC, distributed
 from .distributed import DistributedDataParallel, Reducer
 from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
@@ -19,3 +22,7 @@ __all__ = [
     "create_syncbn_process_group",
     "distributed",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)

@@ -1,48 +1,90 @@
 """Imported by every Python that starts below `amp-patch run`, which puts this folder on PYTHONPATH: installs the
 stand-in for `apex`, what lays lists over torch.autocast, and what records steps, then runs the `sitecustomize` that
 would have been imported without it.
+
+A Python of another installation may be of any version, 2.7 too, and lack this package or what that needs: nothing is
+installed there, and nothing is said.
 """
 
-import importlib.util
 import json
 import os
 import sys
-from importlib.machinery import PathFinder
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-def _install() -> None:
+def _start():  # type: () -> None
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
-    if settings is None:
+    if settings is None or sys.version_info < (3, 10):
         return
-    if importlib.util.find_spec("amp_patch") is None:
-        sys.path.append(settings["root"])  # it was found in the working directory
+    from importlib.util import find_spec
+
+    is_found = find_spec("amp_patch") is not None
+    if settings["python"] == [sys.prefix, sys.version_info[0], sys.version_info[1]]:
+        if not is_found:
+            sys.path.append(settings["root"])  # it was found in the working directory
+        _install(settings)
+    elif is_found:
+        before = set(sys.modules)
+        try:
+            _install(settings)
+        except Exception:  # whatever another version of Python or of the package makes of it
+            for name in set(sys.modules) - before:
+                if name.partition(".")[0] == "amp_patch":
+                    del sys.modules[name]
+
+
+def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
     if "scratch" in settings:
         from amp_patch.scratch.redirect import redirect
 
         redirect(**settings["scratch"])
     from amp_patch.apex import install
 
-    install(**settings["options"])
+    installed = install(**settings["options"])
+    try:
+        _watch(settings)
+    except Exception:
+        installed.remove()
+        raise
+
+
+def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
     if "native" in settings:
-        from amp_patch.cli.recording import take_over
+        from amp_patch.cli.recording import forget_told, take_over
 
         take_over(**settings["native"])
+        if settings.pop("is_first", False) and settings["native"]["told"] is not None:
+            os.environ["AMP_PATCH_RUN"] = json.dumps(settings)  # of all that this one starts
+            forget_told(settings["native"]["told"])
     if "watch" in settings:
         from amp_patch.cli.recording import record
 
         record(**settings["watch"])
 
 
-def _run_the_next() -> None:
+def _run_the_next():  # type: () -> None
+    if sys.version_info < (3,):  # noqa: UP036
+        import imp
+
+        try:
+            found = imp.find_module("sitecustomize")
+        except ImportError:
+            return
+        imp.load_module("sitecustomize", *found)
+        return
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
+        module = module_from_spec(spec)
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
 
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
-_install()
-_run_the_next()
+try:
+    _start()
+finally:
+    _run_the_next()

@@ -155,8 +155,10 @@ class Summary:
         return len(found) > 1 and len(set(found)) == 1
 
 
-def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float:
-    """Return the part of gradients that would be zero in a dtype under a loss scale."""
+def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
+    """Return the part of gradients that would be zero in a dtype under a loss scale; None under one that is none."""
+    if not 0 < scale < math.inf:
+        return None
     if low not in FORMATS:
         return 0.0
     return find_shares(gradients, low, scale).zero

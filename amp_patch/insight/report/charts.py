@@ -10,6 +10,7 @@ from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
+LINE_WIDTH, DASH = 2, 8
 
 
 class Series(NamedTuple):
@@ -33,9 +34,28 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     parts = [*axes.grid()]
     if noise:
         parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
-    # later lines are thinner, so that one which runs on another still shows on both sides of it
-    parts += [axes.draw(one, 1.4 + 0.6 * (len(series) - 1 - order)) for order, one in enumerate(series)]
+    tracks = [axes.track(one.values) for one in series]
+    firsts = [next(other for other in range(len(series)) if _run_together(track, tracks[other])) for track in tracks]
+    for order, one in enumerate(series):
+        place = firsts[:order].count(firsts[order])
+        parts.append(axes.draw(one, _style_line(place, firsts.count(firsts[order]))))
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+
+
+def _run_together(track: Sequence[float], other: Sequence[float]) -> bool:
+    """Tell whether two lines are so close everywhere that one hides the other; their heights are in pixels."""
+    pairs = list(zip(track, other, strict=False))
+    return len(track) == len(other) and all(
+        abs(y - y_of_other) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_other)) for y, y_of_other in pairs
+    )
+
+
+def _style_line(place: int, count: int) -> str:
+    """Return the style of one of several lines that run together: they take turns, each in its own colour."""
+    style = f"stroke-width:{LINE_WIDTH}"
+    if count > 1:
+        style += f";stroke-linecap:butt;stroke-dasharray:{DASH} {DASH * (count - 1)};stroke-dashoffset:{-DASH * place}"
+    return style
 
 
 def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float, Markup]]]:
@@ -77,7 +97,11 @@ class _Axes:
             yield element("text", str(step), x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
-    def draw(self, series: Series, width: float) -> Markup:
+    def track(self, values: Sequence[float]) -> list[float]:
+        """The heights of a line, NaN where there is none."""
+        return [self._y(value) if math.isfinite(value) else math.nan for value in values]
+
+    def draw(self, series: Series, style: str) -> Markup:
         """A line with its range and its ticks, in a group of its own."""
         parts = []
         if any(low != high for low, high in zip(series.low, series.high, strict=True)):
@@ -97,9 +121,7 @@ class _Axes:
             x, y = self._x(step), HEIGHT - BOTTOM
             title = element("title", f"{series.name}: step {step + 1} was skipped")
             parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
-        return element(
-            "g", *parts, class_=f"c{series.colour}", data_series=series.name, style=f"stroke-width:{width:.1f}"
-        )
+        return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """What is between two lines."""

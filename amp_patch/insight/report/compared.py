@@ -133,7 +133,7 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
     record = summary.gradients
     if record is None or not record.counts:
         return
-    scales = [row.scale for row in rows if row.run.low == "f16" and row.scale and row.scale >= 1]
+    scales = [row.scale for row in rows if row.run.low == "f16" and row.scale and 1 <= row.scale < math.inf]
     power = min(POWERS, round(math.log2(max(scales, default=1.0))))
     low = "f16"
     yield element(

@@ -1,7 +1,14 @@
 """`apex.contrib.optimizers`: Apex's first fused optimizers, with the arguments of 2019, and their `FP16_Optimizer`."""
 
+from typing import NoReturn
+
+from ..._finder import refuse_name
 from ...optimizers import FusedLAMB, FusedSGD
 from ...optimizers.fp16_optimizer import FP16_Optimizer
 from .fused_adam import FusedAdam
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_name(__name__, name)
