@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..interrupts import TerminatedError
 from ..script_settings import NoRegionError
 from . import run as runs
-from .recording import ERROR, NO_REGION
+from .recording import ERROR, NO_REGION, WAITING
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class ScriptRunner:
         self._force = arguments.force
         self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
+        self._prog = arguments.parser.prog
+        self._has_told_of_waiting = False
         self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
     def __call__(self, run: "Run") -> "Recording":
@@ -126,18 +128,30 @@ class ScriptRunner:
                 log = Path(folder, "printed")
 
             def is_over() -> bool:
+                if self._is_quiet and Path(folder, WAITING).exists():
+                    self._tell_of_waiting()
                 return any(until(recording) for _, recording in _read(folder))
 
             code = _call([sys.executable, *line], environment, is_over, log)
             refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
-            if refusal.exists():
-                raise NoRegionError(refusal.read_text(encoding="utf-8"))
             if error.exists():
                 self._said = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             found = _read(folder)
+            if refusal.exists() and not found:
+                raise NoRegionError(refusal.read_text(encoding="utf-8"))
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
+
+    def _tell_of_waiting(self) -> None:
+        """Say once that a quiet script may run to its end for nothing."""
+        if not self._has_told_of_waiting:
+            self._has_told_of_waiting = True
+            print(
+                f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
+                " torch.autocast or amp.initialize (Ctrl-C ends it)",
+                file=sys.stderr,
+            )
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":

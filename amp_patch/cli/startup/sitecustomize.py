@@ -18,13 +18,14 @@ def _install() -> None:
         return
     if importlib.util.find_spec("amp_patch") is None:
         sys.path.append(settings["root"])  # it was found in the working directory
+    os.environ["AMP_PATCH_RUN"] = json.dumps({**settings, "is_first": False})  # for those that this one starts
     from amp_patch.apex import install
 
     install(**settings["options"])
     if "native" in settings:
         from amp_patch.cli.recording import take_over
 
-        take_over(**settings["native"])
+        take_over(is_first=settings["is_first"], **settings["native"])
     if "watch" in settings:
         from amp_patch.cli.recording import record
 
