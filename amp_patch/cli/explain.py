@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     if recording.run.is_native and not recording.run.low:
         print(
-            "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later; --everywhere"
-            " --opt-level O4 shows what it would run in bfloat16"
+            "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
+            " --everywhere --opt-level O4 shows what it would run in bfloat16"
         )
     _write_html(recording, arguments)
     if len(recordings) > 1:

@@ -144,8 +144,8 @@ def _print_refusal(kind: type[BaseException], error: BaseException, trace: types
 
 
 def _make_excepthook(folder: str) -> Callable[..., None]:
-    """Return what prints the traceback of what ends the script, unless that is Ctrl-C, and leaves a short one in `ERROR`;
-    of a level that the script cannot have, the message alone.
+    """Return what prints the traceback of what ends the script, and leaves a short one in `ERROR`: of a level that the
+    script cannot have, the message alone. Of Ctrl-C the command says a line.
     """
 
     def tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:

@@ -161,8 +161,9 @@ class Recorder(Probe):
 def describe_run(session: Session) -> RunRecord:
     """Return what there is to say of the run of a session."""
     low, oplists = session.policy.low_dtype, session.oplists
+    steps_before, needs_scaler = 0, False
     if isinstance(session, NativeSession):
-        low = session.seen_low
+        low, steps_before, needs_scaler = session.seen_low, session.steps_before, session.needs_scaler
     name, digest = "", ""
     lists: tuple[str, ...] = ()
     if low is not None:
@@ -179,6 +180,8 @@ def describe_run(session: Session) -> RunRecord:
         rank=find_rank() or 0,
         is_native=isinstance(session, NativeSession),
         prefixes=find_prefixes(session.models()),
+        steps_before=steps_before,
+        needs_scaler=needs_scaler,
     )
 
 

@@ -51,7 +51,7 @@ class StepChecks:
 
     def note_compiled_region(self) -> None:
         """Take note of a region in compiled code, where no session can be opened."""
-        self._is_compiled = True
+        self._is_compiled = torch.is_grad_enabled()
 
     def note_amp(self) -> None:
         """Take note that the script calls `amp.initialize`."""
@@ -61,10 +61,10 @@ class StepChecks:
         """Tell whether the step that begins would need a loss scale in float16, and has none."""
         return self._loses_range and not is_scaling
 
-    def check(self, level: str | None, low: torch.dtype | None, *, is_missed: bool, is_scaling: bool) -> None:
+    def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step that follows a region which cannot be as it was told to be.
 
-        `low` is the dtype of the level; `is_missed`: there should be a session by now, and there is none.
+        `low` is the dtype of the level; `is_changing`: anything is to run otherwise than the script has it.
         """
         if self.is_waiting and not self._stepped_at:
             self._stepped_at = find_line()
@@ -72,7 +72,7 @@ class StepChecks:
                 f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"
                 " torch.autocast for the first time"
             )
-        if self._is_compiled and is_missed:
+        if self._is_compiled and is_changing:
             raise PolicyError(
                 "the first region of torch.autocast is in compiled code, where lists cannot change it: enter"
                 " torch.autocast around the call of the compiled model instead"

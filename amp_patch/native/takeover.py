@@ -357,8 +357,7 @@ class Takeover:
     def _check_step(self) -> None:
         session = self.session()
         low = None if session is None or self._level is None else session.policy.low_dtype
-        is_missed = self.changes and session is None
-        self._checks.check(self._level, low, is_missed=is_missed, is_scaling=self._is_scaling)
+        self._checks.check(self._level, low, is_changing=self.changes, is_scaling=self._is_scaling)
         if session is not None and self._checks.needs_scaler(is_scaling=self._is_scaling):
             session.needs_scaler = True
 

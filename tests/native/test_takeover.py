@@ -231,14 +231,59 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         train()
     with native.install("O1"), pytest.raises(PolicyError, match="GradScaler"):
         train(torch.bfloat16)
-    with native.install("O4"), pytest.raises(NoRegionError, match=r"test_takeover\.py:\d+ steps"):
-        train_plainly()
     with pytest.raises(PolicyError, match="scales no loss"):
         native.install("O1", everywhere=True)
     with native.install("O4", everywhere=True), pytest.raises(PolicyError, match="leave --everywhere"):
         train()
     with pytest.raises(OpListError):
         native.install(lists="no_such_list")
+
+
+def lbfgs() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def evaluate_then_train_plainly() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    train_plainly()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(
+    "before", [train_plainly, lbfgs, evaluate_then_train_plainly], ids=["plain", "closure", "evaluated"]
+)
+def test_steps_before_the_first_region_are_left_alone(
+    before: Callable[[], None], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with native.install(level):
+        wanted = train(torch.float16)
+    caplog.clear()
+    with native.install(level) as takeover:
+        before()
+        told = [record.getMessage() for record in caplog.records if "without mixed precision" in record.getMessage()]
+        assert len(told) == (before is not evaluate_then_train_plainly)
+        assert is_same(train(torch.float16), wanted)
+        takeover.check_end()
+
+
+def test_a_script_that_never_had_a_region_is_refused_at_its_end() -> None:
+    with native.install("O4") as takeover:
+        train_plainly()
+        with pytest.raises(NoRegionError, match=r"test_takeover\.py:\d+ steps"):
+            takeover.check_end()
+    with native.install("O0") as takeover:
+        train_plainly()
+        takeover.check_end()  # there is nothing to be missed
 
 
 def test_another_install_replaces_the_first_and_remove_needs_no_handle():
