@@ -214,6 +214,24 @@ def test_regions_that_autocast_knows_are_known_here(tmp_path: Path) -> None:
         assert model(torch.ones(2, 2)).dtype is torch.float32
 
 
+def test_an_assignment_by_index_casts_where_a_list_says_so(tmp_path: Path) -> None:
+    index = torch.tensor([0, 2])
+
+    def assign(dtype: torch.dtype, given: torch.dtype) -> Tensor:
+        x = torch.zeros(3, 2, dtype=dtype)
+        x[index] = torch.ones(2, 2, dtype=given)
+        return x
+
+    with native.install(lists=write(tmp_path, "promote: [__setitem__]")):
+        with torch.autocast("cpu", torch.bfloat16):
+            for dtype, given in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+                assert assign(dtype, given).sum() == 4
+            assert assign(torch.int64, torch.int64).sum() == 4
+        with pytest.raises(RuntimeError):
+            assign(torch.float32, torch.bfloat16)
+    assert "__setitem__" not in vars(Tensor)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
