@@ -121,8 +121,8 @@ class WholeScript:
         return checkpoint
 
     def _widen_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.numpy` that gives a float32 copy of what is in the region's dtype: numpy has no bfloat16, and a
-        script without mixed precision does not cast by itself.
+        """Return `Tensor.numpy` that gives a float32 copy of what is in the region's dtype: numpy has no bfloat16, and
+        a script without mixed precision does not cast by itself.
         """
 
         @functools.wraps(original)
