@@ -348,6 +348,26 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
     assert len(told) == 1 and "'x' matches no module" in told[0]
 
 
+class OnePart(nn.Module):
+    """Has its only part under the name that wrappers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel], ids=["plain", "wrapped"])
+def test_names_are_those_of_the_scripts_own_model(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    net = OnePart()
+    path = write(tmp_path, "modules: [{match: module.1, run: float32}]")
+    with native.install(lists=path), torch.autocast("cpu", torch.bfloat16):
+        assert wrap(net)(torch.ones(1, 2)).dtype is torch.float32
+        assert net.module[0](torch.ones(1, 2)).dtype is torch.bfloat16
+
+
 class InRegion(nn.Module):
     """Enters autocast in its forward."""
 
