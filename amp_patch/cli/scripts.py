@@ -16,7 +16,7 @@ from ..interrupts import TerminatedError
 from ..script_settings import NoRegionError
 from . import run as runs
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION
+from .recording import ERROR, NO_REGION, WAITING
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class ScriptRunner:
         self._force = arguments.force
         self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
+        self._prog = arguments.parser.prog
+        self._has_told_of_waiting = False
         self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
     def __call__(self, run: "Run") -> "Recording":
@@ -132,6 +134,8 @@ class ScriptRunner:
                 log = Path(folder, "printed")
 
             def is_over() -> bool:
+                if self._is_quiet and Path(folder, WAITING).exists():
+                    self._tell_of_waiting()
                 if any(until(recording) for _, recording in _read(folder)):
                     return True
                 return ranks is not None and ranks.find_code() != 0
@@ -143,14 +147,24 @@ class ScriptRunner:
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
             refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
-            if refusal.exists():
-                raise NoRegionError(refusal.read_text(encoding="utf-8"))
             if error.exists():
                 self._said = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             found = _read(folder)
+            if refusal.exists() and not found:
+                raise NoRegionError(refusal.read_text(encoding="utf-8"))
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
+
+    def _tell_of_waiting(self) -> None:
+        """Say once that a quiet script may run to its end for nothing."""
+        if not self._has_told_of_waiting:
+            self._has_told_of_waiting = True
+            print(
+                f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
+                " torch.autocast or amp.initialize (Ctrl-C ends it)",
+                file=sys.stderr,
+            )
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":
