@@ -143,9 +143,10 @@ class PublicOp:
 
 
 def _names_public(original: Op) -> bool:
-    """Tell whether torch's function itself hands a call over by its public name, which it looks up: methods in C do, and
-    functions in Python that are not decorated. So torch decides in which form the arguments are handed over, and by
-    which of several names (`Tensor.matmul` for `@`).
+    """Tell whether torch's function itself hands a call over by its public name, which it looks up.
+
+    Methods in C do, and functions in Python that are not decorated. So torch decides in which form the arguments are
+    handed over, and by which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
@@ -153,8 +154,8 @@ def _names_public(original: Op) -> bool:
 
 
 _TAKE_LISTS = frozenset(
-    {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "cat", "concat", "concatenate"}
-    | {"stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag", "index_put", "index_put_"}
+    {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
+    | {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
 )
 
 

@@ -2,9 +2,9 @@
 given the originals back.
 
 Where `Search` looks, in every imported module outside torch, this package and the standard library: globals, class
-attributes, default arguments of the functions and methods defined there, and layers, dicts (keys too), lists, tuples and
-sets in globals and class attributes, which may be nested; in models: attributes of their modules, and the classes of
-those and of their parameters. Each kind of slot is one that a published package has;
+attributes, default arguments of the functions and methods defined there, and layers, dicts (keys too), lists, tuples
+and sets in globals and class attributes, which may be nested; in models: attributes of their modules, and the classes
+of those and of their parameters. Each kind of slot is one that a published package has;
 `tests/patching/test_references.py` names it. Namespaces are read with C's own accessors: no property, no descriptor, no
 `__getattr__` and no metaclass gets to run.
 
@@ -217,7 +217,9 @@ class Search:
                 handled.add(id(namespace_of(module)))
         stuck = {}  # by the id of the value: the last of its names
         for prefix, key, value, _ in self._others:
-            if id(value) not in self._exchanged and not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
+            if id(value) in self._exchanged:
+                continue
+            if not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
                 stuck[id(value)] = f"{prefix}.{key} ({type(value).__name__})"
         return list(stuck.values())
 

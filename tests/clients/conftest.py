@@ -22,8 +22,8 @@ OF_OTHERS = {"torch.compile replaced"}  # Lightning, as it is imported
 
 @pytest.fixture(autouse=True)
 def environment_is_left_as_found():
-    """Trainers keep what they were told in variables, such as ACCELERATE_MIXED_PRECISION, and accelerate in a class; later
-    ones read it.
+    """Trainers keep what they were told in variables, such as ACCELERATE_MIXED_PRECISION, and accelerate in a class;
+    later ones read it.
     """
     before = dict(os.environ)
     yield

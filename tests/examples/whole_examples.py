@@ -1,4 +1,4 @@
-"""Every example as a reader runs it, to its end: `make test-examples` names this file, and other runs do not collect it."""
+"""Every example as a reader runs it, to its end. `make test-examples` names this file; other runs do not collect it."""
 
 import subprocess
 import sys
