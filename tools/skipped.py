@@ -4,8 +4,8 @@
     python tools/skipped.py FOLDER
 
 Reads the reports that `make` has pytest write (JUnit's XML). The last line counts the tests that passed somewhere and
-those that failed somewhere, each once. Exits with 1 if a test failed, or if a test that needs a package was run by no environment:
-each package of a client or an example is in one of them.
+those that failed somewhere, each once. Exits with 1 if a test failed, or if no environment has the package that a test
+needs: each package of a client or an example is to be in one of them.
 """
 
 import sys
@@ -30,7 +30,9 @@ def read(paths: Iterable[Path]) -> dict[str, list[tuple[str, str]]]:
             if case.find("failure") is not None or case.find("error") is not None:
                 outcomes[name].append(("failed", ""))
             elif skipped is not None:
-                outcomes[name].append(("skipped", skipped.get("message") or ""))
+                # of a module that is skipped as a whole, the reason is at the end of a tuple with its place
+                reason = (skipped.text or "").partition("Skipped: ")[2].rstrip("')\"") or skipped.get("message") or ""
+                outcomes[name].append(("skipped", reason))
             else:
                 outcomes[name].append(("passed", ""))
     return outcomes
