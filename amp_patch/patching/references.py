@@ -173,6 +173,7 @@ class Search:
         # a replacement's own closure holds the original, and is to keep it
         self._seen = {id(function) for function in functions.values()}
         self._others: list[_Other] = []
+        self._is_held_elsewhere = False  # one of the functions, in something that is neither a global nor an attribute
         self._exchanged: set[int] = set()  # ids of the tuples and frozensets that others take the place of
 
     def look_through(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
@@ -209,7 +210,7 @@ class Search:
 
     def find_stuck(self) -> list[str]:
         """Return what holds one of the functions where it cannot be redirected, as `module.name (its class)` each."""
-        if not self._is_held_elsewhere():
+        if not self._is_held_elsewhere:
             return []
         handled = set(self._seen)
         for module in list(sys.modules.values()):
@@ -222,11 +223,6 @@ class Search:
             if not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
                 stuck[id(value)] = f"{prefix}.{key} ({type(value).__name__})"
         return list(stuck.values())
-
-    def _is_held_elsewhere(self) -> bool:
-        """Tell whether one of the functions is in something that is neither a global nor a class attribute."""
-        contents = _contents_of_all([value for _, _, value, _ in self._others], self._seen)
-        return not self._ids.isdisjoint(map(id, contents))
 
     def _enter(self, slot: Slot, function: Any, after: Any = None) -> None:
         """Enter a slot that refers to a function, and what it is to hold if that is not just the replacement."""
@@ -330,7 +326,9 @@ class Search:
 
     def _search_containers(self) -> None:
         """Look through what the search has come by, and what that holds in turn."""
-        if not self._is_held_elsewhere():
+        contents = _contents_of_all([value for _, _, value, _ in self._others], self._seen)
+        self._is_held_elsewhere = not self._ids.isdisjoint(map(id, contents))
+        if not self._is_held_elsewhere:
             return
         for _, _, value, place in self._others:
             if place is not None and not self._ids.isdisjoint(map(id, _contents_of_all([value], self._seen))):
