@@ -10,11 +10,12 @@
 #             PYTHON=python3.12 another Python, for which other packages are not pinned
 # make soak   thousands of steps, sessions and interrupts in one process: nothing may have grown
 # make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
-# make test-clients-quick  those with packages that are installed in a minute, less the slow ones; CI runs this too
+# make test-examples  every example as a reader runs it, each to its end, and the tests of qlora. In .venv-demo
 # make docs   the pages of docs/ as a site, in site/; a warning is an error. In .venv-docs, without torch
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
 #
 # Most use .venv. An environment is made on the first run and installed into again only when a requirement changed.
+# REPORTS=FOLDER has test, test-clients and test-examples write what became of each test, for tools/skipped.py.
 
 PYTHON ?= python3
 # another torch than the pinned one, and the environment for it
@@ -28,9 +29,11 @@ ARGS ?=
 # tests that share what is slow to start go to one process
 PYTEST_ARGS ?= --numprocesses auto --dist loadgroup
 BENCH_ARGS ?=
+REPORTS ?=
+report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 CHECK_PYTHON := $(if $(OTHER_PYTHON),: )$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "the pinned requirements need Python 3.11: make PYTHON=python3.11")'
 
-.PHONY: demo docs fuzz lint sim soak test unit test-torch test-clients test-clients-quick bench install
+.PHONY: demo docs fuzz lint sim soak test unit test-torch test-clients test-examples bench install
 
 demo: .venv-demo/.installed $(if $(filter qlora,$(EXAMPLE)),.venv-demo/.installed-qlora)
 	.venv-demo/bin/python examples/$(EXAMPLE).py --plot demo.png $(ARGS)
@@ -52,11 +55,11 @@ lint: $(STAMP)
 	$(PY) -m mypy --strict amp_patch
 
 test: lint sim
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) $(call report,test)
 
 # processes of its own: the device cannot be unregistered. Few interrupts, which hit code of the host
 sim: $(STAMP)
-	AMP_PATCH_DEVICE=sim AMP_PATCH_INTERRUPTS=25 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/devices tests/training tests/session \
+	AMP_PATCH_DEVICE=sim AMP_PATCH_INTERRUPTS=25 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) $(call report,sim) tests/devices tests/training tests/session \
 		tests/apex/test_apex_amp.py tests/apex/test_apex_fp16_utils.py
 
 unit: $(STAMP)
@@ -72,19 +75,25 @@ test-torch: $(STAMP)
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py $(ARGS)
 
-# no two versions of a package go into one environment; what tests/clients does not find installed, it skips
+# no two versions of a package go into one environment; what tests/clients does not find installed, it skips. Without
+# MKL_CBWR, a product's last bits depend on where in memory its operands are, and so does a training that is resumed
 CLIENTS := 4 5
 
 test-clients: $(CLIENTS:%=.venv-clients-%/.installed)
 	for each in $(CLIENTS); do \
-		OMP_NUM_THREADS=1 .venv-clients-$$each/bin/python -m pytest $(PYTEST_ARGS) tests/clients || exit; \
+		OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE .venv-clients-$$each/bin/python -m pytest $(PYTEST_ARGS) $(call report,clients-$$each) \
+			tests/clients || exit; \
 	done
 
-test-clients-quick: .venv-clients-quick/.installed
-	OMP_NUM_THREADS=1 .venv-clients-quick/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/clients
+test-examples: .venv-demo/.installed-tests
+	OMP_NUM_THREADS=1 .venv-demo/bin/python -m pytest $(PYTEST_ARGS) $(call report,examples) \
+		tests/examples/test_qlora.py tests/examples/whole_examples.py
 
-.venv-clients-%/.installed: requirements-clients-%.txt requirements-clients-quick.txt requirements-clients.txt \
-		requirements-dev.txt setup.py pyproject.toml
+.venv-demo/.installed-tests: requirements-clients.txt .venv-demo/.installed-qlora
+	.venv-demo/bin/python -m pip install --quiet --requirement requirements-clients.txt
+	touch $@
+
+.venv-clients-%/.installed: requirements-clients-%.txt requirements-clients.txt requirements-dev.txt setup.py pyproject.toml
 	$(PYTHON) -m venv .venv-clients-$*
 	.venv-clients-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-clients-$*.txt
 	.venv-clients-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .

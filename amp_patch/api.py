@@ -26,6 +26,7 @@ from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
 from .session import current as _current
+from .torch_private import without_overrides
 from .training import UnscaledBlock
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def initialize(
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
     before = _current.state.session
-    opened = _current.initialize(policy, model_list, optimizer_list, **options)
+    with without_overrides():
+        opened = _current.initialize(policy, model_list, optimizer_list, **options)
     _announce(opened, is_known=opened is before)
     return returned
 

@@ -31,9 +31,19 @@ class Watcher:
 watchers: list[Watcher] = []
 
 
+class _Number:
+    """How many events were told so far."""
+
+    value = 0
+
+
+number = _Number()
+
+
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Tell all watchers of an event, in a region in which casts are off: what they compute is none of the script's."""
     if watchers:
+        number.value += 1
         with region:
             for watcher in tuple(watchers):
                 getattr(watcher, event)(*facts)

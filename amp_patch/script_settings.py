@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .errors import SessionError
+from .errors import PolicyError, SessionError
 
 _OF_LEVELS = frozenset(
     {"cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights"}
@@ -12,6 +12,12 @@ _OF_LEVELS = frozenset(
 
 class NoRegionError(SessionError):
     """A script has neither `amp.initialize` nor `torch.autocast`, so nothing says where casts may act."""
+
+
+class UnsuitedLevelError(PolicyError):
+    """A level that was laid over a script cannot be: the regions of `torch.autocast` do not have it, or nothing scales
+    the loss. The script is not at fault.
+    """
 
 
 class Settings(NamedTuple):

@@ -87,6 +87,10 @@ def get_sparse_values(gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
+# A block in which tensors' own `__torch_function__` is not asked: their attributes are read as they are, and no cast is
+# theirs to answer. Without it: a class that knows a few functions raises where it is asked for its dtype.
+without_overrides = torch._C.DisableTorchFunctionSubclass
+
 # `__torch_dispatch__` of classes that answer nothing themselves. Without it: subclasses of Parameter count as opaque.
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 

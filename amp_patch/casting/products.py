@@ -101,7 +101,7 @@ class Products:
 
     def _run_unlisted(self, original: Op) -> Op:
         def make() -> Op:
-            public = PublicOp(getattr(original, "__name__", ""), is_of_torch=True)
+            public = PublicOp(getattr(original, "__name__", ""), original)
             return public.lead_to(self.run_low(original, public))
 
         return self._replacements.get("product", original, make)
@@ -128,7 +128,7 @@ class Products:
             for value in (*args, *kwargs.values()):
                 for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                     if tensor.dtype is low:
-                        if tensor.device.type != device_type or is_opaque(tensor):
+                        if is_opaque(tensor) or tensor.device.type != device_type:
                             return original, args, kwargs
                         found += 1
                     elif tensor.is_floating_point() or tensor.is_complex():
@@ -203,31 +203,32 @@ class Products:
 
     # ---- whitelisted products ----------------------------------------------------------------------------------------
 
-    def round_operands(
-        self, original: Op, low: Op, in_region: Callable[..., Call], beside: Callable[..., Call]
-    ) -> Rule:
-        """Round all tensors, compute in float32, and round the result.
+    def round_operands(self, original: Op, low: Op, in_region: Callable[..., Call]) -> Rule:
+        """Round all tensors, compute in float32, and round the result. An opaque operand is asked for no more than one
+        cast, to the low dtype: what comes of it is computed as `low` does.
 
         Args:
             low: the op where nothing is cast.
-            in_region, beside: how the op is called in a region, and with a tensor that is not to be cast.
+            in_region: how the op is called in a region.
         """
-        to_low, compute = self._cast, self._compute(original, self.to_operand)
+        to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
+        compute = self._compute(original, self.to_operand)
 
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
             if kwargs and kwargs.get("out") is not None:
                 return low, args, kwargs
             if mode is not Mode.BY_LISTS:
                 return in_region(low, args, kwargs, mode)
-            count = 0
+            count, is_opaque_here = 0, False
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor):
                     count += 1
-                    if value.__class__ not in PLAIN_CLASSES and is_opaque(value):
-                        return beside(value, low, args, kwargs)
+                    is_opaque_here |= value.__class__ not in PLAIN_CLASSES and is_opaque(value)
                 elif value.__class__ is list or value.__class__ is tuple:
-                    count += len(list(tensors_in(value)))
-            if count < 2 or "out_dtype" in kwargs:
+                    for tensor in tensors_in(value):
+                        count += 1
+                        is_opaque_here |= tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor)
+            if count < 2 or is_opaque_here or "out_dtype" in kwargs:
                 return (low, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
 

@@ -8,6 +8,7 @@ overrides disabled, it casts; so casts happen below overrides, as those of torch
 
 import functools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -105,8 +106,8 @@ class PublicOp:
     """One op by its public name.
 
     Args:
-        name: of the op. Methods such as `__matmul__` return NotImplemented if no argument handles the call.
-        is_of_torch: whether it is torch's, and so to be overridden at all.
+        name: of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
+        original: torch's function; None for functions that are not torch's, which are never overridden.
         takes_lists: whether it takes tensors in lists, which may answer, too.
 
     Attributes:
@@ -114,16 +115,15 @@ class PublicOp:
             not asked while Dynamo traces, which knows overrides by itself.
     """
 
-    __slots__ = ("_function", "_is_operator", "has_overrides")
+    __slots__ = ("_by_torch", "_function", "_is_operator", "has_overrides")
 
-    def __init__(self, name: str, *, is_of_torch: bool, takes_lists: bool = False) -> None:
+    def __init__(self, name: str, original: Op | None, *, takes_lists: bool = False) -> None:
         self._function: Callable[[], Op | None] = lambda: None
         self._is_operator = name.startswith("__")
+        self._by_torch = original if original is not None and _names_public(original) else None
         self.has_overrides: Callable[[Sequence[Any]], bool] = _find_none
-        if is_of_torch and (takes_lists or name in _TAKE_LISTS):
-            self.has_overrides = _has_some_in_lists
-        elif is_of_torch:
-            self.has_overrides = has_torch_function
+        if original is not None:
+            self.has_overrides = _has_some_in_lists if takes_lists or name in _TAKE_LISTS else has_torch_function
 
     def lead_to(self, function: Op) -> Op:
         """Set the function that the name holds, and return it. It is held weakly, since it refers to this object."""
@@ -132,6 +132,8 @@ class PublicOp:
 
     def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the arguments or the mode handle the call."""
+        if self._by_torch is not None:
+            return self._by_torch(*args, **kwargs)
         try:
             return handle_torch_function(self._function(), _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
         except TypeError:
@@ -140,7 +142,21 @@ class PublicOp:
             raise
 
 
-_TAKE_LISTS = frozenset({"einsum", "multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+def _names_public(original: Op) -> bool:
+    """Tell whether torch's function itself hands a call over by its public name, which it looks up.
+
+    Methods in C do, and functions in Python that are not decorated. So torch decides in which form the arguments are
+    handed over, and by which of several names (`Tensor.matmul` for `@`).
+    """
+    if type(original) is types.FunctionType:
+        return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
+    return type(original) is types.MethodDescriptorType
+
+
+_TAKE_LISTS = frozenset(
+    {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
+    | {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
+)
 
 
 def _has_some_in_lists(values: Sequence[Any]) -> bool:
@@ -154,7 +170,7 @@ def _has_some_in_lists(values: Sequence[Any]) -> bool:
 _find_none: Callable[[Sequence[Any]], bool] = functools.partial(operator.is_, None)
 
 
-NEVER_OVERRIDDEN = PublicOp("", is_of_torch=False)
+NEVER_OVERRIDDEN = PublicOp("", None)
 """For functions that are not torch's."""
 
 

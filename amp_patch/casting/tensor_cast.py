@@ -18,17 +18,27 @@ CONVERSIONS = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torc
 """What casts to a dtype, in less time than `Tensor.to`."""
 
 
-def is_uncastable(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is never cast to a low dtype although its dtype is castable: an op on it runs in the dtype
-    that it shows. Opaque tensors are (those of quantization libraries), and on a CPU, which has no 16-bit products of
-    them, compressed sparse ones.
+def is_compressed(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is compressed sparse, float32 and on a CPU, which has no 16-bit products of those: an op on
+    it runs in float32.
     """
-    return is_opaque(tensor) or (tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32)
+    return tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32
 
 
-def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False) -> TensorCast:
+def is_uncastable(tensor: Tensor) -> bool:
+    """Tell whether a tensor of a castable dtype is not cast to float32: an op on it runs in the dtype that it shows."""
+    return is_opaque(tensor) or is_compressed(tensor)
+
+
+def make_plain_cast(
+    dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
+) -> TensorCast:
     """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
-    other as it is. Where kernels of a low dtype get the result (`is_for_kernels`), uncastable ones, too.
+    other as it is.
+
+    Args:
+        is_for_kernels: kernels of a low dtype get the result: leave compressed sparse tensors on a CPU as they are.
+        takes_opaque: ask opaque tensors for a cast, too, as torch.autocast does where it runs an op in a low dtype.
     """
     # `device.type` makes a string, at a tenth of what a cast costs
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
@@ -38,11 +48,12 @@ def make_plain_cast(dtype: torch.dtype, device_type: str, *, is_for_kernels: boo
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE:
             return tensor
+        is_plain = tensor.__class__ in PLAIN_CLASSES  # others may answer each of these questions by code of their own
+        if not is_plain and not takes_opaque and is_opaque(tensor):
+            return tensor
         if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
             return tensor
-        if asks_layout and tensor.layout is not strided and is_uncastable(tensor):
-            return tensor
-        if tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor):
+        if is_plain and asks_layout and tensor.layout is not strided and is_compressed(tensor):
             return tensor
         return convert(tensor)
 

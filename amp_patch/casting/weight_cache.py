@@ -162,7 +162,7 @@ class WeightCache:
             if is_dynamo_compiling():
                 return plain_cast(tensor)
             key = id(tensor)
-            if tensor.dtype is not float32:
+            if tensor.dtype is not float32 or tensor.__class__ not in PLAIN_CLASSES:
                 return plain_cast(tensor)
             if tensor.numel() < smallest:
                 count = uses.get(key, 0)

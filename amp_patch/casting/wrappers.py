@@ -22,7 +22,7 @@ from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .products import Products
 from .replacement import ALWAYS, Call, Op, PublicOp, Replacements, Rule, replace, run_in_region
-from .tensor_cast import CONVERSIONS, cast_arguments, cast_nested, is_uncastable, make_plain_cast
+from .tensor_cast import CONVERSIONS, cast_arguments, cast_nested, is_compressed, is_uncastable, make_plain_cast
 from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products, which would cast to low again what these were to compute in float32.
@@ -85,7 +85,7 @@ class OpCasts:
         self.by_torch: OpCasts | None = None
         """Replaces ops that torch.autocast is to cast; None leaves them alone. See `choose`."""
         self._rounds = in_float32 is not None and in_float32.takes_all
-        self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds)
+        self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds, takes_opaque=True)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain = self.to_low
         self._valid: Mapping[int, ValidEntry] = _NOTHING
@@ -113,7 +113,7 @@ class OpCasts:
         is_torchs = _is_torchs(original)
         # a user's function of that name may take anything
         name = getattr(original, "__name__", "") if is_torchs else ""
-        public = PublicOp(name, is_of_torch=is_torchs, takes_lists=kind == "sequence_promote")
+        public = PublicOp(name, original if is_torchs else None, takes_lists=kind == "sequence_promote")
         if self.casts_inside and not is_torchs and kind in ("whitelist", "blacklist"):
             return replace(original, self._cast_inside(kind, original), self.switch, public, ALWAYS)
         return public.lead_to(self._replace(kind, original, name, public))
@@ -124,7 +124,7 @@ class OpCasts:
         if self.in_float32 is not None and self.in_float32.covers(name):
             computed, original = original, self.in_float32.run_low(original)
             if kind == "whitelist" and self._rounds and op_lists.is_product(name):
-                rule = self.in_float32.round_operands(computed, original, self._in_region, self._beside)
+                rule = self.in_float32.round_operands(computed, original, self._in_region)
                 return replace(original, rule, self.switch, public, ALWAYS)
         if kind == "blacklist" and original is _LAYER_NORM:
             original = layer_norm
@@ -163,8 +163,9 @@ class OpCasts:
         float32, strided, convert = torch.float32, torch.strided, CONVERSIONS[dtype]
         on_cpu, on_cuda = self.device_type == "cpu", self.device_type == "cuda"
         get_entry, owned, caches_leaves = self._valid.get, self._owned, self.autocast is not None
+        stays = is_compressed
         if dtype is float32:
-            get_entry, owned = _NOTHING.get, _NOTHING
+            get_entry, owned, stays = _NOTHING.get, _NOTHING, is_uncastable
 
         def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
             if position is not None and (kwargs.get("inplace") or (len(args) > position and args[position])):
@@ -189,8 +190,8 @@ class OpCasts:
                                 values[index] = entry[0]
                                 continue
                         elif (
-                            (value.is_cpu if on_cpu else value.is_cuda and on_cuda)
-                            and value.__class__ in PLAIN_CLASSES
+                            value.__class__ in PLAIN_CLASSES
+                            and (value.is_cpu if on_cpu else value.is_cuda and on_cuda)
                             and value.layout is strided
                             and id(value) not in owned
                             and not (caches_leaves and value.requires_grad and value.is_leaf)
@@ -198,7 +199,7 @@ class OpCasts:
                             values[index] = convert(value)
                             continue
                     values[index] = cast(value)
-                    if values[index] is value and is_uncastable(value):
+                    if values[index] is value and stays(value):
                         return self._beside(value, original, args, kwargs)
                 elif value.__class__ is list or value.__class__ is tuple:
                     if value and value[0].__class__ is not int:
@@ -220,7 +221,7 @@ class OpCasts:
             return (original, *cast_arguments(args, kwargs, self.to_float))
         if not self._rounds:
             for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and is_uncastable(value):
+                if isinstance(value, Tensor) and is_compressed(value):
                     return self._beside(value, original, args, kwargs)
         return (original, *cast_arguments(args, kwargs, self.to_low))
 
@@ -276,13 +277,13 @@ class OpCasts:
                 return walk(*filter(_is_given, (value, weight, bias)), *rest, **named)
             x, w, b = value, weight, None if bias is _MISSING else bias
             try:
-                if x.dtype is not low and (x := plain_cast(x)) is value and is_uncastable(x):
+                if x.dtype is not low and (x := plain_cast(x)) is value and is_compressed(x):
                     return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if (dtype := w.dtype) is not low:
                     entry = get_entry(id(w)) if dtype is float32 else None
                     valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
                     w = entry[0] if valid else to_low(w)  # type: ignore[index]
-                    if w is weight and is_uncastable(w):
+                    if w is weight and is_compressed(w):
                         return walk(*filter(_is_given, (value, weight, bias)), *rest)
                 if b is not None and (dtype := b.dtype) is not low:
                     entry = get_entry(id(b)) if dtype is float32 else None

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--steps", type=steps, default=(1, 2), metavar="A:B", help="optimizer steps to record, from 0 (default: 1:2)"
+        "--steps",
+        type=steps,
+        metavar="A:B",
+        help="optimizer steps to record, from 0 (default: 1:2; with --lists or --opt-level, the second step after the"
+        " script first enters torch.autocast)",
     )
     parser.add_argument(
         "--by",
@@ -55,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_report(text)
         _write_html(recording, arguments)
         return 0
-    first, last = arguments.steps
-    found = ScriptRunner(arguments).watch(Run("recorder:Recorder", {"first": first, "last": last}))
+    first, last = arguments.steps or (1, 2)
+    options = {"first": first, "last": last, "counts_before": arguments.steps is not None}
+    found = ScriptRunner(arguments).watch(Run("recorder:Recorder", options))
     code, recordings = found.code, found.recordings
     if found.is_interrupted and not any(one.ops for one in recordings):
         raise KeyboardInterrupt
@@ -70,13 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     recording = recordings[0]
     if not has_ops:
         taken = found.steps[0]
+        if taken > last:
+            raise SessionError(
+                f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
+                f" {taken}:{taken + 1}"
+            )
         raise SessionError(
             f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     if recording.run.is_native and not recording.run.low:
-        print("\nthe script has no mixed precision: --everywhere --opt-level O4 shows what it would run in bfloat16")
+        print(
+            "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
+            " --everywhere --opt-level O4 shows what it would run in bfloat16"
+        )
     _write_html(recording, arguments)
     if len(recordings) > 1:
         print(f"\nthis is the first of {len(recordings)} processes")

@@ -164,8 +164,8 @@ def prepare(
     """Return the arguments of `python`, and its environment, that run a script or module.
 
     `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With
-    `needs_region`, a script without amp is refused even where nothing is to be changed. One process says on stderr what
-    was changed, unless `is_quiet`.
+    `needs_region`, it sees nothing before the script has amp, and a script without is refused at its end. One process
+    says on stderr what was changed, unless `is_quiet`.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
@@ -175,10 +175,9 @@ def prepare(
     }
     if scratch is not None:
         settings["scratch"] = scratch
-    is_watched = watch is not None
-    if is_watched:
+    if watch is not None:
         settings["watch"] = watch
-    if is_watched or everywhere or opt_level is not None or lists:
+    if watch is not None or everywhere or opt_level is not None or lists:
         told = None
         if not is_quiet:
             told = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.told")
@@ -190,7 +189,7 @@ def prepare(
             "lists": lists,
             "everywhere": everywhere,
             "needs_region": needs_region,
-            "is_watched": is_watched,
+            "folder": None if watch is None else watch["folder"],
         }
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*flags, *command], _make_environment(settings)

@@ -19,7 +19,7 @@ from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as runs
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION, PROGRESS
+from .recording import ERROR, NO_REGION, PROGRESS, WAITING
 from .values import check_lists
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class ScriptRunner:
             if runs.IS_WINDOWS:
                 arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
             self._folders = Folders(self._prog.split()[-1])
+        self._has_told_of_waiting = False
         self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
 
     def __call__(self, run: "Run") -> "Recording":
@@ -187,6 +188,8 @@ class ScriptRunner:
             def is_over() -> bool:
                 if self._is_quiet:
                     progress.tell()
+                    if Path(folder, WAITING).exists():
+                        self._tell_of_waiting()
                 if any(until(recording) for _, recording in _read(folder)):
                     return True
                 return ranks is not None and ranks.find_code() != 0
@@ -198,13 +201,13 @@ class ScriptRunner:
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
             refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
-            if refusal.exists():
-                raise NoRegionError(refusal.read_text(encoding="utf-8"))
             if error.exists():
                 self._said = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             found = _read(folder)
+            if refusal.exists() and not found:
+                raise NoRegionError(refusal.read_text(encoding="utf-8"))
         return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
 
     @contextlib.contextmanager
@@ -223,6 +226,16 @@ class ScriptRunner:
         """Say what repeated runs have written, and where; nothing where they wrote nothing."""
         for line in self._folders.describe() if self._folders is not None else ():
             print(f"{self._prog}: {line}", file=sys.stderr)
+
+    def _tell_of_waiting(self) -> None:
+        """Say once that a quiet script may run to its end for nothing."""
+        if not self._has_told_of_waiting:
+            self._has_told_of_waiting = True
+            print(
+                f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
+                " torch.autocast or amp.initialize (Ctrl-C ends it)",
+                file=sys.stderr,
+            )
 
 
 class _Progress:

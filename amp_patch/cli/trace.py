@@ -274,7 +274,7 @@ def _tell_of_search(found: Watched, *, is_all: bool) -> None:
 
 
 def _tell_of_none(found: Watched, first: int, prog: str) -> int:
-    steps_taken = max(found.steps, default=0) - first
+    steps_taken = _count_seen(found, first)
     if _are_all_skipped(found, first):
         return 0
     if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
@@ -302,7 +302,13 @@ def _tell_of_none(found: Watched, first: int, prog: str) -> int:
 
 def _are_all_skipped(found: Watched, first: int) -> bool:
     """Tell whether the script ended well, and each of its steps was skipped as a dynamic loss scale came down."""
-    return 0 < max(found.steps, default=0) - first <= len(_find_searches(found)) and not found.code
+    return 0 < _count_seen(found, first) <= len(_find_searches(found)) and not found.code
+
+
+def _count_seen(found: Watched, first: int) -> int:
+    """Return how many steps were looked at, from `first` on: none before the script entered what was to be changed."""
+    begun = max((one.run.steps_before for one in found.recordings), default=0)
+    return max(found.steps, default=0) - max(first, begun)
 
 
 def _share(text: str) -> float:

@@ -17,7 +17,7 @@ import types
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, find_fault, get_op_names
+from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, SET_ITEM, find_fault, get_op_names
 
 Key = tuple[str, str]  # owner name, attribute name
 
@@ -175,7 +175,7 @@ def find_or_none(op: str) -> dict[Key, object | None]:
 
 def is_inplace(name: str) -> bool:
     """Whether an op of this name writes to its first argument; augmented operators are not asked for here."""
-    return name.endswith("_") and not name.endswith("__")
+    return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:

@@ -27,6 +27,9 @@ SEARCHED = ("torch", "torch.nn.functional", "torch.Tensor", "torch.special", "to
 # nn.RNN and its relatives call the C functions through torch._VF, which torch.lstm and the others do not pass by.
 RNN = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell"))
 
+SET_ITEM = "__setitem__"
+"""`x[index] = values`, which torch runs below `index_put_` and `copy_`."""
+
 # Names of one and the same op: naming one names them all. Two names belong together when they compute the same function
 # of the same arguments, in any order and up to argument defaults, because a rule looks at nothing but the dtypes.
 # Kept apart on purpose: float_power (always float64), fmod (rounds otherwise than remainder), equal (gives one bool for
@@ -77,7 +80,7 @@ ALIASES = (
     "igammac gammaincc",
 )
 GROUPS = {name: tuple(group.split()) for group in ALIASES for name in group.split()}
-OPERATORS = frozenset(name for name in GROUPS if name.startswith("__"))
+OPERATORS = frozenset(name for name in GROUPS if name.startswith("__")) | {SET_ITEM}
 
 # The casts themselves call these, or they are no computation.
 REFUSED = frozenset(

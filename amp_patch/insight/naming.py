@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_dispatch import find_backward
+from ..torch_dispatch import find_backward, get_current_node
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -38,6 +38,8 @@ _BY: dict[str, str | None] = {  # None: the user's
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
+_RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
+"""What calls a forward again: torch's checkpoints, and those that scripts write as functions of autograd."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
 
 
@@ -104,6 +106,36 @@ def is_under_checkpoint() -> bool:
     return frame is not None
 
 
+def find_recomputed() -> nn.Module | None:
+    """Return the module of which a checkpoint runs a method again, or a closure over it: no hook is called for it.
+
+    It is that of the outermost call below the checkpoint.
+    """
+    found: nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not _calls_forward(frame.f_code):
+        found = _find_module(frame) or found
+        frame = frame.f_back
+    return None if frame is None else found
+
+
+def _calls_forward(code: types.CodeType) -> bool:
+    """Tell whether code is torch's that calls a forward again, or a `backward` that may."""
+    is_of_forward = code.co_name == "apply" and code.co_varnames[:1] == ("cls",)
+    return code.co_filename.startswith(_RECOMPUTES) and not is_of_forward
+
+
+def _find_module(frame: types.FrameType) -> nn.Module | None:
+    """Return the module that a call is of: its first argument, its `self`, or the only one that it knows."""
+    known, code = frame.f_locals, frame.f_code
+    for name in (*code.co_varnames[: min(1, code.co_argcount)], "self"):
+        module = known.get(name)
+        if isinstance(module, nn.Module):
+            return module
+    modules = {id(one): one for one in known.values() if isinstance(one, nn.Module)}
+    return next(iter(modules.values())) if len(modules) == 1 else None
+
+
 @functools.cache
 def _find_by(file: str) -> str | None:
     """Return what code in a file is, None for the user's own; a process has some hundreds of files."""
@@ -147,12 +179,12 @@ class ModuleStack:
 
     def here(self) -> str:
         """Return the name of the innermost module that is running in this thread, "" outside of all."""
-        running = self._running()
+        running = self._find_running()
         return running[-1][1] if running else ""
 
     def module_here(self) -> nn.Module | None:
         """Return that module."""
-        running = self._running()
+        running = self._find_running()
         return running[-1][0] if running else None
 
     def names_of_like(self) -> list[str]:
@@ -162,10 +194,19 @@ class ModuleStack:
 
     def modules_here(self) -> list[nn.Module]:
         """Return the modules that are running in this thread, innermost first."""
-        return [module for module, _ in reversed(self._running())]
+        return [module for module, _ in reversed(self._find_running())]
 
     def _running(self) -> list[tuple[nn.Module, str]]:
         return self._local.modules
+
+    def _find_running(self) -> list[tuple[nn.Module, str]]:
+        """Return what is running; where a checkpoint runs a part of a module again, that module."""
+        running = self._running()
+        if not running and get_current_node() is not None:
+            known = self._names.get(id(find_recomputed()))
+            if known is not None:
+                return [known]
+        return running
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         running = self._running()

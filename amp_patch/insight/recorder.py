@@ -29,10 +29,19 @@ class Recorder(Probe):
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
         on_end: called when step `last` begins.
+        counts_before: whether steps count that were taken before the script entered what it was told to change.
     """
 
-    def __init__(self, first: int = 0, last: int | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        first: int = 0,
+        last: int | None = None,
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        counts_before: bool = True,
+    ) -> None:
         super().__init__(on_end)
+        self._counts_before = counts_before
         self._first = first
         self._last = last
         self._folding = Folding()
@@ -58,6 +67,10 @@ class Recorder(Probe):
         if self._session is session:
             return
         self._session = session
+        if isinstance(session, NativeSession) and self._counts_before:
+            self._count += session.steps_before
+            if self._finder is not None:
+                self._finder.step = self._count
         self.stop()
         if self._is_in_window():
             self._observe(session)
@@ -122,7 +135,7 @@ class Recorder(Probe):
         if self._is_in_window():
             if self._observer is None:
                 self._observe(session)
-        elif self._observer is not None:
+        elif self._observer is not None or self._is_late():
             self.stop()
             self._on_end()
 
@@ -135,6 +148,10 @@ class Recorder(Probe):
     def _is_in_window(self) -> bool:
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
+    def _is_late(self) -> bool:
+        """Tell whether the session was opened after the last step that was to be recorded."""
+        return self._last is not None and self._last <= self._count and not self._steps
+
     def _observe(self, session: Session) -> None:
         self._observer = Observer(session, self._folding, self._finder)
         self._observers.append(self._observer)
@@ -144,8 +161,9 @@ class Recorder(Probe):
 def describe_run(session: Session) -> RunRecord:
     """Return what there is to say of the run of a session."""
     low, oplists = session.policy.low_dtype, session.oplists
+    steps_before, needs_scaler = 0, False
     if isinstance(session, NativeSession):
-        low = session.seen_low
+        low, steps_before, needs_scaler = session.seen_low, session.steps_before, session.needs_scaler
     name, digest = "", ""
     lists: tuple[str, ...] = ()
     if low is not None:
@@ -162,6 +180,8 @@ def describe_run(session: Session) -> RunRecord:
         rank=find_rank() or 0,
         is_native=isinstance(session, NativeSession),
         prefixes=find_prefixes(session.models()),
+        steps_before=steps_before,
+        needs_scaler=needs_scaler,
     )
 
 

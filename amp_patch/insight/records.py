@@ -23,7 +23,8 @@ SCHEMA = 1
 class RunRecord:
     """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists;
     `is_native`: by no `amp.initialize`, but what the script does by itself; `prefixes`: of several models, what the
-    names of their modules begin with.
+    names of their modules begin with; `steps_before`: how many steps the script took before it entered what was to be
+    watched; `needs_scaler`: in float16 it would need a loss scale, and it has none.
     """
 
     kind: ClassVar[str] = "run"
@@ -38,6 +39,8 @@ class RunRecord:
     schema: int = SCHEMA
     is_native: bool = False
     prefixes: tuple[str, ...] = ()
+    steps_before: int = 0
+    needs_scaler: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,9 @@ class FaultRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRecord:
-    """What was compared: runs with `reference`, for so many steps from each seed, on what machine, by what command."""
+    """What was compared: runs with `reference`, for so many steps from each seed, on what machine, by what command; and
+    which runs that are compared by default were left out, and why.
+    """
 
     kind: ClassVar[str] = "comparison"
 
@@ -210,6 +215,7 @@ class ComparisonRecord:
     seeds: tuple[int, ...]
     machine: str
     command: str
+    left_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from ..torch_private import BatchNormBase
 from .naming import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
+_OF_MODULES = (Mode.LOW, Mode.FLOAT32)
+"""The modes of regions that module rules open. A checkpoint that a script has written runs a module again without."""
+
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
     **dict.fromkeys(("torch.Tensor", "torch._C.TensorBase"), "Tensor"),
@@ -92,7 +95,7 @@ class RuleFinder:
             rule, entry = self.find_module_rule(module)
         if site.by == "border":
             return "border of the cast", entry or policy.opt_level or ""
-        if rule:
+        if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry
         if module is None or policy.cast_model_type is None:
             return "", ""

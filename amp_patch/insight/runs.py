@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import events
 from ..errors import ArgumentTypeError, ArgumentValueError, SessionError
 from ..script_settings import Settings, in_force
+from ..step_counter import StepCounter
 from .records import Record, Recording, RunRecord
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class Run:
 
 
 class Probe(events.Watcher, abc.ABC):
-    """What watches a run, and counts its steps: those of the optimizer that steps first, since a GAN's two optimizers
-    take one step together.
+    """What watches a run, and counts its steps, as `StepCounter` does.
 
     Args:
         on_end: called when it has seen enough; that does not return.
@@ -55,7 +55,8 @@ class Probe(events.Watcher, abc.ABC):
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._count = 0
-        self._counted_optimizer: int | None = None
+        self._counter = StepCounter()
+        self._answered = -1, False  # at which event it was asked last whether a step counts, and the answer
         self.run: RunRecord | None = None
 
     @property
@@ -73,7 +74,7 @@ class Probe(events.Watcher, abc.ABC):
     def session_closing(self, session: "Session") -> None:
         """Stop: the next session has optimizers and patches of its own."""
         self.stop()
-        self._counted_optimizer = None
+        self._counter.forget()
 
     @abc.abstractmethod
     def stop(self) -> None:
@@ -84,10 +85,10 @@ class Probe(events.Watcher, abc.ABC):
         """Return the records so far, after that of the run."""
 
     def _is_counted(self, optimizer: "Optimizer") -> bool:
-        """Tell whether the steps of an optimizer are counted: those of the first that asks."""
-        if self._counted_optimizer is None:
-            self._counted_optimizer = id(optimizer)
-        return self._counted_optimizer == id(optimizer)
+        """Tell whether the step that has ended is counted. Asked once or more for each step."""
+        if self._answered[0] != events.number.value:
+            self._answered = events.number.value, self._counter.note(optimizer)
+        return self._answered[1]
 
 
 Runner = Callable[[Run], Recording]
@@ -164,7 +165,8 @@ class FunctionRunner:
     def __call__(self, run: Run) -> Recording:
         """Run it once, up to the step with which the probe has seen enough. What it raises before leaves, too.
 
-        Raises SessionError if the function opens no session and enters no `torch.autocast`.
+        Raises SessionError if the function opens no session and enters no `torch.autocast`. Steps before the first of
+        these are not watched.
         """
         from .. import native  # imports torch
         from ..session import current
@@ -182,6 +184,7 @@ class FunctionRunner:
                 seed_when_imported(run.seed)
             with contextlib.suppress(_EnoughSeenError):
                 self._train()
+                takeover.check_end()
         return probe.recording
 
     def _leave(self) -> None:

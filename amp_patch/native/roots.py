@@ -51,12 +51,21 @@ def find_line() -> str:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return what wrappers are around, under whose names a script knows its modules."""
+    """Return what wrappers are around, under whose names a script knows its modules.
+
+    A wrapper is of a library: a model of the script's may well have its only part under such a name.
+    """
     for name in _WRAPPED * 2:
         inner = getattr(module, name, None)
-        if isinstance(inner, nn.Module) and len(list(module.children())) == 1:
+        if isinstance(inner, nn.Module) and len(list(module.children())) == 1 and _is_of_library(module):
             module = inner
     return module
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    """Tell whether the class of a module is torch's, ours, or of an installed package."""
+    file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
+    return file.startswith(_NOT_THE_SCRIPTS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _holds(owner: nn.Module, module: nn.Module) -> bool:

@@ -46,6 +46,10 @@ class NativeSession(Session):
 
     gives_way = True
     find_root = staticmethod(find_root)
+    steps_before = 0
+    """How many steps of the script had ended when this was opened."""
+    needs_scaler = False
+    """Whether a step that follows a region had no loss scale, which it would need in float16."""
 
     def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, with_all: bool) -> None:
         super().__init__(policy, device_type, 1, has_models=False, autocast=autocast)

@@ -26,12 +26,13 @@ from ..dtypes import dtype_name
 from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
-from ..reporting import say, warn
-from ..script_settings import NoRegionError
+from ..reporting import say, say_loudly, warn
+from ..script_settings import UnsuitedLevelError
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled, reads_found_inf
 from .roots import calls_under_way, find_line, find_root
 from .session import AS_IS, NativeSession, overlay_policy, own_lists
+from .step_checks import StepChecks
 from .whole_script import HAS_REGIONS, WholeScript
 
 PLAIN = "O0"
@@ -46,7 +47,8 @@ class Takeover:
         lists: op lists on top of these; later ones win.
         compute: as for `amp.initialize`, with a level.
         everywhere: for a script without regions: this thread is one region from the first call of a model on.
-        needs_region: raise an error for an optimizer step without a region, even if nothing would be changed.
+        needs_region: wait for the first region, even if nothing would be changed.
+        on_plain_step: called with a line of text if the script steps before the region that is waited for.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Takeover:
         *,
         everywhere: bool = False,
         needs_region: bool = False,
+        on_plain_step: Callable[[str], None] = say_loudly,
     ) -> None:
         self._level = opt_level
         self._policy = None if opt_level is None else make_policy(opt_level, {})
@@ -64,9 +67,10 @@ class Takeover:
         self._compute = compute
         self._everywhere = everywhere
         self._needs_region = needs_region
-        self._was_in_region = False
-        self._was_missed = False  # the first region is in compiled code
-        self._called_at = ""  # the line that called a model
+        is_changing = self.changes and opt_level != PLAIN
+        self._checks = StepChecks(
+            needs_region=needs_region or is_changing, is_everywhere=everywhere, on_plain_step=on_plain_step
+        )
         self._scaler: weakref.ref[Any] | None = None
         level_dtype = None if self._policy is None else self._policy.low_dtype
         self._whole_script = WholeScript(level_dtype or torch.bfloat16, self._ensure, self._is_of_amp)
@@ -122,6 +126,10 @@ class Takeover:
         self._close()  # the session patches what this does, later
         self._undo.close()
 
+    def check_end(self) -> None:
+        """Raise NoRegionError at the end of a script that has trained, and entered no region to be changed."""
+        self._checks.check_end()
+
     def __enter__(self) -> "Takeover":
         return self
 
@@ -155,9 +163,10 @@ class Takeover:
         if self._level is None and low is None and (self._lists or not self._is_watching):
             return None
         if compiling.is_at_work():
-            self._was_missed = True  # no session can be opened there
+            self._checks.note_compiled_region()  # no session can be opened there
             return None
         opened = self._make(device_type, low)
+        opened.steps_before = self._checks.take_count()
         current.open_session(opened)
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and scaler.is_enabled():
@@ -191,8 +200,8 @@ class Takeover:
             if not is_region_enabled(region) or self._is_of_amp():
                 return original(region)
             self._check_region()
-            self._was_in_region = True
             dtype = region.fast_dtype
+            self._checks.note_region(dtype)
             is_first = self.session() is None
             session = self._ensure(region.device, dtype)
             if is_first and session is not None:
@@ -228,7 +237,7 @@ class Takeover:
             raise PolicyError(HAS_REGIONS)
         policy = self._policy
         if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
-            raise PolicyError(
+            raise UnsuitedLevelError(
                 f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of"
                 f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
                 " optimizer) as scaled: scaled.backward()`; for Trainer, Lightning and Accelerate see"
@@ -264,11 +273,11 @@ class Takeover:
         """Return the session in force; open one for a model that is called, where there is something to do for it."""
         session = self.session()
         device_type = next(root.parameters()).device.type
-        self._called_at = self._called_at or find_line()
+        self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:
             self._whole_script.enter(device_type)
             session = self.session()
-        if session is None and device_type != "meta":
+        if session is None and device_type != "meta" and not self._checks.is_waiting:
             is_in_region = torch.is_autocast_enabled(device_type)
             session = self._ensure(device_type, torch.get_autocast_dtype(device_type) if is_in_region else None)
         return session
@@ -324,6 +333,8 @@ class Takeover:
             finally:
                 self._is_scaling = before
             session = self.session()
+            if not self._told and not self._is_of_amp():
+                self._checks.end_step(optimizer, is_open=session is not None)
             if session is not None and scaler.is_enabled() and not self._told:
                 session.use_scaler(scaler)
                 self._tell_begin(session, optimizer)
@@ -333,7 +344,10 @@ class Takeover:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_of_amp() or _has_closure(args, kwargs):  # the forward pass is still to come
+        if self._is_of_amp():
+            self._checks.note_amp()
+            return
+        if _has_closure(args, kwargs):  # the forward pass is still to come
             return
         self._check_step()
         self._whole_script.leave_for_step()
@@ -342,34 +356,11 @@ class Takeover:
             self._tell_begin(session, optimizer)
 
     def _check_step(self) -> None:
-        """Raise PolicyError before the first step of a script that would train otherwise than it was told to."""
-        is_needed = self._needs_region or (self.changes and self._level != PLAIN)
-        if is_needed and not self._was_in_region:
-            where = f"{find_line()} steps"
-            where = f"{self._called_at} calls the model and {where}" if self._called_at else where
-            hint = ""
-            if "apex" in sys.modules:
-                hint = " FP16_Optimizer has no levels."
-            raise NoRegionError(
-                f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
-                " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
-                " torch.autocast(device_type, dtype=torch.bfloat16):` around the call of the model and the loss; or run"
-                " the whole script in one bfloat16 region: amp-patch run --everywhere --opt-level O4, or amp-patch"
-                " compare --everywhere. If the script has mixed precision with certain arguments only, pass them."
-                f"{hint}"
-            )
         session = self.session()
-        if self.changes and self._was_missed:
-            raise PolicyError(
-                "the first region of torch.autocast is in compiled code, where lists cannot change it: enter"
-                " torch.autocast around the call of the compiled model instead"
-            )
         low = None if session is None or self._level is None else session.policy.low_dtype
-        if low is torch.float16 and not self._is_scaling:
-            raise PolicyError(
-                f"{self._level} is float16, whose gradients need a loss scale, and this script steps without a"
-                " GradScaler: use O4, or add a torch.amp.GradScaler to the script"
-            )
+        self._checks.check(self._level, low, is_changing=self.changes, is_scaling=self._is_scaling)
+        if session is not None and self._checks.needs_scaler(is_scaling=self._is_scaling):
+            session.needs_scaler = True
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._whole_script.come_back()
@@ -379,6 +370,7 @@ class Takeover:
             self._check_step()
         self._told.add(id(optimizer))
         session = self.session()
+        self._checks.end_step(optimizer, is_open=session is not None)
         if session is not None:
             found_inf = getattr(optimizer, "found_inf", None)  # set for fused steps that skip on the device
             self._tell_end(session, optimizer, is_skipped=isinstance(found_inf, Tensor) and bool(found_inf))

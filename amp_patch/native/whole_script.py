@@ -42,13 +42,14 @@ class WholeScript:
         return self._region is not None
 
     def patches(self) -> list[Patch]:
-        """Return the patches that keep the region around all forward passes, and around nothing else."""
+        """Return the patches that keep the region around all forward passes and around nothing else; and numpy's."""
         return [
             Patch(torch.autograd, "backward", self._without),
             Patch(torch.autograd, "grad", self._without),
             Patch(torch.inference_mode, "__exit__", self._restore_after),
             Patch(torch.utils.checkpoint, "checkpoint", self._enter_before),
             Patch(Optimizer, "__init__", self._open_session_after),
+            Patch(Tensor, "numpy", self._widen_for),
         ]
 
     # ---- in and out --------------------------------------------------------------------------------------------------
@@ -118,6 +119,19 @@ class WholeScript:
             return original(function, *args, **kwargs)
 
         return checkpoint
+
+    def _widen_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Tensor.numpy` that gives a float32 copy of what is in the region's dtype: numpy has no bfloat16, and
+        a script without mixed precision does not cast by itself.
+        """
+
+        @functools.wraps(original)
+        def numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._region is not None and tensor.dtype is self._low:
+                tensor = tensor.float()
+            return original(tensor, *args, **kwargs)
+
+        return numpy
 
     def _open_session_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Open the session early: `F.mse_loss(model(x), y)` looks F.mse_loss up before it calls the model."""

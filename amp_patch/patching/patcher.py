@@ -119,6 +119,28 @@ class Key(Slot):
             dict.update(self._holder, items)
 
 
+class Place(Slot):
+    """A place in a list. Where the list has another length by then, it is not there any more."""
+
+    def read(self) -> Any:
+        return self._holder[self.key] if self.key < list.__len__(self._holder) else ABSENT
+
+    def write(self, value: Any) -> None:
+        list.__setitem__(self._holder, self.key, value)
+
+
+class Member(Slot):
+    """A member of a set."""
+
+    def read(self) -> Any:
+        return self.key if set.__contains__(self._holder, self.key) else ABSENT
+
+    def write(self, value: Any) -> None:
+        before, self.key = self.key, value
+        set.add(self._holder, value)
+        set.discard(self._holder, before)
+
+
 class _WeakSlot(Slot):
     """A slot of an object that may belong to a model, and is not kept alive."""
 
@@ -205,6 +227,11 @@ class Exchange:
     after: Any
     original: Any
     is_patch: bool = False
+
+    @property
+    def is_of_container(self) -> bool:
+        """Whether the slot holds a function in a tuple or frozenset, and not itself."""
+        return isinstance(self.after, (tuple, frozenset))
 
 
 def _plan(patch: Patch) -> Exchange:
@@ -355,7 +382,7 @@ class Patcher:
         if owner is None:  # which slots that are no attributes have, too
             return None
         for exchange in self._exchanges:
-            if exchange.slot.key == name and exchange.slot.owner() is owner:
+            if exchange.slot.key == name and exchange.slot.owner() is owner and not exchange.is_of_container:
                 return exchange
         return None
 

@@ -2,10 +2,14 @@
 given the originals back.
 
 Where `Search` looks, in every imported module outside torch, this package and the standard library: globals, class
-attributes, default arguments of the functions and methods defined there, and dicts (keys too) and layers in globals and
-class attributes; in models: attributes of their modules, and the classes of those. Each kind of slot is one that a
-published package has; `tests/patching/test_references.py` names it. Namespaces are read with C's own accessors: no
-property, no descriptor, no `__getattr__` and no metaclass gets to run.
+attributes, default arguments of the functions and methods defined there, and layers, dicts (keys too), lists, tuples
+and sets in globals and class attributes, which may be nested; in models: attributes of their modules, and the classes
+of those and of their parameters. Each kind of slot is one that a published package has;
+`tests/patching/test_references.py` names it. Namespaces are read with C's own accessors: no property, no descriptor, no
+`__getattr__` and no metaclass gets to run.
+
+The containers matter most to tensors that answer calls themselves: their `__torch_function__` is given what the public
+name holds, and looks it up there.
 
 Passed over are packages that torch itself is built on, and any package none of whose modules holds a module of torch,
 `torch.Tensor` or a patched function: it has no way to come by one.
@@ -20,7 +24,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_private import FUNCTION_TABLES
+from ..dtypes import PLAIN_CLASSES
+from ..torch_private import FUNCTION_TABLES, get_own_buffers, get_own_parameters
 from . import pickling
 from .patcher import (
     ClassAttribute,
@@ -29,8 +34,10 @@ from .patcher import (
     InstanceAttribute,
     Item,
     Key,
+    Member,
     PartialFunction,
     Patcher,
+    Place,
     Slot,
     attributes_of,
     namespace_of,
@@ -58,7 +65,14 @@ _PLAIN = frozenset(
 """Types of values that hold no function, and are not looked into."""
 
 _HOLDERS = frozenset({functools.partial, tuple, list, dict})
-"""Types of a module's attributes that may hold a function where it cannot be exchanged."""
+"""Types of a layer's attributes that may hold a function where it cannot be exchanged."""
+
+_FIXED = frozenset({tuple, frozenset})
+_CONTAINERS = _FIXED | {list, set}
+"""Types of containers, beside dicts, that are looked into: named tuples and the like are not made anew."""
+
+_Other = tuple[str, str, Any, tuple[Any, Any] | None]
+"""Something that may hold a function: how to name it (two parts), itself, and where it is, as holder and key."""
 
 
 # ---- what sessions do ------------------------------------------------------------------------------------------------
@@ -158,7 +172,9 @@ class Search:
         self._package = ""  # the one that is being searched
         # a replacement's own closure holds the original, and is to keep it
         self._seen = {id(function) for function in functions.values()}
-        self._others: list[tuple[str, str, Any]] = []
+        self._others: list[_Other] = []
+        self._is_held_elsewhere = False  # one of the functions, in something that is neither a global nor an attribute
+        self._exchanged: set[int] = set()  # ids of the tuples and frozensets that others take the place of
 
     def look_through(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
         """Look through models, and through the imported modules."""
@@ -166,6 +182,7 @@ class Search:
             self._search_model(model)
         if with_modules:
             self.search_modules()
+        self._search_containers()
 
     def search_modules(self) -> None:
         """Look through the imported modules."""
@@ -193,14 +210,16 @@ class Search:
 
     def find_stuck(self) -> list[str]:
         """Return what holds one of the functions where it cannot be redirected, as `module.name (its class)` each."""
-        if self._ids.isdisjoint(map(id, _contents_of_all([value for _, _, value in self._others], self._seen))):
+        if not self._is_held_elsewhere:
             return []
         handled = set(self._seen)
         for module in list(sys.modules.values()):
             if issubclass(type(module), types.ModuleType):
                 handled.add(id(namespace_of(module)))
         stuck = {}  # by the id of the value: the last of its names
-        for prefix, key, value in self._others:
+        for prefix, key, value, _ in self._others:
+            if id(value) in self._exchanged:
+                continue
             if not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
                 stuck[id(value)] = f"{prefix}.{key} ({type(value).__name__})"
         return list(stuck.values())
@@ -242,10 +261,10 @@ class Search:
             if id(value) in self._ids:
                 self._enter(Item(namespace, key, module), value)
             elif type(value) not in _PLAIN and not self._enter_partial(value):
-                self._search_value(value, name, key)
+                self._search_value(value, name, key, namespace)
 
-    def _search_value(self, value: Any, prefix: str, key: str) -> None:
-        """Look into a global or a class attribute."""
+    def _search_value(self, value: Any, prefix: str, key: str, holder: Any) -> None:
+        """Look into a global or a class attribute. Its holder is the dict of the module, or the class."""
         kind = type(value)
         if kind is types.FunctionType:
             self._search_function(value)
@@ -257,7 +276,7 @@ class Search:
         elif issubclass(kind, nn.Module):
             self._search_layer(value)
         elif not issubclass(kind, types.ModuleType):
-            self._others.append((prefix, key, value))
+            self._others.append((prefix, key, value, (holder, key)))
 
     def _search_class(self, owner: type) -> None:
         attributes = attributes_of(owner)
@@ -274,7 +293,7 @@ class Search:
             elif type(function) is types.FunctionType:
                 self._search_function(function)
             elif kind not in _PLAIN:
-                self._search_value(value, f"{home}.{_name_of(owner)}", key)
+                self._search_value(value, f"{home}.{_name_of(owner)}", key, owner)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
         """Return what is to be the class attribute instead of `value`: called through an instance, it gets the same
@@ -303,7 +322,72 @@ class Search:
             elif (
                 kind not in _PLAIN and not issubclass(kind, (type, types.ModuleType)) and not self._enter_partial(value)
             ):
-                self._others.append((prefix, key, value))
+                self._others.append((prefix, key, value, (table, index)))
+
+    def _search_containers(self) -> None:
+        """Look through what the search has come by, and what that holds in turn."""
+        contents = _contents_of_all([value for _, _, value, _ in self._others], self._seen)
+        self._is_held_elsewhere = not self._ids.isdisjoint(map(id, contents))
+        if not self._is_held_elsewhere:
+            return
+        for _, _, value, place in self._others:
+            if place is not None and not self._ids.isdisjoint(map(id, _contents_of_all([value], self._seen))):
+                self._search_container(value, *place)
+
+    def _search_container(self, container: Any, holder: Any, key: Any) -> None:
+        """Look through a list, tuple, set or dict, which `holder` (a class, dict, list or nothing) has under `key`."""
+        kind = type(container)
+        if kind is tuple or kind is frozenset:
+            self._search_fixed(container, holder, key)
+        if not (issubclass(kind, dict) or kind in _CONTAINERS) or not self._is_first_visit(container):
+            return
+        if issubclass(kind, dict):
+            self._search_keys(container)
+            members = list(dict.items(container))
+        else:
+            members = list(enumerate(container))
+        for index, member in members:
+            if kind in _FIXED:
+                self._enter_partial(member)
+                self._search_container(member, None, None)
+            elif id(member) not in self._ids:
+                self._enter_partial(member)
+                self._search_container(member, container, index)
+            elif kind is set:
+                self._enter(Member(container, member), member)
+            elif kind is list:
+                self._enter(Place(container, index), member)
+            else:
+                self._enter(Item(container, index), member)
+
+    def _search_fixed(self, container: Any, holder: Any, key: Any) -> None:
+        """Enter the place of a tuple or frozenset with one that holds the replacements instead."""
+        after, held = self._exchange_in(container)
+        if held is None or holder is None:
+            return
+        if type(holder) is list:
+            slot: Slot = Place(holder, key)
+        elif issubclass(type(holder), dict):
+            slot = Item(holder, key)
+        elif issubclass(type(holder), type):
+            slot = ClassAttribute(holder, key)
+        else:  # a set
+            return
+        self.found.append((id(held), Exchange(slot, container, after, container)))
+        self._exchanged.add(id(container))
+
+    def _exchange_in(self, container: Any) -> tuple[Any, Callable[..., Any] | None]:
+        """Return a tuple or frozenset with replacements, and one of the functions that it held, or None."""
+        members, held = [], None
+        for member in container:
+            inner = None
+            if id(member) in self._ids:
+                inner, member = member, self.functions[id(member)]
+            elif type(member) in _FIXED:
+                member, inner = self._exchange_in(member)
+            held = inner or held
+            members.append(member)
+        return (container if held is None else type(container)(members)), held
 
     def _search_keys(self, table: dict[Any, Any]) -> None:
         """Look at the keys: classes with a `__torch_function__` keep what they do instead of a function under it."""
@@ -356,8 +440,12 @@ class Search:
                 elif self._enter_partial(value):
                     continue
                 elif type(value) in _HOLDERS:
-                    self._others.append((prefix, key, value))
-            for owner in type(module).__mro__:
+                    self._others.append((prefix, key, value, None))
+            owners = [*type(module).__mro__]
+            for tensor in (*get_own_parameters(module).values(), *get_own_buffers(module).values()):
+                if tensor is not None and type(tensor) not in PLAIN_CLASSES:
+                    owners += type(tensor).__mro__
+            for owner in owners:
                 self._package = owner.__module__.partition(".")[0]
                 if self._package not in _PASSED_OVER:
                     self._search_class(owner)

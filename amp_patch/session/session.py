@@ -29,6 +29,7 @@ from ..errors import ArgumentTypeError, LossIdError, PolicyError, SessionError
 from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import say, warn
+from ..torch_private import without_overrides
 from ..training import Decisions, LossBlock, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
@@ -189,11 +190,12 @@ class Session:
         Interrupted once, it finishes before it raises the interrupt; interrupted again, it is to be called again.
         """
         self.is_whole = False
-        try:
-            self.undo.close()
-        except BaseException:
-            self.undo.close()
-            raise
+        with without_overrides():
+            try:
+                self.undo.close()
+            except BaseException:
+                self.undo.close()
+                raise
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""

@@ -11,6 +11,7 @@ from ..casting import Mode, Switch, WeightCache
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
 from ..reporting import warn
+from ..torch_private import without_overrides
 from .ledger import Block, Ledger
 from .ledgers import Ledgers
 from .loss_scaler import LossScaler
@@ -60,7 +61,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             scaled_loss = _mul(scaled_loss, self.scale)
             if self.scaler.awaits_backward and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self.scaler.see_backward)
-        self._all_ledgers.begin(self)
+        with without_overrides():
+            self._all_ledgers.begin(self)
         if watchers:
             self._tell(loss, scaled_loss)
         return scaled_loss
@@ -76,7 +78,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         self.has_failed = kind is not None
-        self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
+        with without_overrides():
+            self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
         if self.scaler.awaits_backward and not self.has_failed:

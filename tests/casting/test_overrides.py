@@ -22,7 +22,7 @@ OPS: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
     "F.linear": (lambda: F.linear, lambda x: F.linear(x, torch.ones(2, 4))),
     "F.linear, by keyword": (lambda: F.linear, lambda x: F.linear(input=x, weight=torch.ones(2, 4))),
     "torch.matmul": (lambda: torch.matmul, lambda x: torch.matmul(x, torch.ones(4, 2))),
-    "@": (lambda: Tensor.__matmul__, lambda x: x @ torch.ones(4, 2)),
+    "@": (lambda: Tensor.matmul, lambda x: x @ torch.ones(4, 2)),
     "F.conv1d": (lambda: F.conv1d, lambda x: F.conv1d(x[None], torch.ones(1, 3, 2))),
     "torch.einsum": (lambda: torch.einsum, lambda x: torch.einsum("ij,kj", [torch.ones(2, 4), x])),
     "torch.exp": (lambda: torch.exp, lambda x: torch.exp(x)),

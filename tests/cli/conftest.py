@@ -19,6 +19,10 @@ def warm_server():
     server.close()
 
 
+class Started(BaseException):
+    """Python has run in the place of the command."""
+
+
 @pytest.fixture
 def run_scripts(warm_server, monkeypatch, tmp_path):
     """Commands run scripts in forks, and in the test's folder."""
@@ -34,7 +38,11 @@ def run_scripts(warm_server, monkeypatch, tmp_path):
         return done.returncode
 
     monkeypatch.setattr(scripts, "_call", run_script)
-    monkeypatch.setattr(run, "start", lambda line, environment: run_script([sys.executable, *line], environment))
+
+    def start(line, environment):
+        raise Started(run_script([sys.executable, *line], environment))
+
+    monkeypatch.setattr(run, "start", start)
     monkeypatch.chdir(tmp_path)
 
 
@@ -44,7 +52,10 @@ def run_command(run_scripts, tmp_path, capsys):
 
     def run_it(command, source, *options, arguments=()):
         (tmp_path / "train.py").write_text(source)
-        code = main([command, *options, "train.py", *arguments])
+        try:
+            code = main([command, *options, "train.py", *arguments])
+        except Started as started:
+            (code,) = started.args
         output = capsys.readouterr()
         return code, output.out, output.err
 

@@ -129,6 +129,44 @@ def test_a_script_without_amp_is_compared_with_itself_in_one_region(call, tmp_pa
     assert [curve.losses for curve in found.curves("O4").values()] != [pytest.approx(own, rel=1e-7)]
 
 
+LATE = """
+import torch
+
+torch.manual_seed(0)
+encoder, model = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+optimizer = torch.optim.LBFGS(encoder.parameters(), max_iter=2)
+optimizer.step(lambda: encoder(torch.ones(2, 4)).square().mean())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(9):
+    with torch.autocast("cpu", torch.bfloat16, enabled=number > 5):
+        loss = model(encoder(torch.ones(2, 4)).detach()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_levels_are_compared_from_the_first_region_on_and_those_that_cannot_run_are_left_out(call, tmp_path):
+    code, out, err = call(LATE, "--steps", "3", "--jsonl", "c.jsonl")
+    assert code == 0 and [*table(out)] == ["as-is", "O0", "O4"] and "takes steps without" not in out
+    assert "first 3 steps, after 7 without mixed precision" in out
+    assert [line for line in out.splitlines() if line.startswith("O1 is left out: ") and "GradScaler" in line]
+    found = Comparison.read(tmp_path / "c.jsonl")
+    assert found.runs[0].low == "bf16" and found.differences("as-is") != [[0.0] * 3]
+    assert found.differences("as-is") == found.differences("O4")
+    code, out, _ = call(LATE, "--runs", "O0,O1", "--steps", "2")
+    assert code == 1 and "  O1 is float16, whose gradients need a loss scale" in out and "Traceback" not in out
+
+
+def test_outputs_of_a_script_in_one_region_become_arrays_of_float32(call):
+    step = "    loss = model(torch.randn(4, 4)).square().mean()\n"
+    arrays = "    array = model(torch.ones(1, 4)).detach()\n    assert str(array.numpy().dtype) == 'float32'\n"
+    arrays += "    import numpy\n    assert str(numpy.asarray(array).dtype) == 'float32'\n"
+    source = PLAIN.replace(step, step + arrays)
+    code, out, _ = call(source, "--everywhere", "--steps", "3")
+    assert code == 0 and [*table(out)] == ["O0", "O4"]
+
+
 @pytest.mark.parametrize(("runs", "reason"), [("O0,O1", "need a loss scale"), ("O2", "no op in the region")])
 def test_a_level_that_no_region_has_is_refused_before_anything_runs(runs, reason, call, capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):

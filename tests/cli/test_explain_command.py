@@ -137,4 +137,36 @@ def test_a_script_without_mixed_precision_is_told_of_everywhere(call):
     code, out, _ = call(source)
     assert code == 0 and out.endswith("--everywhere --opt-level O4 shows what it would run in bfloat16\n")
     code, out, _ = call(source, "--everywhere", "--opt-level", "O4")
-    assert code == 0 and "bf16" in out and "no mixed precision" not in out
+    assert code == 0 and "bf16" in out and "without mixed precision" not in out
+
+
+LATE = """
+import torch
+
+
+def train(use_amp, steps):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=use_amp):
+            loss = model(torch.ones(2, 4)).exp().sum()
+        loss.backward()
+        optimizer.step()
+
+
+train(False, 3)
+train(True, 3)
+"""
+
+
+def test_steps_of_a_script_that_begins_in_float32_are_counted_from_the_first(call, tmp_path):
+    (tmp_path / "mine.yaml").write_text("blacklist: [exp]\n")
+    code, out, _ = call(LATE, "--steps", "5", "--all")
+    assert code == 0 and "bf16" in out
+    for given in ((), ("--steps", "4")):  # the second in bfloat16
+        code, out, _ = call(LATE, "--lists", "mine.yaml", *given)
+        assert code == 0 and "mine.yaml:1" in out
+    code, _, err = call(LATE, "--lists", "mine.yaml", "--steps", "1")
+    assert code == 1 and "give --steps 4:5" in err
+    code, _, err = call(LATE.replace("train(True, 3)", ""), "--lists", "mine.yaml")
+    assert code == 1 and "no mixed precision to change" in err

@@ -197,10 +197,13 @@ with scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
     scaled_loss.backward()
 optimizer.step()
 """
-    _, _, err = run_command("run", source, "--opt-level", "O4")
+    code, _, err = run_command(
+        "run", source + "left_open = open('log', 'w')\nleft_open.write('x')\n", "--opt-level", "O4"
+    )
     (line,) = [line for line in err.splitlines() if line.startswith("amp-patch run: failed: ")]
     assert "train.py:20 steps, without torch.autocast, and without the initialize of amp_patch or apex" in line
-    assert "Traceback" not in err and run_command("run", source)[2] == ""
+    assert code == 1 and "Traceback" not in err and Path("log").read_text() == "x"
+    assert run_command("run", source)[::2] == (0, "")
 
 
 OTHER = """

@@ -1,6 +1,8 @@
 """Trainers of others patch torch as well: what they leave is theirs."""
 
 import importlib.util
+import os
+import sys
 
 import pytest
 import torchvision_kernels
@@ -16,6 +18,20 @@ if any(importlib.util.find_spec(name) is not None for name in CLIENTS_OF_APEX):
 torchvision_kernels.define_missing()
 
 OF_OTHERS = {"torch.compile replaced"}  # Lightning, as it is imported
+
+
+@pytest.fixture(autouse=True)
+def environment_is_left_as_found():
+    """Trainers keep what they were told in variables, such as ACCELERATE_MIXED_PRECISION, and accelerate in a class;
+    later ones read it.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

@@ -345,12 +345,10 @@ def test_a_run_that_fails_has_its_reason_and_the_others_go_on():
             raise RuntimeError("out of <memory>\nand more")
         take_steps(model, optimizer, 2)
 
-    found = insight.compare(train, ("O0", "O9", "O4", "O5"), steps=2)
-    assert [run.failed.partition(": ")[0] for run in found.runs] == ["", "PolicyError", "RuntimeError", ""]
+    found = insight.compare(train, ("O0", "O4", "O5"), steps=2)
+    assert [run.failed.partition(": ")[0] for run in found.runs] == ["", "RuntimeError", ""]
     assert "O4: RuntimeError: out of <memory>" in found.table().splitlines()
-    assert found.rows()[2].loss is None and found.rows()[3].difference is not None
-    with pytest.raises(amp.OpListError):
-        insight.compare(train, ("O0", "O1+no_such_file.yaml"), steps=2)
+    assert found.rows()[1].loss is None and found.rows()[2].difference is not None
     check_nothing_is_left()
 
 

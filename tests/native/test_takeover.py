@@ -214,6 +214,24 @@ def test_regions_that_autocast_knows_are_known_here(tmp_path: Path) -> None:
         assert model(torch.ones(2, 2)).dtype is torch.float32
 
 
+def test_an_assignment_by_index_casts_where_a_list_says_so(tmp_path: Path) -> None:
+    index = torch.tensor([0, 2])
+
+    def assign(dtype: torch.dtype, given: torch.dtype) -> Tensor:
+        x = torch.zeros(3, 2, dtype=dtype)
+        x[index] = torch.ones(2, 2, dtype=given)
+        return x
+
+    with native.install(lists=write(tmp_path, "promote: [__setitem__]")):
+        with torch.autocast("cpu", torch.bfloat16):
+            for dtype, given in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+                assert assign(dtype, given).sum() == 4
+            assert assign(torch.int64, torch.int64).sum() == 4
+        with pytest.raises(RuntimeError):
+            assign(torch.float32, torch.bfloat16)
+    assert "__setitem__" not in vars(Tensor)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -231,14 +249,59 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         train()
     with native.install("O1"), pytest.raises(PolicyError, match="GradScaler"):
         train(torch.bfloat16)
-    with native.install("O4"), pytest.raises(NoRegionError, match=r"test_takeover\.py:\d+ steps"):
-        train_plainly()
     with pytest.raises(PolicyError, match="scales no loss"):
         native.install("O1", everywhere=True)
     with native.install("O4", everywhere=True), pytest.raises(PolicyError, match="leave --everywhere"):
         train()
     with pytest.raises(OpListError):
         native.install(lists="no_such_list")
+
+
+def lbfgs() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def evaluate_then_train_plainly() -> None:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    train_plainly()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(
+    "before", [train_plainly, lbfgs, evaluate_then_train_plainly], ids=["plain", "closure", "evaluated"]
+)
+def test_steps_before_the_first_region_are_left_alone(
+    before: Callable[[], None], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with native.install(level):
+        wanted = train(torch.float16)
+    caplog.clear()
+    with native.install(level) as takeover:
+        before()
+        told = [record.getMessage() for record in caplog.records if "without mixed precision" in record.getMessage()]
+        assert len(told) == (before is not evaluate_then_train_plainly)
+        assert is_same(train(torch.float16), wanted)
+        takeover.check_end()
+
+
+def test_a_script_that_never_had_a_region_is_refused_at_its_end() -> None:
+    with native.install("O4") as takeover:
+        train_plainly()
+        with pytest.raises(NoRegionError, match=r"test_takeover\.py:\d+ steps"):
+            takeover.check_end()
+    with native.install("O0") as takeover:
+        train_plainly()
+        takeover.check_end()  # there is nothing to be missed
 
 
 def test_another_install_replaces_the_first_and_remove_needs_no_handle():
@@ -283,6 +346,26 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
             optimizer.step()
     told = [str(one.message) for one in caught]
     assert len(told) == 1 and "'x' matches no module" in told[0]
+
+
+class OnePart(nn.Module):
+    """Has its only part under the name that wrappers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel], ids=["plain", "wrapped"])
+def test_names_are_those_of_the_scripts_own_model(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    net = OnePart()
+    path = write(tmp_path, "modules: [{match: module.1, run: float32}]")
+    with native.install(lists=path), torch.autocast("cpu", torch.bfloat16):
+        assert wrap(net)(torch.ones(1, 2)).dtype is torch.float32
+        assert net.module[0](torch.ones(1, 2)).dtype is torch.bfloat16
 
 
 class InRegion(nn.Module):

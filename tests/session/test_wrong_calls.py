@@ -65,6 +65,10 @@ WITHOUT_SESSION = [
     (lambda: amp.fsdp_policy("O2", "norm"), T, "not str: pass it, or leave it out"),
     (lambda: amp.fsdp_policy("O2", reduce_dtype="float32"), T, "reduce_dtype='float32'.*pass torch.float32"),
     (lambda: insight.compare(start, "O1"), T, "runs='O1'.*write runs=.'O1'"),
+    (lambda: insight.compare(start, ["O0", "O9"]), P, "opt_level 'O9' is not a preset .*O4.* as-is"),
+    (lambda: insight.compare(start, reference="o4"), P, "Did you mean 'O4'"),
+    (lambda: insight.compare(start, [4]), T, "4 is not a run"),
+    (lambda: insight.compare(start, ["O1+no_such_file.yaml"]), amp.OpListError, "no such file"),
     (lambda: insight.compare(None), T, "not NoneType: pass the function itself"),
     (lambda: insight.tune(start, units="layers"), V, "units='layers'.*Did you mean 'modules'"),
     (lambda: insight.tune(start, max_runs=1), V, "max_runs=1 must be at least 2"),
@@ -121,7 +125,7 @@ DISABLED = [
     (lambda: amp.scale_loss(LOSS, OPTIMIZER).backward(), S, "with amp.scale_loss.loss, optimizer. as scaled_loss")
 ]
 BUILTINS = {T: TypeError, V: ValueError, P: ValueError, S: RuntimeError, C: ValueError}
-BUILTINS |= {amp.LossIdError: IndexError, amp.OptimizerError: ValueError}
+BUILTINS |= {amp.OpListError: ValueError, amp.LossIdError: IndexError, amp.OptimizerError: ValueError}
 
 
 def find_fault(call, error, words):

@@ -258,6 +258,8 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     "torch.embedding_bag": call(MATRIX, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2]), False, 0, False, VECTOR),
     **_each("spmm dsmm hspmm hsmm smm", call(MATRIX.to_sparse(), MATRIX2, variables=0)),
     **_each("sspaddmm saddmm", call(MATRIX.to_sparse(), MATRIX2.to_sparse(), MATRIX3)),
+    **_each("matrix_power", call(POSITIVE, -2)),
+    **_each("torch.sparse.softmax torch.sparse.log_softmax", call(MATRIX.to_sparse(), 1, variables=0)),
     "torch.sparse.mm": call(MATRIX.to_sparse(), MATRIX2),
     "torch.sparse.addmm": call(MATRIX, MATRIX2.to_sparse(), MATRIX3),
     **_each("index_put", call(MATRIX, (torch.tensor([0, 2]),), MATRIX2[:2])),

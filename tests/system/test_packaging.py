@@ -165,7 +165,8 @@ def test_every_client_is_pinned(path: Path) -> None:
 def test_ci_runs_what_a_developer_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-3:] == ["make docs", "make test", "make test-clients-quick"]
+    made = [line.split()[1] for line in script.read_text().splitlines() if line.startswith("make ")]
+    assert made == ["docs", "test", "test-clients", "test-examples"]
 
 
 def test_import_loads_nothing_heavy(fork_server: ForkServer) -> None:

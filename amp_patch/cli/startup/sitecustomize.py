@@ -53,9 +53,10 @@ def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
     if "native" in settings:
         from amp_patch.cli.recording import forget_told, take_over
 
-        take_over(**settings["native"])
-        if settings.pop("is_first", False) and settings["native"]["told"] is not None:
-            os.environ["AMP_PATCH_RUN"] = json.dumps(settings)  # of all that this one starts
+        is_first = settings["is_first"]
+        os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))  # for those that this one starts
+        take_over(is_first=is_first, **settings["native"])
+        if is_first and settings["native"]["told"] is not None:
             forget_told(settings["native"]["told"])
     if "watch" in settings:
         from amp_patch.cli.recording import record

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from ...errors import ArgumentTypeError, PolicyError
 from ...script_settings import Settings
 from ..runs import FunctionRunner, check_count, check_names
 from .campaign import Campaign as Campaign
@@ -29,18 +30,33 @@ def compare(
     twice), and once more for two steps to measure layers and memory. What `train` writes, it writes in each run.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
-    Raises OpListError for a list that cannot be read, and ArgumentTypeError or ArgumentValueError for wrong arguments.
+    Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError
+    or ArgumentValueError for other wrong arguments.
     """
     from ...config import load_oplists  # imports torch
 
     if runs is not None:
         check_names(runs, "runs")
+    for run in (*(runs or ()), reference):
+        if not isinstance(run, (str, Settings)):
+            raise ArgumentTypeError(f"{run!r} is not a run: pass a level such as 'O4', or 'as-is'")
     check_count(steps, "steps")
     check_count(seeds, "seeds")
     plan = plan_runs(runs, reference, steps, range(seeds))
     for settings in plan.runs.values():
+        if settings.opt_level is not None:
+            _check_level(settings.opt_level)
         if settings.lists:
             load_oplists(settings.lists)  # raises for what cannot be read
     campaign = Campaign(FunctionRunner(train), plan, tell)
     campaign.run()
     return campaign.comparison()
+
+
+def _check_level(level: str) -> None:
+    from ...config import make_policy  # imports torch
+
+    try:
+        make_policy(level, {})
+    except PolicyError as error:
+        raise PolicyError(f"{error} A run may be as-is, too.") from None

@@ -37,6 +37,9 @@ NATIVE_RUNS = (AS_IS, "O0", "O1", "O4")
 NOT_RUN = "did not run"
 """The reason of a run that was not begun, or has found nothing."""
 
+FLOAT16 = "O1"
+"""Which of the latter needs a loss scale."""
+
 CLOSE = 0.02
 """Weights that were rounded to 16 bits are closer to the reference's than this."""
 
@@ -44,7 +47,8 @@ CLOSE = 0.02
 class Plan(NamedTuple):
     """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
 
-    `native_runs` are those of a training that turns out to be one by torch.autocast.
+    `native_runs` are those of a training that turns out to be one by torch.autocast. Without `is_asked` the runs are
+    those of the default, of which a training may not suit all.
     """
 
     runs: dict[str, Settings]
@@ -53,6 +57,7 @@ class Plan(NamedTuple):
     steps: int
     seeds: tuple[int, ...]
     command: str = ""
+    is_asked: bool = True
 
 
 def plan_runs(
@@ -65,7 +70,7 @@ def plan_runs(
     """
     first = parse_run(reference)
     runs, native_runs = _name_runs(asked or LEVELS, first), _name_runs(asked or NATIVE_RUNS, first)
-    return Plan(runs, native_runs, name_of(first), steps, tuple(seeds), command)
+    return Plan(runs, native_runs, name_of(first), steps, tuple(seeds), command, asked is not None)
 
 
 def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
@@ -118,6 +123,7 @@ class Campaign:
         self._found: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
+        self._left_out = ""
         self._total = 0  # known once the first run has shown what there is to compare
         self._begin(plan.runs)
 
@@ -132,7 +138,14 @@ class Campaign:
         self._train(reference, seeds[0])
         if self._header is not None and self._header.is_native and self._plan.native_runs != self._runs:
             compared, curves = self._compared[reference], self._curves[reference]
-            self._begin(self._plan.native_runs)
+            runs = dict(self._plan.native_runs)
+            if self._header.needs_scaler and not self._plan.is_asked and reference != FLOAT16:
+                del runs[FLOAT16]
+                self._left_out = (
+                    f"{FLOAT16} is left out: it is float16, whose gradients need a loss scale, and this training has no"
+                    " GradScaler"
+                )
+            self._begin(runs)
             self._compared[reference], self._curves[reference] = compared, curves
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
         order = sorted(self._runs, key=lambda name: name != reference)
@@ -167,11 +180,12 @@ class Campaign:
         if self._header is None or not curves:
             runs_by_reason: dict[str, list[str]] = {}
             for one in self._compared.values():
-                runs_by_reason.setdefault(one.failed, []).append(one.run)
+                reason = one.failed or "no optimizer took a step; are weights changed by hand?"
+                runs_by_reason.setdefault(reason, []).append(one.run)
             reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan, machine = self._plan, _name_machine(self._header.device)
-        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command)
+        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command, self._left_out)
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:

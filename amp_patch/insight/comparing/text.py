@@ -49,6 +49,8 @@ def heading(comparison: Summary) -> str:
     steps = f"first {about.steps} steps"
     if taken < about.steps:
         steps = f"{taken} of {about.steps} steps, since the script ended"
+    if run.steps_before:
+        steps += f", after {run.steps_before} without mixed precision"
     return f"{steps}, {seeds}; torch {run.torch}, {run.device} ({about.machine})"
 
 
@@ -93,6 +95,8 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     for verdict in judged:
         if verdict.row.loss is not None:
             yield f"{verdict.row.name}: {verdict.of_loss()}; {verdict.of_time()}{verdict.of_memory()}"
+    if about.left_out:
+        yield about.left_out
     if comparison.are_seeds_equal:
         yield "a second seed gave the same losses, so no more were run: the script sets a seed of its own"
     if any(verdict.may_be_chance for verdict in judged):
