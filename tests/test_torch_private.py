@@ -23,6 +23,7 @@ NOT_OF_TORCH = {
     "_SubParsersAction",
     "_actions",
     "_current_frames",
+    "_exit",
     "_getframe",
     "_initializing",
     "_keep_in_fp32_modules",
