@@ -25,6 +25,7 @@ NOT_OF_TORCH = {
     "_TemporaryFileCloser",
     "_actions",
     "_current_frames",
+    "_exit",
     "_getframe",
     "_initializing",
     "_keep_in_fp32_modules",

@@ -204,22 +204,24 @@ def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[
     """The decorator of functions that are defined while casts act. What it returns acts in this session alone."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-        if fwd is None:
-            return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-        decorated = original(fwd, device_type=device_type, cast_inputs=cast_inputs)
-        if cast_inputs is None or device_type != casts.device_type:
-            return decorated
-        return functools.update_wrapper(_cast_as_decorated(decorated, casts, cast_inputs), decorated)
+        def decorate(fwd: Any) -> Any:
+            decorated = original(fwd, device_type=device_type, cast_inputs=cast_inputs)
+            if cast_inputs is None or device_type != casts.device_type:
+                return decorated
+            return functools.update_wrapper(_cast_as_decorated(decorated, casts, cast_inputs), decorated)
+
+        return decorate if fwd is None else decorate(fwd)
 
     return custom_fwd
 
 
 def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
     def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-        if bwd is None:
-            return functools.partial(custom_bwd, device_type=device_type)
-        decorated = original(bwd, device_type=device_type)
-        return functools.update_wrapper(_run_as_forward(decorated, switch), decorated)
+        def decorate(bwd: Any) -> Any:
+            decorated = original(bwd, device_type=device_type)
+            return functools.update_wrapper(_run_as_forward(decorated, switch), decorated)
+
+        return decorate if bwd is None else decorate(bwd)
 
     return custom_bwd
 

@@ -394,7 +394,6 @@ class ModulesRecord:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-
 Record = (
     RunRecord
     | OpRecord
@@ -457,8 +456,7 @@ class Recording:
 
     def format(self) -> str:
         """Return all records, one JSON line each. inf and NaN are strings, since JSON has no such numbers."""
-        lines = [_format(self.run, records=len(self.records))]
-        lines += [_format(record) for record in self.records]
+        lines = [_format(self.run, records=len(self.records)), *map(_format, self.records)]
         return "\n".join([*lines, ""])
 
     @classmethod
@@ -499,5 +497,4 @@ def _format(record: Record, **more: int) -> str:
 
 def _show(maker: str, shown: Any) -> str:
     """Return what print or a notebook shows; what makes that imports this module."""
-    text: str = getattr(importlib.import_module(".notebook", __package__), maker)(shown)
-    return text
+    return str(getattr(importlib.import_module(".notebook", __package__), maker)(shown))
