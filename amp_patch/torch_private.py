@@ -338,6 +338,12 @@ def build_dynamo_tables() -> None:
     trace_rules.get_tensor_method()
 
 
+def has_proxies() -> bool:
+    """Tell whether make_fx records what runs here. Without it: the region of a whole script is lost in a trace."""
+    module: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return module is not None and module.get_proxy_mode() is not None
+
+
 def mark_constant(function: Callable[[], Any]) -> None:
     """`torch.compiler.assume_constant_result`, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from ..torch_private import (
     build_dynamo_tables,
     build_function_tables,
     get_tracing_state,
+    has_proxies,
     is_autocast_state_guarded,
     is_tracing_graph,
     mark_constant,
@@ -33,6 +34,11 @@ is_at_work = is_tracing_graph
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
+
+
+def is_traced() -> bool:
+    """Tell whether what runs here is being recorded by a tracer, a compiler or an exporter."""
+    return is_dynamo_compiling() or bool(get_tracing_state()) or is_compiling() or has_proxies()
 
 
 def is_recorded() -> bool:

@@ -156,7 +156,7 @@ class Switch:
     def _find_mode(self) -> Mode:
         regions = self._local.regions
         if regions and regions[-1].frame is not None:
-            self._leave_stale()
+            self.leave_stale()
         if regions:
             return regions[-1].mode if self._is_in_force(regions[-1]) else Mode.OFF
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
@@ -184,7 +184,7 @@ class Switch:
     def enter(self, mode: Mode, owner: object = None) -> Region:
         """Open a region and return what `leave` needs to close it; for what is no `with` block. Leaves autocast be."""
         region = Region(self, mode, owner)
-        self._leave_stale()
+        self.leave_stale()
         self.add(region)
         return region
 
@@ -198,7 +198,7 @@ class Switch:
         with self._lock:  # no more of this does Dynamo trace: it leaves the call to Python
             is_on = self.is_on_here()
             if self.on:
-                self._leave_stale()
+                self.leave_stale()
                 regions = self._local.regions
                 around = regions[-1].mode if regions else None
                 if around is Mode.OFF:
@@ -250,11 +250,16 @@ class Switch:
                 self._open.remove(region)
             self._count()
 
-    def _leave_stale(self) -> None:
-        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one."""
+    def leave_stale(self) -> None:
+        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one.
+
+        Called where a block of torch.autocast begins, too. So as many blocks as there were around a region are the same
+        blocks, and autocast is enabled in them again; else they are over, and have put their own state back.
+        """
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
-            regions[-1].has_paused = False  # the block of autocast is over, too, and has put its own state back
+            if regions[-1].has_paused and get_autocast_depth() != regions[-1].depth:
+                regions[-1].has_paused = False
             self.leave(regions[-1])
 
     def add(self, region: Region) -> None:

@@ -15,7 +15,7 @@ from ..config import OpLists, op_lists
 from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
-from ..reporting import logger
+from ..reporting import logger, warn
 from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
@@ -95,8 +95,11 @@ class DeferredOps:
         return len(self._spellings)
 
     def open(self) -> None:
-        """Wait for the packages that are not imported yet."""
+        """Wait for the packages that are not imported yet, and warn of functions that the script does not have."""
         for spelling in tuple(self._spellings):
+            if spelling.owner_name == "__main__":
+                place, name = spelling.entry.place, spelling.name
+                warn(f"{place}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()")
             path = spelling.owner_name.split(".")
             self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..torch_private import MODULE_CALL
+from ..torch_private import MODULE_CALL, get_own_children
 
 _NOT_THE_SCRIPTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
@@ -56,8 +56,9 @@ def unwrap(module: nn.Module) -> nn.Module:
     A wrapper is of a library: a model of the script's may well have its only part under such a name.
     """
     for name in _WRAPPED * 2:
-        inner = getattr(module, name, None)
-        if isinstance(inner, nn.Module) and len(list(module.children())) == 1 and _is_of_library(module):
+        children = dict(get_own_children(module).items())  # those of scripted modules are no dict
+        inner = children.get(name)
+        if inner is not None and len(children) == 1 and _is_of_library(module):
             module = inner
     return module
 

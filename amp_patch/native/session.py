@@ -15,6 +15,7 @@ from ..casting import Autocast, Mode, OpCasts, RulesAlone
 from ..config import OpLists, Policy, load_oplists, make_policy, shipped
 from ..errors import SessionError
 from ..session import Session, Stats, current
+from ..torch_private import get_autocast_depth
 from .roots import find_root
 
 AS_IS = "as-is"
@@ -73,6 +74,7 @@ class NativeSession(Session):
 
     def add_root(self, model: nn.Module) -> None:
         """Take a module for a model."""
+        self._roots = [reference for reference in self._roots if reference() is not None]
         if all(reference() is not model for reference in self._roots):
             self._roots.append(weakref.ref(model))
             if self.oplists is not None and self.oplists.modules:
@@ -88,9 +90,17 @@ class NativeSession(Session):
         """Take note of a step: by its end all models were called."""
         if not self._taken and not self._skips:
             self.bindings.tell_unused_rules()
+        if self.bindings.regions is not None:
+            self.bindings.regions.look_again()
         self._taken += not is_skipped
         self._skips += is_skipped
         (self._skipped.add if is_skipped else self._skipped.discard)(id(optimizer))
+
+    def begin_region(self) -> None:
+        """Take note that a block of torch.autocast begins, an island of plain torch or not."""
+        self.switch.leave_stale()
+        if self.bindings.regions is not None and not get_autocast_depth():
+            self.bindings.regions.look_again()
 
     def note_region(self, low: torch.dtype) -> None:
         """Take note of a region of autocast."""

@@ -103,8 +103,8 @@ class StepChecks:
             where = f"{self.called_at} calls the model and {where}"
         if self._is_everywhere:
             raise NoRegionError(
-                f"--everywhere changed nothing: {where}, and the script called no torch.nn.Module with parameters,"
-                " with which its region would have begun"
+                f"--everywhere changed nothing: {where}. The region begins when the script calls a torch.nn.Module with"
+                " parameters outside of torch.autocast(enabled=False) and of compiled code"
             )
         hint = ""
         if "apex" in sys.modules:

@@ -104,7 +104,7 @@ class Takeover:
         self._add(register_optimizer_step_pre_hook(self._begin_step))
         self._add(register_optimizer_step_post_hook(self._end_step))
         if self._everywhere:
-            patcher.install(self._whole_script.patches())
+            self._whole_script.install(self._undo)
         has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
         if has_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
@@ -157,14 +157,17 @@ class Takeover:
         """Return the session in force, opened if there is none; None where one of `amp.initialize` is in force, or
         there is nothing to open one for. `low`: that of the region of autocast that this thread is in.
         """
-        session = current.state.session
-        if session is not None or current.state.is_disabled:
+        if current.state.session is not None or current.state.is_disabled:
             return self.session()
         if self._level is None and low is None and (self._lists or not self._is_watching):
             return None
         if compiling.is_at_work():
             self._checks.note_compiled_region()  # no session can be opened there
             return None
+        with current.state.lock:  # another thread may be opening one
+            return self.session() or self._open(device_type, low)
+
+    def _open(self, device_type: str, low: torch.dtype | None) -> NativeSession:
         opened = self._make(device_type, low)
         opened.steps_before = self._checks.take_count()
         current.open_session(opened)
@@ -197,6 +200,9 @@ class Takeover:
 
     def _enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enter(region: Any) -> Any:
+            before = self.session()
+            if before is not None:
+                before.begin_region()
             if not is_region_enabled(region) or self._is_of_amp():
                 return original(region)
             self._check_region()
@@ -249,11 +255,12 @@ class Takeover:
     def _note_module(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A module is called: perhaps a model that nobody has seen yet."""
         self._whole_script.come_back()  # the last step raised an error
-        if compiling.is_dynamo_compiling() or self._is_of_amp():
+        if compiling.is_traced() or self._is_of_amp():
             return None
         session = self.session()
         root = None
-        if session is None or not session.knows(module):
+        is_outside = self._everywhere and not self._whole_script.is_entered  # in this thread
+        if session is None or is_outside or not session.knows(module):
             root = find_root(module)
             if next(root.parameters(), None) is None:
                 root = None  # such as a criterion: no model, but rules may be for it

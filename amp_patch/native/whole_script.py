@@ -1,6 +1,7 @@
 """One region of `torch.autocast` around everything that a script without regions runs."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,29 @@ from torch.optim import Optimizer
 
 from ..casting import compiling
 from ..errors import PolicyError
-from ..patching import Patch
-from ..torch_private import get_autocast_depth
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher, references
+from ..torch_private import get_autocast_depth, get_backward_id
 
 HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (everywhere=True) out"
 
 
+class _OfThread(threading.local):
+    """What a thread has of its own.
+
+    Attributes:
+        region: the block of torch.autocast, once this thread has called a model.
+        is_left: for an optimizer step.
+        is_in_inference: it was entered inside of torch.inference_mode.
+    """
+
+    region: Any = None
+    is_left = False
+    is_in_inference = False
+
+
 class WholeScript:
-    """The region of a thread, once a model was called. Backward passes and optimizer steps run outside of it.
+    """The region of each thread, once the thread has called a model. Backward passes and optimizer steps run outside.
 
     Args:
         low: the dtype of the region.
@@ -32,57 +48,67 @@ class WholeScript:
         self._low = low
         self._open_session = open_session
         self._is_of_amp = is_of_amp
-        self._region: Any = None
-        self._depth = 0  # blocks of autocast around what runs in it
-        self._is_left = False  # for an optimizer step
+        self._here = _OfThread()
 
     @property
     def is_entered(self) -> bool:
-        """Whether the thread is in it, or left it for a step."""
-        return self._region is not None
+        """Whether this thread is in it, or left it for a step."""
+        return self._here.region is not None
 
-    def patches(self) -> list[Patch]:
-        """Return the patches that keep the region around all forward passes and around nothing else; and numpy's."""
-        return [
-            Patch(torch.autograd, "backward", self._without),
-            Patch(torch.autograd, "grad", self._without),
-            Patch(torch.inference_mode, "__exit__", self._restore_after),
-            Patch(torch.utils.checkpoint, "checkpoint", self._enter_before),
-            Patch(Optimizer, "__init__", self._open_session_after),
-            Patch(Tensor, "numpy", self._widen_for),
-        ]
+    def install(self, undo: UndoStack) -> None:
+        """Patch what keeps the region around all forward passes, and around nothing else."""
+        patcher = Patcher()
+        undo.callback(references.undo, [patcher], ())
+        patcher.install(
+            [
+                Patch(torch.autograd, "backward", self._without),
+                Patch(torch.autograd, "grad", self._without),
+                Patch(torch.inference_mode, "__exit__", self._restore_after),
+                Patch(torch.utils.checkpoint, "checkpoint", self._enter_before),
+                Patch(torch.nn.Module, "compile", self._enter_with_module),
+                Patch(Optimizer, "__init__", self._open_session_after),
+                Patch(torch.Tensor, "numpy", self._widen_for),
+            ]
+        )
+        references.redirect([(patcher, references.functions_of(patcher))], ())
 
     # ---- in and out --------------------------------------------------------------------------------------------------
 
     def enter(self, device_type: str) -> None:
-        """Enter it once, without torch's cache of weights, which no step clears. PolicyError inside another region."""
-        if self._region is not None:
+        """Enter it in this thread, once. PolicyError inside a region of the script.
+
+        The region keeps no copies of weights, since no step clears torch's cache. It begins where nothing else ends
+        first: not in a block of `autocast(enabled=False)`, in a backward pass, or in a trace.
+        """
+        if self._here.region is not None or device_type == "meta":
             return
         if torch.is_autocast_enabled(device_type):
             raise PolicyError(HAS_REGIONS)
+        if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
+            return
         region = torch.autocast(device_type, self._low, cache_enabled=False)
         region.__enter__()
-        self._region = region
-        self._depth = get_autocast_depth()
+        self._here.region, self._here.is_in_inference = region, torch.is_inference_mode_enabled()
 
     def close(self) -> None:
-        """Leave it for good."""
+        """Leave it for good, in this thread."""
         self.come_back()
-        if self._region is not None:
-            self._region.__exit__(None, None, None)
-            self._region = None
+        region, self._here.region = self._here.region, None
+        if region is not None:
+            region.__exit__(None, None, None)
 
     def leave_for_step(self) -> None:
         """Leave it until `come_back`: some optimizers multiply matrices."""
-        if self._region is not None and torch.is_autocast_enabled(self._region.device):
-            torch.set_autocast_enabled(self._region.device, False)
-            self._is_left = True
+        region = self._here.region
+        if region is not None and torch.is_autocast_enabled(region.device):
+            torch.set_autocast_enabled(region.device, False)
+            self._here.is_left = True
 
     def come_back(self) -> None:
         """Enter it again after a step."""
-        if self._is_left:
-            torch.set_autocast_enabled(self._region.device, True)
-            self._is_left = False
+        if self._here.is_left:
+            torch.set_autocast_enabled(self._here.region.device, True)
+            self._here.is_left = False
 
     # ---- what is patched ---------------------------------------------------------------------------------------------
 
@@ -91,20 +117,22 @@ class WholeScript:
 
         @functools.wraps(original)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            if self._region is None:
+            region = self._here.region
+            if region is None:
                 return original(*args, **kwargs)
-            with torch.autocast(self._region.device, enabled=False):
+            with torch.autocast(region.device, enabled=False):
                 return original(*args, **kwargs)
 
         return outside
 
     def _restore_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enable it again after torch.inference_mode, which puts back the state of autocast from before it."""
+        """Enable it again after the torch.inference_mode in which it began, which puts back the state from before."""
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            if self._region is not None and not self._is_left and get_autocast_depth() == self._depth:
-                torch.set_autocast_enabled(self._region.device, True)
+            if self._here.is_in_inference and not torch.is_inference_mode_enabled():
+                self._here.is_in_inference = False
+                torch.set_autocast_enabled(self._here.region.device, True)
 
         return leave
 
@@ -127,11 +155,23 @@ class WholeScript:
 
         @functools.wraps(original)
         def numpy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._region is not None and tensor.dtype is self._low:
+            if self.is_entered and tensor.dtype is self._low:
                 tensor = tensor.float()
             return original(tensor, *args, **kwargs)
 
         return numpy
+
+    def _enter_with_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Enter it before a module is compiled in place: no hook of ours sees its calls."""
+
+        @functools.wraps(original)
+        def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            weight = next(module.parameters(), None)
+            if weight is not None and not self._is_of_amp():
+                self.enter(weight.device.type)
+            return original(module, *args, **kwargs)
+
+        return compile
 
     def _open_session_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Open the session early: `F.mse_loss(model(x), y)` looks F.mse_loss up before it calls the model."""

@@ -43,6 +43,8 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
+        self._in_models: set[ModuleRule] = set()  # those that have chosen some module of a model
+        self._is_stale = False
         self._rules = rules
         self._switch = switch
         self._low = low
@@ -59,7 +61,6 @@ class RuleRegions:
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
-        self._models = [model for model in self._models if model.root() is not None]
         for known in self._models:
             if known.root() is root:
                 return known
@@ -98,18 +99,16 @@ class RuleRegions:
         """See what the script adds to the models, until it is undone.
 
         A hook on the calls of all modules slows each of them, and torch.compile warns of it. So there is one only from
-        the time at which a model gets another module until the next call, and while some rule by type has chosen no
-        module: the script may call one by itself, such as a criterion. With `find_root`, the caller sees all calls.
+        the time at which a model gets another module until the next call, and while some rule by type chooses no module
+        of the models: the script may call one by itself, such as a criterion.
         """
-        if self._find_root is not None:
-            return
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
-        if self._awaits_type():
+        if self._find_root is None and self._awaits_type():
             self._watch_calls()
 
     def _awaits_type(self) -> bool:
-        return any(rule.pattern is None and rule not in self.used for rule in self._rules)
+        return any(rule.pattern is None and rule not in self._in_models for rule in self._rules)
 
     def _watch_calls(self) -> None:
         remove_global_hooks(self._on_call)
@@ -118,29 +117,37 @@ class RuleRegions:
 
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if parent in self._known:
-            self._watch_calls()
+            self._is_stale = True
+            if self._find_root is None:  # else the caller sees all calls
+                self._watch_calls()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if compiling.is_dynamo_compiling():
             return None
-        given = None if is_replica(module) else self._begin_call(module, args, sys._getframe(1))
+        given = self.begin_call(module, args, sys._getframe(1))
         if not self._awaits_type():
             remove_global_hooks(self._on_call)
         return given
+
+    def look_again(self) -> None:
+        """Have the next call of a module find out whether the models hold other modules than before."""
+        self._is_stale = True
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
         """Have the rules cover what they are to cover in a call of any module, run by `frame`, before its forward.
 
         Returns the positional arguments to use instead, or None.
         """
-        model = self._entries.get(module)
-        if model is not None:
-            self._update_if_changed(model)
+        if not self._is_stale and module in self._known:
+            model = self._entries.get(module)
+            if model is not None:
+                self._update_if_changed(model)
             return None
-        return None if module in self._known or is_replica(module) else self._begin_call(module, args, frame)
-
-    def _begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
+        if is_replica(module):
+            return None
         has_hooks = module in self._hooks
+        self._is_stale = False
+        self._forget_dead()
         for model in self._models:
             self._update_if_changed(model)
         self.meet(module)
@@ -148,6 +155,17 @@ class RuleRegions:
         if hooks is None or has_hooks:
             return None
         return hooks.catch_up(module, args, frame)  # torch does not call what is set while it calls hooks
+
+    def _forget_dead(self) -> None:
+        """Remove the hooks of models that are gone, such as a wrapper of a moment, from what they held."""
+        dead = [model for model in self._models if model.root() is None]
+        if dead:
+            self._models = [model for model in self._models if model.root() is not None]
+            for model in dead:
+                for module in list(model.hooked):
+                    self._unhook(module)
+            for model in self._models:
+                self._update(model)
 
     def join_call(self, module: nn.Module, frame: types.FrameType) -> None:
         """Open the region of a module whose forward is under way in `frame`, and began before the rules were there."""
@@ -205,6 +223,8 @@ class RuleRegions:
         model.decided = weakref.WeakKeyDictionary(decided)
         model.children = _children_in(root)
         self.used |= used
+        if model.by_name:
+            self._in_models |= used
         self._known.update(root.modules())
 
     def _hook(self, module: nn.Module, run: str, is_inside: bool) -> None:
@@ -298,7 +318,8 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
 
 def has_forward(module: nn.Module) -> bool:
     """Tell whether a module can be called: containers such as ModuleList cannot."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    classes = [kind for kind in type(module).__mro__ if kind is not nn.Module]  # asked so: scripted ones raise
+    return any("forward" in vars(owner) for owner in (module, *classes))
 
 
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
