@@ -130,9 +130,12 @@ class WholeScript:
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            if self._here.is_in_inference and not torch.is_inference_mode_enabled():
+            region = self._here.region if self._here.is_in_inference else None
+            if region is None or torch.is_inference_mode_enabled() or get_autocast_depth() > 1:
+                return
+            if not torch.is_autocast_enabled(region.device):  # else this was a mode inside of the one that counts
+                torch.set_autocast_enabled(region.device, True)
                 self._here.is_in_inference = False
-                torch.set_autocast_enabled(self._here.region.device, True)
 
         return leave
 

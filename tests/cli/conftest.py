@@ -25,7 +25,7 @@ class Started(BaseException):
 
 @pytest.fixture
 def run_scripts(warm_server, monkeypatch, tmp_path):
-    """Commands run scripts in forks, and in the test's folder."""
+    """Commands run scripts in forks, and in the test's folder. Returns what `run` raises after its script."""
 
     def run_script(command, environment, is_over=None, log=None):
         begin = f"import json, os, sys; os.execve(sys.executable, {command!r}, json.loads({json.dumps(environment)!r}))"
@@ -44,6 +44,7 @@ def run_scripts(warm_server, monkeypatch, tmp_path):
 
     monkeypatch.setattr(run, "start", start)
     monkeypatch.chdir(tmp_path)
+    return Started
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 A block of the language `diff` is applied to the file of its title. In an output, a line of `...` is any lines.
 """
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
@@ -57,7 +58,8 @@ def test_commands_of_a_page_give_what_it_shows(page, run_scripts, warm_server, t
             command, _, expected = shown.partition("\n")
             name, *arguments = shlex.split(command)
             if name == "amp-patch":
-                main(arguments)
+                with contextlib.suppress(run_scripts):
+                    main(arguments)
                 printed, errors = capsys.readouterr()
             else:
                 assert name == "python"
