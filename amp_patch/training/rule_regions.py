@@ -298,21 +298,22 @@ def _children_in(root: nn.Module) -> list[object]:
     return found
 
 
+# These visit without functions that refer to themselves: such a circle would keep the model alive for a while.
+
+
 def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
     """Return the rule that each covered module is to run by, and the rules that choose some module of this model."""
     decided: dict[nn.Module, int] = {}
     used: set[ModuleRule] = set()
-
-    def visit(module: nn.Module, name: str, inherited: int) -> None:
+    waiting = [(model, "", -1)] if rules else []
+    while waiting:
+        module, name, inherited = waiting.pop()
         chosen = [index for index, rule in enumerate(rules) if rule.chooses(name, module)]
         used.update(rules[index] for index in chosen)
         last = max((*chosen, inherited))
         decided[module] = max(last, decided.get(module, -1))  # a module with several names
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, last)
-
-    if rules:
-        visit(model, "", -1)
+            waiting.append((child, f"{name}.{child_name}" if name else child_name, last))
     return {module: rules[index] for module, index in decided.items() if index >= 0}, used
 
 
@@ -329,18 +330,17 @@ def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Mod
     """
     borders: dict[nn.Module, str] = {}
     seen: set[tuple[nn.Module, str | None]] = set()
-
-    def visit(module: nn.Module, run_of_caller: str | None) -> None:
-        if (module, run_of_caller) in seen:
-            return
-        seen.add((module, run_of_caller))
+    waiting: list[tuple[nn.Module, str | None]] = [(model, None)]
+    while waiting:
+        visited = waiting.pop()
+        if visited in seen:
+            continue
+        seen.add(visited)
+        module, run_of_caller = visited
         if has_forward(module):
             run = runs.get(module)
             if run is not None and run != run_of_caller:
                 borders[module] = run
             run_of_caller = run
-        for child in module.children():
-            visit(child, run_of_caller)
-
-    visit(model, None)
+        waiting += [(child, run_of_caller) for child in module.children()]
     return borders

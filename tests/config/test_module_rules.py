@@ -436,8 +436,9 @@ def test_a_rule_by_type_acts_in_a_criterion_that_the_script_calls(write):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer = make("O4", write(rules))
+        dtypes = [Criterion()(model(batch())).dtype for _ in range(3)]
         loss = Criterion()(model(batch()))
-    assert loss.dtype is torch.float32
+    assert dtypes == [torch.float32] * 3
     loss.backward()
     with pytest.warns(UserWarning, match="'torch.nn.Bilinear' matches no module"):
         optimizer.step()
