@@ -392,25 +392,14 @@ def set_keys(*are_set: bool) -> None:
         torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)
 
 
-CALL_IMPL = getattr(nn.Module._call_impl, "__code__", None)
-"""The code of every call of a module. Without it, no call is known to come from another module."""
-
-
 def is_called_from_outside() -> bool:
-    """Tell whether the module whose hook asks was called by no other module, except Sequential, which hands on what it
-    gets, and not in a backward pass, which runs again what a forward has run.
-    """
-    if get_backward_id() != -1:
-        return False
+    """Tell whether the module whose hook asks was called by no other module."""
     frame: types.FrameType | None = sys._getframe(1)
     calls = 0
-    while frame is not None:
-        if frame.f_code is CALL_IMPL:
-            calls += 1
-            if calls > 1 and not isinstance(frame.f_locals.get("self"), nn.Sequential):
-                return False
+    while frame is not None and calls < 2:
+        calls += frame.f_code is MODULE_CALL
         frame = frame.f_back
-    return calls > 0
+    return calls == 1
 
 
 def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:

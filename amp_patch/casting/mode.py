@@ -219,11 +219,22 @@ class Switch:
         depth = get_autocast_depth()
         return any(region.has_paused and region.depth == depth for region in self._local.regions)
 
-    def leave_module(self, owner: object) -> None:
-        """Close the innermost region of an owner that is open in this thread, if there is one."""
+    def is_in(self, mode: Mode) -> bool:
+        """Tell whether the innermost region of this thread has a mode."""
+        regions = self._local.regions
+        if regions and regions[-1].frame is not None:
+            self.leave_stale()
+        return bool(regions) and regions[-1].mode is mode
+
+    def leave_module(self, owner: object, frame: types.FrameType | None = None) -> None:
+        """Close the innermost region of an owner that is open in this thread, if there is one, and if it lasts as long
+        as the call of `frame`, where that is given.
+        """
         with self._lock:
             for region in reversed(self._local.regions):
                 if region.owner is owner:
+                    if frame is not None and region.frame is not frame:
+                        return
                     self.leave(region)
                     return
 

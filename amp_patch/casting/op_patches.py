@@ -21,7 +21,7 @@ from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .replacement import Op, run_in_region
-from .tensor_cast import cast_arguments, make_plain_cast
+from .tensor_cast import cast_tree, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
@@ -188,19 +188,31 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
     waiting: list[Any] = [torch.autograd.Function]
     seen: set[int] = set()
+    patched: set[tuple[int, str]] = set()
     while waiting:
         kind = waiting.pop()
         if id(kind) in seen:
             continue
         seen.add(id(kind))
         waiting += kind.__subclasses__()
-        method = vars(kind).get("forward")
-        asked = find_cast_inputs(method.__func__) if isinstance(method, staticmethod) else None
+        forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
+        asked = None if forward_owner is None else find_cast_inputs(vars(forward_owner)["forward"].__func__)
         if asked is None or asked[0] != casts.device_type:
             continue
-        yield Patch(kind, "forward", functools.partial(_cast_as_decorated, casts=casts, dtype=asked[1]))
-        if isinstance(vars(kind).get("backward"), staticmethod):
-            yield Patch(kind, "backward", lambda original: _run_as_forward(original, casts.switch))
+        if (id(forward_owner), "forward") not in patched:
+            yield Patch(forward_owner, "forward", functools.partial(_cast_as_decorated, casts=casts, dtype=asked[1]))
+        if backward_owner is not None and (id(backward_owner), "backward") not in patched:
+            yield Patch(backward_owner, "backward", lambda original: _run_as_forward(original, casts.switch))
+        patched |= {(id(forward_owner), "forward"), (id(backward_owner), "backward")}
+
+
+def _find_static(kind: type, name: str) -> type | None:
+    """Return the class, of those that a class inherits from, that holds a static method of that name; not torch's."""
+    for owner in kind.__mro__:
+        if name in vars(owner):
+            is_static = isinstance(vars(owner)[name], staticmethod)
+            return owner if is_static and owner is not torch.autograd.Function else None
+    return None
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
@@ -234,10 +246,9 @@ def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
     in_region = run_in_region(original, Mode.OFF, switch)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if switch.mode_here() is Mode.OFF:
+        if switch.mode_here() in (Mode.OFF, Mode.FLOAT32):  # torch casts nothing where autocast is disabled, either
             return original(*args, **kwargs)
-        cast_args, cast_kwargs = cast_arguments(args, kwargs, cast)
-        result = in_region(*cast_args, **cast_kwargs)
+        result = in_region(*[cast_tree(value, cast) for value in args], **cast_tree(kwargs, cast))
         if args and isinstance(args[0], torch.autograd.function.FunctionCtx):
             vars(args[0])["ran_without_amp"] = True
         return result

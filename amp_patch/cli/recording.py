@@ -95,6 +95,8 @@ def take_over(*, is_first: bool, folder: str | None, told: str | None, **options
 
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
+        elif told is None:
+            options["on_plain_step"] = str  # says nothing
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_tell_once, told)
         native.start(takeover, is_watched=folder is not None)

@@ -234,7 +234,8 @@ def _find_listed_name(item: "Item") -> str:
         return item.listed
     if item.listed or item.rule or item.aten.endswith("_"):
         return ""
-    return item.aten if op_names.find_or_none(item.aten) else ""
+    name = item.aten.lstrip("_")  # torch._softmax is in front of the kernel, and what scripts call is softmax
+    return name if op_names.find_or_none(name) else ""
 
 
 _NUMBER = re.compile(r"\d+")

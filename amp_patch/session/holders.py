@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Policy
+from ..interrupts import read_locals
 from .arguments import describe
 
 HOPS = 4  # so far is a model in a list of an object's attribute from the object's name
@@ -87,7 +88,7 @@ def is_in_use(objects: Sequence[object]) -> bool:
         while caller is not None:
             # variables of this package lead to all objects
             if str(caller.f_globals.get("__name__")).partition(".")[0] not in _NOT_USER_MODULES:
-                layer += caller.f_locals.values()
+                layer += read_locals(caller)
             caller = caller.f_back
     layer += vars(sys.modules["__main__"]).values() if "__main__" in sys.modules else []
     for _ in range(NEAR):

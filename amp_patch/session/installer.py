@@ -88,7 +88,7 @@ class Installer:
         if self._scales:
             gradient_patches.resolve_before_reading(self._bindings.resolve_steps, undo)
         if self._model_dtype is not None:
-            self._module_patcher.install(list(torch_patches.plan_for_models(self._model_dtype)))
+            self._module_patcher.install(list(torch_patches.plan_for_models(self._model_dtype, self._module_patcher)))
         if self._scales or self._model_dtype is not None:
             self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
         if self._has_masters:

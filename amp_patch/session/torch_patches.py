@@ -78,7 +78,8 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
         )
 
 
-def plan_for_models(low: torch.dtype) -> Iterator[Patch]:
+def plan_for_models(low: torch.dtype, patcher: Patcher) -> Iterator[Patch]:
     """Yield the patches of layers of models that are cast, which are slower with hooks."""
+    yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     for layer, count in PATCHED_LAYERS.items():
         yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

@@ -1,6 +1,7 @@
 """Hooks on models: plain objects that are copied and pickled with the module they sit on."""
 
 import contextlib
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,13 @@ from ..casting import Mode, Switch, WeightCache, cast_tree, compiling
 from ..dtypes import LOW_DTYPES, PLAIN_CLASSES, dtype_name, is_castable, is_opaque
 from ..errors import SessionError
 from ..reporting import warn
-from ..torch_private import get_call_kwargs, get_own_buffers, get_own_parameters, is_called_from_outside
+from ..torch_private import (
+    get_backward_id,
+    get_call_kwargs,
+    get_own_buffers,
+    get_own_parameters,
+    is_called_from_outside,
+)
 from .masters import Masters
 
 
@@ -89,15 +96,23 @@ class TakeAnyInput(CastInputs):
 
 class TakeOutsideInput(TakeAnyInput):
     """The same for any other module with weights of its own, if it is called from outside of the model: inside, float32
-    inputs may be on purpose.
+    inputs may be on purpose. What a backward pass runs again gets what its last forward pass got.
     """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._is_outside = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype is self.dtype and not kwargs:
             return args, kwargs
-        if compiling.is_compiling() or not is_called_from_outside():
+        if compiling.is_compiling():
+            return args, kwargs
+        if get_backward_id() == -1:
+            self._is_outside = is_called_from_outside()
+        if not self._is_outside:
             return args, kwargs
         return super().__call__(module, args, kwargs)
 
@@ -169,8 +184,10 @@ class RegionHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Cast the inputs and open the region. Without `kwargs`, the hook was removed while torch calls hooks."""
-        if kwargs is None or (self.is_inside and compiling.is_dynamo_compiling()):
+        if kwargs is None:
             return None
+        if self.is_inside and (compiling.is_dynamo_compiling() or self.switch.is_in(self.mode)):
+            return None  # as most calls: the region of the module that holds this one is open
         if self.switch.enter_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
@@ -189,9 +206,10 @@ class RegionHooks:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
-        if self.is_inside and compiling.is_dynamo_compiling():
-            return
-        self.switch.leave_module(self)
+        if not self.is_inside:
+            self.switch.leave_module(self)
+        elif not compiling.is_dynamo_compiling() and self.switch.has_regions():
+            self.switch.leave_module(self, sys._getframe(1))
 
 
 class SessionHook:

@@ -375,7 +375,6 @@ PARTS = {
     ),
     "attention": (lambda: nn.MultiheadAttention(4, 2), lambda: [torch.ones(5, 2, 4)] * 3),
     "own": (Product, lambda: [torch.ones(3, 4)]),
-    "own in Sequential": (lambda: nn.Sequential(Product(), nn.PReLU()), lambda: [torch.ones(3, 4)]),
     "bilinear": (lambda: nn.Bilinear(4, 4, 2), lambda: [torch.ones(3, 4), torch.ones(3, 4)]),
     "conv": (
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
@@ -416,6 +415,50 @@ def test_parts_that_are_called_directly_take_float32_inputs(level, name):
     assert all(map(torch.equal, floating(copied.part["inner"](*inputs)), alone))
     amp.reset()
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "saved tensors"])
+@pytest.mark.parametrize("make", [Product, nn.PReLU, lambda: nn.Linear(4, 4)], ids=["own", "prelu", "linear"])
+def test_a_checkpoint_around_a_part_computes_again_what_its_forward_computed(make, use_reentrant):
+    gradients = []
+    for has_checkpoint in (False, True):
+        torch.manual_seed(0)
+        model, x = Trainer(make()), torch.randn(3, 4, requires_grad=True)
+        amp.initialize(model, opt_level="O5", loss_scale=1.0, verbosity=0)
+        part = model.part["inner"]
+        output = checkpoint(part, x, use_reentrant=use_reentrant) if has_checkpoint else part(x)
+        output.float().square().sum().backward()
+        gradients.append(x.grad)
+        amp.reset()
+    assert torch.equal(*gradients)
+
+
+class Widens(nn.Module):
+    def forward(self, inputs):
+        return inputs.float()
+
+
+class OnFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, inputs):
+        return inputs @ self.weight.float()
+
+
+def test_a_layer_gets_the_float32_that_another_one_hands_on():
+    model = nn.Sequential(nn.Linear(4, 4), Widens(), OnFloat32())
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_attention_can_be_scripted_in_a_session_and_after():
+    amp.initialize(Trainer(nn.MultiheadAttention(4, 2)), opt_level="O5", verbosity=0)
+    torch.jit.script(nn.MultiheadAttention(4, 2))
+    amp.reset()
+    torch.jit.script(nn.MultiheadAttention(4, 2))
 
 
 class Residual(nn.Module):

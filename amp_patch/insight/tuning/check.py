@@ -32,6 +32,7 @@ class Check(Probe):
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []
+        self._begun: set[int] = set()  # numbers of the optimizers whose step has begun
         self._losses: list[Tensor] = []
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._found: list[Record] = []
@@ -53,6 +54,7 @@ class Check(Probe):
     def step_begun(self, optimizer: Optimizer) -> None:
         """Take down the gradients."""
         number = self._number(optimizer)
+        self._begun.add(number)
         if self._taken[number] >= self._steps:
             self._on_end()
             return
@@ -69,6 +71,9 @@ class Check(Probe):
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, and put the weights back."""
         number, session = self._number(optimizer), current.require()
+        if number not in self._begun:  # a step with a closure, which is told of once it is over
+            self.step_begun(optimizer)
+        self._begun.discard(number)
         skipped = session.is_skipped(optimizer)
         is_dynamic = any(scaler.is_dynamic for scaler in session.scalers)
         losses = tuple(float(loss) for loss in self._losses)
