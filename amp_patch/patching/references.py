@@ -64,6 +64,8 @@ _PLAIN = frozenset(
 )
 """Types of values that hold no function, and are not looked into."""
 
+_KEEPERS = frozenset({dict, tuple, list, set, frozenset})
+
 _HOLDERS = frozenset({functools.partial, tuple, list, dict})
 """Types of a layer's attributes that may hold a function where it cannot be exchanged."""
 
@@ -330,8 +332,9 @@ class Search:
         self._is_held_elsewhere = not self._ids.isdisjoint(map(id, contents))
         if not self._is_held_elsewhere:
             return
+        handled = frozenset(self._seen)  # from before: a tuple may stand in several places
         for _, _, value, place in self._others:
-            if place is not None and not self._ids.isdisjoint(map(id, _contents_of_all([value], self._seen))):
+            if place is not None and not self._ids.isdisjoint(map(id, _contents_of_all([value], handled))):
                 self._search_container(value, *place)
 
     def _search_container(self, container: Any, holder: Any, key: Any) -> None:
@@ -462,7 +465,10 @@ def _package_of(function: types.FunctionType) -> str:
 
 
 def _contents_of_all(values: Iterable[Any], handled: Container[int]) -> list[Any]:
-    """Return what the values refer to, directly or through a dict or tuple. Runs no code of theirs."""
-    direct = gc.get_referents(*values)
-    inner = [value for value in direct if type(value) in (dict, tuple) and id(value) not in handled]
-    return [value for value in direct if id(value) not in handled] + gc.get_referents(*inner)
+    """Return what the values refer to, directly or through up to two containers. Runs no code of theirs."""
+    layer = gc.get_referents(*values)
+    found = [value for value in layer if id(value) not in handled]
+    for _ in range(2):
+        layer = gc.get_referents(*[value for value in layer if type(value) in _KEEPERS and id(value) not in handled])
+        found += layer
+    return found

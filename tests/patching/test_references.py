@@ -654,6 +654,27 @@ def test_modules_may_come_and_go_meanwhile(import_program, lists, monkeypatch):
     assert module.ACT["gelu"](X).dtype is LOW
 
 
+TUPLES = """
+    PAIR = ("gelu", F.gelu)
+    IN_LIST, IN_LISTS, IN_DICT = [PAIR], [[PAIR]], {"pair": PAIR}
+"""
+
+
+def test_a_tuple_is_exchanged_in_every_place_that_holds_it(import_program, lists):
+    module = import_program(TUPLES)
+    find = {
+        "itself": lambda: module.PAIR,
+        "list": lambda: module.IN_LIST[0],
+        "lists": lambda: module.IN_LISTS[0][0],
+        "dict": lambda: module.IN_DICT["pair"],
+    }
+    before = {name: get() for name, get in find.items()}
+    amp.initialize(nn.Linear(2, 2), opt_level="O4", lists=lists, verbosity=0)
+    assert {name: get()[1](X).dtype for name, get in find.items()} == dict.fromkeys(find, LOW)
+    amp.reset()
+    assert all(get() is before[name] for name, get in find.items())
+
+
 # ---- every package that is imported ----------------------------------------------------------------------------------
 
 
