@@ -186,7 +186,8 @@ class Bindings:
         of_models = {}
         for bound in self._models:
             for parameter in bound.parameters():
-                of_models[id(parameter)] = parameter
+                if parameter.is_leaf:  # and not what functional_call has put in its place, which holds a graph
+                    of_models[id(parameter)] = parameter
         self.ledgers.of_models = list(of_models.values())
         holders: dict[int, list[Ledger]] = {}
         for binding in self.optimizers():

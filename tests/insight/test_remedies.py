@@ -86,6 +86,17 @@ def test_a_list_is_offered_only_where_lists_act(function, compute_loss, is_reach
     assert ("fix.yaml" in insight.format_fault(fault, recording.run)) == is_reached
 
 
+def log_of_softmax(net, x):
+    return -F.softmax(net[0](x), -1)[:, 0].log().mean()
+
+
+def test_a_list_names_what_the_script_calls_and_no_kernel_of_torch():
+    x = draw(64, 16, factor=2e1)
+    recording = trace(make_step(make_net(torch.relu), lambda net: log_of_softmax(net, x)))
+    remedy = find_remedy(find_first(recording), recording.run)
+    assert "softmax" in remedy.ops and not any(op.startswith("_") for op in remedy.ops)
+
+
 MASK = torch.full((8, 8), -1e9)
 
 
