@@ -316,6 +316,8 @@ def _advise_region(remedy: Remedy, fault: FaultRecord, run: RunRecord, edit: str
     if remedy.regions:
         yield f"or instead, {where}: {region} around the forward of"
         yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
+        if remedy.ops:  # outside of these modules
+            yield f"  and around the calls of {', '.join(remedy.ops)}, on .float() inputs, too"
     else:
         yield f"or instead, {where}, at {_join_places(fault.lines) or fault.site or 'that line'}:"
         yield f"  {region}, and .float() on every tensor read there"
