@@ -25,12 +25,14 @@ class _OfThread(threading.local):
     Attributes:
         region: the block of torch.autocast, once this thread has called a model.
         is_left: for an optimizer step.
-        is_in_inference: it was entered inside of torch.inference_mode.
+        modes: how many blocks of torch.inference_mode there are around.
+        is_in_mode: it was entered inside of some.
     """
 
     region: Any = None
     is_left = False
-    is_in_inference = False
+    modes = 0
+    is_in_mode = False
 
 
 class WholeScript:
@@ -63,6 +65,7 @@ class WholeScript:
             [
                 Patch(torch.autograd, "backward", self._without),
                 Patch(torch.autograd, "grad", self._without),
+                Patch(torch.inference_mode, "__enter__", self._count_mode),
                 Patch(torch.inference_mode, "__exit__", self._restore_after),
                 Patch(torch.utils.checkpoint, "checkpoint", self._enter_before),
                 Patch(torch.nn.Module, "compile", self._enter_with_module),
@@ -88,7 +91,7 @@ class WholeScript:
             return
         region = torch.autocast(device_type, self._low, cache_enabled=False)
         region.__enter__()
-        self._here.region, self._here.is_in_inference = region, torch.is_inference_mode_enabled()
+        self._here.region, self._here.is_in_mode = region, self._here.modes > 0
 
     def close(self) -> None:
         """Leave it for good, in this thread."""
@@ -125,17 +128,24 @@ class WholeScript:
 
         return outside
 
+    def _count_mode(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(mode: Any) -> None:
+            original(mode)
+            self._here.modes += 1
+
+        return enter
+
     def _restore_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Enable it again after the torch.inference_mode in which it began, which puts back the state from before."""
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            region = self._here.region if self._here.is_in_inference else None
-            if region is None or torch.is_inference_mode_enabled() or get_autocast_depth() > 1:
+            self._here.modes = max(self._here.modes - 1, 0)
+            if not self._here.is_in_mode:
                 return
-            if not torch.is_autocast_enabled(region.device):  # else this was a mode inside of the one that counts
-                torch.set_autocast_enabled(region.device, True)
-                self._here.is_in_inference = False
+            self._here.is_in_mode = self._here.modes > 0
+            if self._here.region is not None and not self._here.is_left and get_autocast_depth() == 1:
+                torch.set_autocast_enabled(self._here.region.device, True)
 
         return leave
 

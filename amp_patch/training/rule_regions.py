@@ -145,14 +145,14 @@ class RuleRegions:
             return None
         if is_replica(module):
             return None
-        has_hooks = module in self._hooks
+        before = self._hooks.get(module)
         self._is_stale = False
         self._forget_dead()
         for model in self._models:
             self._update_if_changed(model)
         self.meet(module)
         hooks = self._hooks.get(module)
-        if hooks is None or has_hooks:
+        if hooks is None or hooks is before:
             return None
         return hooks.catch_up(module, args, frame)  # torch does not call what is set while it calls hooks
 
