@@ -87,11 +87,13 @@ class RuleRegions:
         self._known.clear()
 
     def find(self, module: nn.Module) -> ModuleRule | None:
-        """Return the rule that decides how a module runs, or None."""
+        """Return the rule that decides how a module runs, or None: the last of those that cover it in some model."""
+        found: ModuleRule | None = None
         for model in self._models:
-            if module in model.decided:
-                return model.decided[module]
-        return None
+            rule = model.decided.get(module)
+            if rule is not None and (found is None or self._rules.index(rule) > self._rules.index(found)):
+                found = rule
+        return found
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -213,19 +215,27 @@ class RuleRegions:
             if wanted.get(module) != model.hooked[module]:
                 self._unhook(module)
                 del model.hooked[module]
+        model.decided = weakref.WeakKeyDictionary(decided)
         for module, how in wanted.items():
+            if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
+                self._give_up(module)  # the script has called a part before the whole, whose later rule wins
             if module not in self._hooks:
                 model.hooked[module] = how
                 self._hook(module, *how)
         if model.by_name:
             for module in root.modules():
                 self._remove_copied_hooks(module)
-        model.decided = weakref.WeakKeyDictionary(decided)
         model.children = _children_in(root)
         self.used |= used
         if model.by_name:
             self._in_models |= used
         self._known.update(root.modules())
+
+    def _give_up(self, module: nn.Module) -> None:
+        """Remove the hooks of a module that another model has set."""
+        for model in self._models:
+            model.hooked.pop(module, None)
+        self._unhook(module)
 
     def _hook(self, module: nn.Module, run: str, is_inside: bool) -> None:
         if run == "low":

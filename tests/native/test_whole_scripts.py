@@ -63,10 +63,18 @@ def in_checkpoint(model: nn.Module) -> None:
     imported_checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).float().sum().backward()
 
 
+def in_nested_modes(model: nn.Module) -> None:
+    with torch.inference_mode():
+        with torch.inference_mode(), torch.inference_mode(False):
+            model(X)
+        assert model(X).dtype is LOW
+
+
 FIRST: dict[str, Callable[[nn.Module], object]] = {
     "thread": in_thread,
     "inference mode": in_inference_mode,
     "inference mode, compiled": in_inference_mode_compiled,
+    "nested inference modes": in_nested_modes,
     "island": in_island,
     "backward hook": in_backward_hook,
     "checkpoint": in_checkpoint,
@@ -166,6 +174,27 @@ def test_rules_follow_names_where_the_script_calls_methods_of_the_model(tmp_path
             with torch.autocast("cpu", LOW):
                 assert model.training_step(X) == [torch.float32, LOW]
             model.a, model.b = model.b, model.a
+
+
+def test_the_last_rule_wins_where_a_part_was_called_before_the_whole(tmp_path: Path) -> None:
+    model = ByMethods()
+    model.forward = model.a.__call__  # type: ignore[method-assign]
+    rules = "modules: [{type: torch.nn.Linear, run: low}, {match: a, run: float32}]"
+    with native.install(lists=write(tmp_path, rules)):
+        for _ in range(2):
+            with torch.autocast("cpu", LOW):
+                model.a(X)
+                assert model(X).dtype is torch.float32 and model.a(X).dtype is torch.float32
+                assert model.b(X).dtype is LOW
+
+
+def test_a_part_that_gets_another_rule_follows_it_in_its_first_call(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rules = "modules: [{match: '0', run: float32}, {match: '1', run: low}]"
+    with native.install(lists=write(tmp_path, rules)), torch.autocast("cpu", LOW):
+        model(X)
+        model[0], model[1] = model[1], model[0]
+        assert [model[0](X).dtype, model[1](X).dtype] == [torch.float32, LOW]
 
 
 def test_a_wrapper_of_a_moment_leaves_no_rule_behind(tmp_path: Path) -> None:
