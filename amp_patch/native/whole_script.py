@@ -35,6 +35,10 @@ class _OfThread(threading.local):
     is_in_mode = False
 
 
+_HERE = _OfThread()
+"""Of all installations: a thread that runs on after one has ended is still in its region. The next takes it over."""
+
+
 class WholeScript:
     """The region of each thread, once the thread has called a model. Backward passes and optimizer steps run outside.
 
@@ -50,7 +54,7 @@ class WholeScript:
         self._low = low
         self._open_session = open_session
         self._is_of_amp = is_of_amp
-        self._here = _OfThread()
+        self._here = _HERE
 
     @property
     def is_entered(self) -> bool:
