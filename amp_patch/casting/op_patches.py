@@ -163,8 +163,8 @@ def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) ->
     """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # that of the forward, noted there: the call of the checkpoint may be what enters the region of a whole script.
-        # Dynamo traces no function that notes something
+        # The forward notes its mode itself, because the checkpoint may enter the region of a whole script first.
+        # Dynamo cannot trace a function that notes something.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:

@@ -190,8 +190,8 @@ class RuleRegions:
         self._known.add(module)
 
     def update_model(self, root: nn.Module) -> None:
-        """Decide anew if a model that is called holds other modules than before."""
-        for model in self._models:
+        """Decide anew if a model that is called holds other modules than before. `begin_call` does so, too."""
+        for model in self._models if self._find_root is None else ():  # else `begin_call` sees every call
             if model.root() is root:
                 self._update_if_changed(model)
 
