@@ -1,9 +1,8 @@
-"""`Comparison`: what was measured of several runs, written as text, records, picture or page."""
+"""`Comparison`: what was measured of several runs, written as text, records or page."""
 
 import os
 
 from ..records import Recording
-from .picture import draw_comparison
 from .summary import Summary
 from .text import format_comparison, heading
 
@@ -34,10 +33,6 @@ class Comparison(Summary):
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""
         self.recording.to_jsonl(path)
-
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw the differences of losses, time and memory. Raises MissingExtraError without matplotlib."""
-        draw_comparison(self, path)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page that needs no other file and no network."""
