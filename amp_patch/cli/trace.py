@@ -33,8 +33,6 @@ dynamic loss scale skips do not count: in them no list is at fault, and none is 
 
 _ROUNDS = 5  # lists that are tried, each with more than the one before, and the other of two
 
-_PERHAPS_BY_TUNE = frozenset({"scale", "gradients", "list", "weights"})  # remedies beside which there may be a list
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -128,13 +126,13 @@ def _watch(
 
 def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
     """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
-    from ..insight import format_fault, remedies
+    from ..insight import find_remedy, format_fault, remedies
 
     path: Path = arguments.fix
-    remedy = remedies.find_remedy(fault, recording.run)
+    remedy = find_remedy(fault, recording.run)
     if not remedy.has_list:
         reason = "none helps against this"
-        if remedy.kind in _PERHAPS_BY_TUNE:
+        if remedy.may_need_list:
             reason = "trace knows none that helps; amp-patch tune --units both may find one"
         print(f"\nno list was written: {reason}", flush=True)
         return FAULT
@@ -151,7 +149,7 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
         if not faults:
             return _tell_of_fixed(found, first, path, arguments)
         fault, recording = faults[0]
-        more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
+        more = remedies.merge(remedy, find_remedy(fault, recording.run))
         if more == remedy and alternative.has_list:
             more, alternative = alternative, replace(alternative, ops=())
         if more == remedy or found.is_interrupted:
@@ -240,29 +238,23 @@ def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
 
 def _find_faults(found: Watched) -> "list[tuple[FaultRecord, Recording]]":
     """Return the faults that are to be told, in their order, each with the recording that has it."""
-    from ..insight import FaultRecord
-
-    pairs = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord) if not fault.is_search]
+    pairs = [(fault, recording) for recording in found.recordings for fault in recording.faults]
     return sorted(pairs, key=lambda pair: _order(pair[0]))
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
     """Return by what the faults of several ranks are sorted: what only came in may have come from another of them."""
-    is_let_in = fault.cause == "came in" and not fault.parameter
-    return fault.step, is_let_in, is_let_in and not fault.module
+    is_let_in = fault.cause == "came in" and not fault.origin.parameter
+    return fault.step, is_let_in, is_let_in and not fault.origin.module
 
 
 def _has_fault(recording: "Recording") -> bool:
-    from ..insight import FaultRecord
-
-    return any(not fault.is_search for fault in recording.of(FaultRecord))
+    return bool(recording.faults)
 
 
 def _find_searches(found: Watched) -> "list[FaultRecord]":
     """Return what is known of the steps that were skipped as a dynamic loss scale came down."""
-    from ..insight import FaultRecord
-
-    return [fault for one in found.recordings[:1] for fault in one.of(FaultRecord) if fault.is_search]
+    return [fault for recording in found.recordings[:1] for fault in recording.searches]
 
 
 def _tell_of_search(found: Watched, *, is_all: bool) -> None:

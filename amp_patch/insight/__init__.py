@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import notebook as notebook
 from . import runs as runs
 
 if TYPE_CHECKING:
@@ -10,14 +11,15 @@ if TYPE_CHECKING:
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
+    from .causes import find_remedy as find_remedy
     from .comparing import compare as compare
+    from .fault_record import FaultRecord as FaultRecord
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
     from .recorder import explain as explain
     from .recorder import recording as recording
-    from .records import FaultRecord as FaultRecord
-    from .records import Recording as Recording
+    from .recordings import Recording as Recording
     from .text import format_recording as format_recording
     from .tracer import trace as trace
     from .tuning.result import TuneResult as TuneResult
@@ -25,14 +27,15 @@ if TYPE_CHECKING:
     from .tuning.tuner import tune as tune
 
 _HOMES = {
-    "FaultRecord": "records",
-    "Recording": "records",
+    "FaultRecord": "fault_record",
+    "Recording": "recordings",
     "TuneResult": "tuning.result",
     "Tuner": "tuning.tuner",
     "compare": "comparing",
     "describe_further": "fault_text",
     "describe_search": "fault_text",
     "explain": "recorder",
+    "find_remedy": "causes",
     "format_fault": "fault_text",
     "format_recording": "text",
     "recording": "recorder",

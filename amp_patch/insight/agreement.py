@@ -3,7 +3,8 @@
 import math
 from statistics import median
 
-from .records import CurveRecord, Recording
+from .recordings import Recording
+from .records import CurveRecord
 
 _FIRST = 0.1  # from equal weights, low precision puts a loss off by less than this share of it
 _SHARE = 0.2  # of how far the loss of float32 has moved

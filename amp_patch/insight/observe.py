@@ -31,7 +31,7 @@ from ..torch_dispatch import (
     leave_mode,
 )
 from .faults import FaultFinder
-from .folding import Call, Folding
+from .folding import Folding, OpCall
 from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
@@ -44,7 +44,7 @@ class _OfThread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
         self.is_below = self.is_paused = False
         self.nodes: int | None = None
 
@@ -69,8 +69,8 @@ class Observer:
         if finder is not None:
             finder.watch(session, self._running)
         self._local = _OfThread()
-        self._by_node: dict[int, Call] = {}
-        self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
+        self._by_node: dict[int, OpCall] = {}
+        self._writers: dict[int, OpCall] = {}  # of a storage, by its address: the call whose op wrote it last
         self._below = _Below(self)
         self._covers: list[Callable[..., Any]] = []
         self._undo = UndoStack()
@@ -129,7 +129,7 @@ class Observer:
             site = find_site()
             if site.by == "amp":
                 return replacement(*args, **kwargs)
-            calls, call = self._local.calls, Call(op, self._running.here(), site, self._phase(None, site))
+            calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
             try:
                 self._describe(call, spelling, [*args, *kwargs.values()])
@@ -141,13 +141,13 @@ class Observer:
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
             finally:  # a recomputation is stopped by an exception
                 calls.clear()
-                self._folding.add(call)
+                self._folding.count(call)
             return result
 
         self._covers.append(cover)
         return cover
 
-    def _describe(self, call: Call, spelling: op_lists.Spelling | None, values: Sequence[Any]) -> None:
+    def _describe(self, call: OpCall, spelling: op_lists.Spelling | None, values: Sequence[Any]) -> None:
         """Enter what a call of an op is given, by which rule it is to run, and what that will have to cast."""
         module = self._running.module_here()
         call.given = tuple(short(tensor.dtype) for tensor in tensors_in(values))
@@ -179,7 +179,7 @@ class Observer:
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
-    def note(self, op: Op) -> Call | None:
+    def note(self, op: Op) -> OpCall | None:
         """Take in one op that torch has dispatched, of this thread. Return the call that it is of."""
         self.has_seen = True
         overload, node, calls = op.overload, op.node, self._local.calls
@@ -196,7 +196,7 @@ class Observer:
         cast = None
         if overload.is_copy:
             cast = _find_cast(overload.packet, inputs, outputs)
-        call: Call | None
+        call: OpCall | None
         if calls:
             call = calls[-1]
             self._note_inside(call, cast, inputs)
@@ -222,7 +222,7 @@ class Observer:
             if call is not None:  # the script ends before its like run the same line
                 self.finder.expect(op, call, low[0], self._running.names_of_like())
 
-    def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
+    def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
             call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
             return
@@ -236,7 +236,7 @@ class Observer:
             return
         outside, between = short(copy.dtype), short(source.dtype)
         if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
-            self._folding.add_undone(producer, call, outside, between)
+            self._folding.count_undone(producer, call, outside, between)
 
     def _note_alone(
         self,
@@ -245,20 +245,20 @@ class Observer:
         node: Any,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-    ) -> Call | None:
+    ) -> OpCall | None:
         """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
         of = None
         if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
             of = self._by_node.get(get_node_number(node))
         if of is not None:
-            call = Call(of.op, of.module, of.site, "backward")
+            call = OpCall(of.op, of.module, of.site, "backward")
             call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
             call.is_reached = of.is_reached
         else:
             site = find_site()
             if site.by == "amp":
                 return None
-            call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
+            call = OpCall(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
             with as_called():
                 call.is_reached = self._is_reached()
@@ -270,7 +270,7 @@ class Observer:
         call.out = tuple([short(tensor.dtype) for tensor in outputs])
         call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
         if call.ran or any(tensor.is_floating_point() for tensor in outputs):
-            self._folding.add(call)
+            self._folding.count(call)
         return call
 
     def _phase(self, node: Any, site: Site) -> str:

@@ -18,7 +18,8 @@ from .faults import FaultFinder
 from .folding import Folding
 from .naming import find_prefixes
 from .observe import Observer
-from .records import Record, Recording, RunRecord, StepRecord
+from .recordings import Record, Recording
+from .records import RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
 
@@ -54,7 +55,7 @@ class Recorder(Probe):
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
-        return [*self._folding.ops(), *self._folding.undone(), *self._steps]
+        return [*self._folding.make_op_records(), *self._folding.make_undone_records(), *self._steps]
 
     @property
     def is_recording(self) -> bool:

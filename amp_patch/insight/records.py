@@ -1,22 +1,10 @@
-"""What is recorded of a run: one frozen schema, written as lines of JSON and read again.
+"""What is recorded of a run, less its faults: frozen dataclasses, each a line of JSON in the file of a recording."""
 
-A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first; each rank writes its own.
-"""
-
-import importlib
-import json
-import math
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
-
-from ..errors import RecordError
-from ..files import write_file
-from .json_values import plain, read_lines
+from dataclasses import dataclass
+from typing import ClassVar
 
 SCHEMA = 1
-"""The version of the schema, which goes up with every change that an older reader would misread."""
+"""The version of the schema. It goes up with every change that an older reader would misread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,99 +94,6 @@ class StepRecord:
     loss_scales: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FaultRecord:
-    """A value that does not fit into its dtype, and the op that produced it: the first fault of a step.
-
-    Attributes:
-        step: the number of the step, from 0, counted by the optimizer that steps first.
-        phase: as in `OpRecord`.
-        value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
-        cause: "precision" (float32 holds the result of the op for these inputs), "mathematics" (it does not),
-            "came in" (an input did not fit, and no recorded op produced it), "step" (an optimizer produced it from
-            finite weights and gradients) or "divergence" (losses or weights have grown without bound, or beyond
-            bfloat16).
-        module, op, rule, entry, region, site: those of the call. For an op of the backward pass, of the forward call.
-        listed: the name of the op in the lists; "" for an op on no list.
-        aten, node: the op that torch ran, and its node of the backward pass; "" if unknown.
-        given, out: dtypes of the inputs and of the output.
-        share: the share of values in the output that do not fit, from 0 to 1.
-        largest: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
-        parameter: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
-        loss_scale: the loss scale of the step; 1 for a value of the backward pass that does not go with it.
-        trail: the ops before it, latest first, with the largest magnitude in the result of each.
-        rank: the rank of the process.
-        reach: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the step
-            did not end.
-        gradients: names of the parameters whose gradients are not finite; `of`: the number of parameters with a
-            gradient.
-        skipped: whether the step was skipped; None if it did not end.
-        is_search: whether a dynamic loss scale was too large and the step was skipped; the scale falls by itself.
-        regions, ops, sites: what has to run in float32 so that the values of the step fit: modules, as in module rules;
-            names of ops, as in lists; lines of the script to which neither applies.
-        alternative: ops that are enough instead of these modules.
-        lines: lines of the script that run what has to be in float32.
-        is_of_rounding: whether the value fits only if ops before it run in float32 too.
-        lost: a number in the script that is zero in 16 bits, and matters; 0: none.
-        beyond: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
-        scale: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero; None
-            if the scale does not matter.
-        is_scale_enough: whether that scale is enough, without regions, ops and sites.
-        summed: how many times larger the loss is than the mean of its terms, where that is why no loss scale above 1
-            fits; else 0.
-        eps, lr: those of the optimizer whose step produced the value.
-    """
-
-    kind: ClassVar[str] = "fault"
-
-    step: int
-    phase: str
-    value: str
-    cause: str
-    module: str = ""
-    op: str = ""
-    rule: str = ""
-    entry: str = ""
-    listed: str = ""
-    region: str = ""
-    site: str = ""
-    aten: str = ""
-    node: str = ""
-    given: tuple[str, ...] = ()
-    out: str = ""
-    share: float = math.nan
-    largest: float = math.nan
-    in_float32: float = math.inf
-    parameter: str = ""
-    loss_scale: float = 1.0
-    trail: tuple[tuple[str, float], ...] = ()
-    rank: int = 0
-    reach: str = ""
-    gradients: tuple[str, ...] = ()
-    of: int = 0
-    skipped: bool | None = None
-    is_search: bool = False
-    regions: tuple[str, ...] = ()
-    ops: tuple[str, ...] = ()
-    alternative: tuple[str, ...] = ()
-    sites: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    is_of_rounding: bool = False
-    lost: float = 0.0
-    beyond: str = ""
-    scale: float | None = None
-    is_scale_enough: bool = False
-    summed: float = 0.0
-    eps: float | None = None
-    lr: float | None = None
-
-    def __str__(self) -> str:
-        return _show("fault_as_text", self)
-
-    def _repr_html_(self) -> str:
-        return _show("show_fault", self)
-
-
 # ---- runs that are compared ------------------------------------------------------------------------------------------
 
 
@@ -277,6 +172,10 @@ class LayerRecord:
     input: float | None
     output: float | None
     gradient: float | None
+
+
+CLASSES = 4
+"""How many counts a power of two has in `GradientRecord.counts`: see `comparing.exponents`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,111 +289,3 @@ class ModulesRecord:
 
     names: tuple[str, ...]
     ran: tuple[str, ...]
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-Record = (
-    RunRecord
-    | OpRecord
-    | UndoneCastRecord
-    | StepRecord
-    | FaultRecord
-    | ComparisonRecord
-    | ComparedRecord
-    | CurveRecord
-    | LayerRecord
-    | GradientRecord
-    | SampleRecord
-    | CheckedStepRecord
-    | SketchRecord
-    | LowOpRecord
-    | ModulesRecord
-)
-R = TypeVar("R")
-_KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
-
-
-@dataclass(slots=True)
-class Recording:
-    """The records of one process: the run, then its records in order."""
-
-    run: RunRecord
-    records: list[Record]
-
-    def __str__(self) -> str:
-        return _show("recording_as_text", self)
-
-    def __repr__(self) -> str:
-        return f"<{_show('recording_in_a_line', self)}; print() shows it>"
-
-    def _repr_html_(self) -> str:
-        return _show("show_recording", self)
-
-    def of(self, kind: type[R]) -> list[R]:
-        """Return the records of a class."""
-        return [record for record in self.records if isinstance(record, kind)]
-
-    @property
-    def ops(self) -> list[OpRecord]:
-        """The calls of ops."""
-        return self.of(OpRecord)
-
-    @property
-    def undone(self) -> list[UndoneCastRecord]:
-        """The casts that undo each other."""
-        return self.of(UndoneCastRecord)
-
-    @property
-    def steps(self) -> list[StepRecord]:
-        """The ends of the recorded steps."""
-        return self.of(StepRecord)
-
-    def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to a file, one JSON line each."""
-        write_file(path, self.format())
-
-    def format(self) -> str:
-        """Return all records, one JSON line each. inf and NaN are strings, since JSON has no such numbers."""
-        lines = [_format(self.run, records=len(self.records)), *map(_format, self.records)]
-        return "\n".join([*lines, ""])
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError, with the line, for any other file."""
-        run: RunRecord | None = None
-        records: list[Record] = []
-        number, lines = None, 0
-        for data, record in read_lines(Path(path), _KINDS):
-            if isinstance(record, RunRecord):
-                if record.schema > SCHEMA:
-                    raise RecordError(
-                        f"{path}: schema {record.schema} is newer than {SCHEMA}, the newest of this version: upgrade"
-                    )
-                run = record
-                number = data.get("records")
-                if number is not None and not isinstance(number, int):
-                    raise RecordError(f"{path}: the number of records is no whole number: this is not a recording")
-            else:
-                lines += 1
-                if record is not None:
-                    records.append(record)
-        if run is None:
-            raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
-        if number not in (None, lines):  # None: an earlier version wrote it
-            raise RecordError(f"{path}: {lines} of {number} records: this is only a part of a recording")
-        recording = cls(run, records)
-        problem = importlib.import_module(".record_checks", __package__).find_problem(recording)
-        if problem:
-            raise RecordError(f"{path}: not a recording ({problem})")
-        return recording
-
-
-def _format(record: Record, **more: int) -> str:
-    """Return a record as a line of JSON."""
-    return json.dumps(plain({"kind": record.kind, **asdict(record), **more}), allow_nan=False)
-
-
-def _show(maker: str, shown: Any) -> str:
-    """Return what print or a notebook shows; what makes that imports this module."""
-    return str(getattr(importlib.import_module(".notebook", __package__), maker)(shown))

@@ -15,7 +15,8 @@ from .. import events
 from ..errors import ArgumentTypeError, ArgumentValueError, SessionError
 from ..script_settings import Settings, in_force
 from ..step_counter import StepCounter
-from .records import Record, Recording, RunRecord
+from .recordings import Record, Recording
+from .records import RunRecord
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

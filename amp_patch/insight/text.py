@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
-from .records import OpRecord, Recording
+from .recordings import Recording
+from .records import OpRecord
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]

@@ -21,13 +21,13 @@ from amp_patch.insight.comparing import Comparison, exponents, parse_run, plan_r
 from amp_patch.insight.comparing.campaign import find_error
 from amp_patch.insight.comparing.memory import PeakMeter
 from amp_patch.insight.comparing.probes import CurveProbe, LayerProbe
+from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import (
     ComparedRecord,
     ComparisonRecord,
     CurveRecord,
     GradientRecord,
     LayerRecord,
-    Recording,
     RunRecord,
 )
 from amp_patch.script_settings import Settings

@@ -15,7 +15,8 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config.op_lists import check_oplists
-from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from amp_patch.insight.runs import FunctionRunner, Run
 from amp_patch.insight.tuning.sketches import sketch
 from amp_patch.script_settings import Settings

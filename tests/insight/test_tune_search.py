@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from amp_patch.config import load_oplists
-from amp_patch.insight.records import CheckedStepRecord, Recording, RunRecord, SketchRecord
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import CheckedStepRecord, RunRecord, SketchRecord
 from amp_patch.insight.tuning.entries import Entry, fold, format_list, prune
 from amp_patch.insight.tuning.search import find_fewest, find_prefix
 from amp_patch.insight.tuning.sketches import SIZE, distance, sketch

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
+from ..recordings import Record, Recording
 from ..records import (
     ComparedRecord,
     ComparisonRecord,
     CurveRecord,
     GradientRecord,
     LayerRecord,
-    Record,
-    Recording,
     RunRecord,
     SampleRecord,
 )

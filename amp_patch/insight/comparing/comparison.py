@@ -2,7 +2,9 @@
 
 import os
 
-from ..records import Recording
+from .. import display
+from ..recordings import Recording
+from ..report import write_report
 from .summary import Summary
 from .text import format_comparison, heading
 
@@ -26,9 +28,7 @@ class Comparison(Summary):
         return format_comparison(self)
 
     def _repr_html_(self) -> str:
-        from ..notebook import show_comparison  # which imports what is beside this module
-
-        return show_comparison(self)
+        return display.as_html(self)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""
@@ -36,6 +36,4 @@ class Comparison(Summary):
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page that needs no other file and no network."""
-        from ..report import write_report  # which imports what is beside this module
-
         write_report(self.recording, path)

@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..records import GradientRecord
+from ..records import CLASSES, GradientRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLASSES = 4
 _LOWEST, _HIGHEST = -149, 127  # powers of two that float32 has
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import RecordError
-from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Recording
+from ..recordings import Recording
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..comparing.exponents import CLASSES, FORMATS, find_shares
-from ..records import GradientRecord
+from ..comparing.exponents import FORMATS, find_shares
+from ..records import CLASSES, GradientRecord
 from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
-from ..records import ComparisonRecord, Recording
+from ..recordings import Recording
+from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
 from .markup import Markup, element, join

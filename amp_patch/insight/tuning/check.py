@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from ...session import Session, current
 from ..recorder import describe_run
-from ..records import CheckedStepRecord, Record, SketchRecord
+from ..recordings import Record
+from ..records import CheckedStepRecord, SketchRecord
 from ..runs import Probe
 from .sketches import sketch
 

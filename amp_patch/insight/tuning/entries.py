@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...tables import natural_order
-from ..remedies import Remedy
+from ..remedies import Remedy, RemedyKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def find_entries(remedy: Remedy, units: str) -> list[Entry]:
     modules = [Entry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
     modules = [one for one in modules if not one.name.startswith("re:")]
     ops = [Entry("op", name) for name in remedy.ops]
-    if len(modules) < len(remedy.regions) or remedy.kind != "list":
+    if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
         return [*modules, *ops]

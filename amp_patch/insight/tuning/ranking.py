@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from ..recordings import Recording
+from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from ..short_dtypes import EPS, LARGEST, spell_out
 from .entries import Entry, fold, prune
 from .reference import WHOLE_MODEL

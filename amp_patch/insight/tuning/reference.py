@@ -19,7 +19,8 @@ from ...session import Session
 from ...torch_dispatch import get_current_node
 from ...torch_private import BatchNormBase
 from ..naming import ModuleStack, join_names
-from ..records import ModulesRecord, Record
+from ..recordings import Record
+from ..records import ModulesRecord
 from ..rules import RuleFinder
 from ..tensors import storage_of, tensors_in
 from .check import Check

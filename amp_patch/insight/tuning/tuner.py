@@ -18,9 +18,10 @@ from ...errors import ArgumentValueError, SessionError, did_you_mean
 from ...files import write_file
 from ...script_settings import Settings
 from ...tables import count_of
+from ..causes import find_remedy
 from ..fault_text import describe_briefly
-from ..records import CheckedStepRecord, Recording
-from ..remedies import find_remedy
+from ..recordings import Recording
+from ..records import CheckedStepRecord
 from ..runs import FunctionRunner, Run, RunFailedError, Runner, check_count
 from .entries import Entry, find_entries, format_list, prune
 from .ranking import UNITS, Ranking
@@ -221,7 +222,7 @@ class Tuner:
                 break
             traced = self._trace_once(best.entries)
             self._log(traced.text)
-            if traced.fault is not None and traced.fault.phase == "backward" and self._loss_scale is not None:
+            if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
                 return Traced(traced.text)  # gradients were to fit under another loss scale
             needed: list[Entry] = []
             if traced.fault is not None:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..records import CheckedStepRecord, Recording, SketchRecord
+from ..recordings import Recording
+from ..records import CheckedStepRecord, SketchRecord
 from .sketches import distance
 
 SMALL = 1e-5
