@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .recordings import Recording as Recording
     from .text import format_recording as format_recording
     from .tracer import trace as trace
+    from .tuning.options import TuneOptions as TuneOptions
     from .tuning.result import TuneResult as TuneResult
     from .tuning.tuner import Tuner as Tuner
     from .tuning.tuner import tune as tune
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FaultRecord": "fault_record",
     "Recording": "recordings",
+    "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
     "Tuner": "tuning.tuner",
     "compare": "comparing",

@@ -9,8 +9,6 @@ from ..short_dtypes import EPS, LARGEST, spell_out
 from .entries import Entry, fold, prune
 from .reference import WHOLE_MODEL
 
-UNITS = ("modules", "ops", "both")
-
 ROUNDING = 8
 """A result, or a gradient, that is off by so many times the rounding error of its dtype is tried before others."""
 

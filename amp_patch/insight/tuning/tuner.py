@@ -7,14 +7,16 @@ file that the best run has read, with comments in front.
 """
 
 import contextlib
+import inspect
 import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...config import shipped
-from ...errors import ArgumentValueError, SessionError, did_you_mean
+from ...errors import SessionError
 from ...files import write_file
 from ...script_settings import Settings
 from ...tables import count_of
@@ -22,9 +24,10 @@ from ..causes import find_remedy
 from ..fault_text import describe_briefly
 from ..recordings import Recording
 from ..records import CheckedStepRecord
-from ..runs import FunctionRunner, Run, RunFailedError, Runner, check_count
+from ..runs import FunctionRunner, Run, RunFailedError, Runner
 from .entries import Entry, find_entries, format_list, prune
-from .ranking import UNITS, Ranking
+from .options import TuneOptions
+from .ranking import Ranking
 from .reference import WHOLE_MODEL
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
@@ -39,50 +42,12 @@ class Tuner:
 
     Args:
         runner: runs the training.
-        opt_level: the level to tune for; None: that of the training, or its own regions of `torch.autocast`.
-        extends: the list to start from, a shipped name or a path; None: the script's own lists.
-        units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
-        tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
-        steps: number of steps to compare, each from the initial weights of the training. At least 20 are traced with
-            the list that is found.
-        seed: seed of each run.
-        max_runs: limit on the runs of the search; those that trace its result come on top.
-        out: path at which the list will be written; its `extends` is relative to that path.
-        log: called with a line for each run.
+        options: the fields of `TuneOptions`.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        opt_level: str | None = None,
-        extends: str | os.PathLike[str] | None = None,
-        units: str = "modules",
-        tolerance: float = 0.1,
-        steps: int = 2,
-        seed: int = 0,
-        max_runs: int = 40,
-        out: str | os.PathLike[str] | None = None,
-        log: Callable[[str], object] = print,
-    ) -> None:
-        if units not in UNITS:
-            raise ArgumentValueError(f"units={units!r} is not one of {', '.join(UNITS)}.{did_you_mean(units, UNITS)}")
-        check_count(steps, "steps")
-        check_count(max_runs, "max_runs", 2)
-        if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-            raise ArgumentValueError(
-                f"tolerance={tolerance!r} must be a number above 0: pass 0.1 for a tenth of a gradient"
-            )
+    def __init__(self, runner: Runner, **options: Any) -> None:
+        self.options = TuneOptions(**options)
         self._runner = runner
-        self._opt_level = opt_level
-        self._extends = extends
-        self._units = units
-        self._tolerance = tolerance
-        self._steps = steps
-        self._seed = seed
-        self._max_runs = max_runs
-        self._out = out
-        self._log = log
         self._runs = 0
         self._trials: dict[tuple[Entry, ...], Trial] = {}
         self._loss_scale: float | None = None
@@ -98,8 +63,8 @@ class Tuner:
             KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
         """
         with contextlib.ExitStack() as stack:
-            if self._out is not None:  # to whose folder the paths in a list are relative
-                folder = Path(self._out).absolute().parent
+            if self.options.out is not None:  # to whose folder the paths in a list are relative
+                folder = Path(self.options.out).absolute().parent
             else:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amp-patch-")))
             self._file = folder / f".amp-patch-tune-{os.getpid()}.yaml"
@@ -114,11 +79,11 @@ class Tuner:
     def _refer(self, folder: Path) -> None:
         """Run in float32, and learn what there is."""
         self._bases = []
-        if self._extends is not None:
-            self._bases = [self._spell(os.fspath(self._extends), folder)]
+        if self.options.extends is not None:
+            self._bases = [self._spell(os.fspath(self.options.extends), folder)]
         float32 = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
         self._reference = self._watch("tuning.reference:Reference", float32)
-        if self._extends is None:
+        if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
         if fault:
@@ -126,28 +91,28 @@ class Tuner:
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
-        self._ranking = Ranking(self._reference, self._units)
-        self._log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
+        self._ranking = Ranking(self._reference, self.options.units)
+        self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
         """Run once under a list."""
-        if self._runs >= self._max_runs:
+        if self._runs >= self.options.max_runs:
             raise _EnoughRunsError
         self._runs += 1
-        return self._run(probe, text, steps=self._steps, **options)
+        return self._run(probe, text, steps=self.options.steps, **options)
 
     def _run(self, probe: str, text: str, **options: object) -> Recording:
         lists: tuple[str, ...] = ()
         if text:
             write_file(self._file, text)
             lists = (str(self._file),)
-        return self._runner(Run(probe, options, Settings(self._opt_level, lists), self._seed, "last-run"))
+        return self._runner(Run(probe, options, Settings(self.options.opt_level, lists), self.options.seed, "last-run"))
 
     def _spell(self, name: str, folder: Path) -> str:
         """Return how a list in a folder names another: a shipped list by its name, others by a path."""
         if name in shipped.shipped_names():
             return name
-        if self._out is None:
+        if self.options.out is None:
             return os.path.abspath(name)
         return Path(os.path.relpath(name, folder)).as_posix()
 
@@ -162,19 +127,19 @@ class Tuner:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
             if verdict.is_skipped and not self._trials and lower is not None:
-                self._log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
+                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
                 self._loss_scale = lower
                 verdict = self._try(candidate)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
-            self._log(str(trial))
+            self.options.log(str(trial))
         return self._trials[candidate].verdict.passed
 
     def _try(self, candidate: Sequence[Entry]) -> Verdict:
         """Run under a candidate. What the training raises counts, too: it may come of an overflow."""
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
-            return judge(self._reference, run, self._tolerance)
+            return judge(self._reference, run, self.options.tolerance)
         except _EnoughRunsError:
             raise
         except Exception as error:
@@ -205,7 +170,9 @@ class Tuner:
             return TuneResult((), trials, self._runs, False, message, "", is_interrupted)
         text = ""
         if best.entries:
-            text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
+            text = format_header(self._reference.run, message, self.options.tolerance, self._runs) + self._format(
+                best.entries
+            )
         is_reached = best.verdict.passed and traced.fault is None
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
@@ -221,12 +188,12 @@ class Tuner:
             if best is None or not best.verdict.passed:
                 break
             traced = self._trace_once(best.entries)
-            self._log(traced.text)
+            self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
                 return Traced(traced.text)  # gradients were to fit under another loss scale
             needed: list[Entry] = []
             if traced.fault is not None:
-                needed = find_entries(find_remedy(traced.fault, self._reference.run), self._units)
+                needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
                 return traced
@@ -235,7 +202,7 @@ class Tuner:
         return Traced("not traced")
 
     def _trace_once(self, entries: Sequence[Entry]) -> Traced:
-        steps = max(TRACED, self._steps)
+        steps = max(TRACED, self.options.steps)
         try:
             found = self._run(
                 "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
@@ -251,7 +218,7 @@ class Tuner:
     def _describe(self, best: Trial | None, stopped: str) -> str:
         """Return the outcome in words."""
         taken = len(self._reference.of(CheckedStepRecord))
-        tolerance = f"a tolerance of {self._tolerance:g}"
+        tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
             if best.entries:
@@ -289,38 +256,32 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def tune(
-    train: Callable[[], object],
-    *,
-    opt_level: str | None = None,
-    extends: str | os.PathLike[str] | None = None,
-    units: str = "modules",
-    tolerance: float = 0.1,
-    steps: int = 2,
-    seed: int = 0,
-    max_runs: int = 40,
-    out: str | os.PathLike[str] | None = None,
-    log: Callable[[str], object] = print,
-) -> TuneResult:
+def tune(train: Callable[[], object], **options: Any) -> TuneResult:
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
     and trains. It is called up to `max_runs` times, writes its files each time, and is stopped after `steps` steps. The
-    other arguments, and the errors, are those of `Tuner`. The list is written to `out` if it has entries.
+    list is written to `out` if it has entries.
+
+    Args:
+        train: the function.
+        options: the fields of `TuneOptions`, such as `opt_level="O4"`.
+
+    Raises: as `Tuner`.
     """
-    tuner = Tuner(
-        FunctionRunner(train),
-        opt_level=opt_level,
-        extends=extends,
-        units=units,
-        tolerance=tolerance,
-        steps=steps,
-        seed=seed,
-        max_runs=max_runs,
-        out=out,
-        log=log,
-    )
+    tuner = Tuner(FunctionRunner(train), **options)
     result = tuner.run()
+    out = tuner.options.out
     if out is not None and result.text:
         result.to_yaml(out)
     return result
+
+
+def _name_keywords(function: Callable[..., object]) -> None:
+    """Let help() and notebooks show the options that a function takes as `**options` by their names."""
+    train, _ = inspect.signature(function).parameters.values()
+    parameters = [train, *inspect.signature(TuneOptions).parameters.values()]
+    setattr(function, "__signature__", inspect.signature(function).replace(parameters=parameters))  # noqa: B010
+
+
+_name_keywords(tune)
