@@ -1,5 +1,7 @@
 """Show what ran in which precision, and why. `import amp_patch` does not import this package."""
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

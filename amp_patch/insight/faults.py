@@ -19,11 +19,12 @@ from ..torch_dispatch import clone, get_node_number, is_random
 from .causes import Course, diagnose
 from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, Region, Value
 from .folding import OpCall
-from .naming import ModuleStack, is_backward_of_user, name_tensors
+from .naming import ModuleStack, name_tensors
 from .ops import Op, Overload, compute_in_float32
 from .recent import Blame, Recent
 from .repair import Repair
 from .rules import short
+from .sites import is_backward_of_user
 from .storages import Storages, is_of_scaled
 from .tensors import (
     floating_in,

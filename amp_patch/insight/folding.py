@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .naming import Site
 from .records import OpRecord, UndoneCastRecord
 from .rules import short
+from .sites import Site
 
 
 @dataclass(slots=True, eq=False)

@@ -32,9 +32,10 @@ from ..torch_dispatch import (
 )
 from .faults import FaultFinder
 from .folding import Folding, OpCall
-from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
+from .naming import ModuleStack
 from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
+from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .tensors import address_of, storage_of, tensors_in
 
 

@@ -12,7 +12,7 @@ from ..casting import Mode
 from ..config import op_lists
 from ..session import Session
 from ..torch_private import BatchNormBase
-from .naming import Site
+from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)

@@ -1,5 +1,7 @@
 """Replacements of what touches gradients and steps in torch."""
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
