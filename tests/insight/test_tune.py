@@ -358,7 +358,7 @@ def refer(tmp_path):
     path.write_text('modules:\n  - {match: "**", run: float32}\n')
 
     def refer(train, level="O1", steps=9):
-        return FunctionRunner(train)(Run("tuning.reference:Reference", {"steps": steps}, Settings(level, (str(path),))))
+        return FunctionRunner(train)(Run("tuning.float32_run:Float32Run", {"steps": steps}, Settings(level, (str(path),))))
 
     return refer
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...tables import format_table
+from .assessment import SEEDS, Assessment
 from .summary import Row, Summary, last
-from .verdicts import SEEDS, Verdict
 
 _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
@@ -91,7 +91,7 @@ def _show(value: float | None, form: str) -> str:
 def footnotes(comparison: Summary) -> Iterator[str]:
     """Yield a line for each thing to know."""
     about, rows = comparison.about, comparison.rows()
-    judged = [Verdict(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
+    judged = [Assessment(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
     for verdict in judged:
         if verdict.row.loss is not None:
             yield f"{verdict.row.name}: {verdict.of_loss()}; {verdict.of_time()}{verdict.of_memory()}"

@@ -12,7 +12,7 @@ from ..remedies import Remedy, RemedyKind
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListEntry:
     """One line of a list.
 
     Attributes:
@@ -32,7 +32,7 @@ class Entry:
         parts, own = module.split("."), self.name.split(".")
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
-    def covers(self, other: "Entry") -> bool:
+    def covers(self, other: "ListEntry") -> bool:
         """Tell whether this makes another entry, for modules inside of its own, needless."""
         if self == other or self.kind != "module" or other.kind != "module":
             return False
@@ -42,12 +42,12 @@ class Entry:
         return len(parts) >= len(own) and all(a in (b, "*") for a, b in zip(own, parts, strict=False))
 
 
-def find_entries(remedy: Remedy, units: str) -> list[Entry]:
+def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
     """Return entries of the units asked for that do what a remedy says; none where such entries cannot."""
     choosers = [chooser.partition("match: ") for chooser in remedy.regions]
-    modules = [Entry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
+    modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
     modules = [one for one in modules if not one.name.startswith("re:")]
-    ops = [Entry("op", name) for name in remedy.ops]
+    ops = [ListEntry("op", name) for name in remedy.ops]
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
@@ -56,17 +56,17 @@ def find_entries(remedy: Remedy, units: str) -> list[Entry]:
         return [] if ops else modules
     if modules and not remedy.alternative:
         return []
-    return ops + [Entry("op", name) for name in remedy.alternative]
+    return ops + [ListEntry("op", name) for name in remedy.alternative]
 
 
-def prune(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def prune(entries: Iterable[ListEntry]) -> tuple[ListEntry, ...]:
     """Return entries without those that others cover, sorted: modules first, then by name."""
     given = set(entries)
     kept = [one for one in given if not any(other.covers(one) for other in given)]
     return tuple(sorted(kept, key=lambda one: (one.kind, natural_order(one.name))))
 
 
-def fold(names: Iterable[str], existing: Collection[str]) -> list[Entry]:
+def fold(names: Iterable[str], existing: Collection[str]) -> list[ListEntry]:
     """Return entries for modules: one for siblings that differ in numbers only, if all that there are are among them.
 
     In the order of the first name of each.
@@ -75,12 +75,12 @@ def fold(names: Iterable[str], existing: Collection[str]) -> list[Entry]:
     while left:
         name = left[0]
         for pattern in _patterns(name):
-            entry = Entry("module", pattern)
+            entry = ListEntry("module", pattern)
             matched = [one for one in existing if entry.matches(one)]
             if len(matched) > 1 and set(matched) <= set(left):
                 break
         else:
-            entry, matched = Entry("module", name), [name]
+            entry, matched = ListEntry("module", name), [name]
         entries.append(entry)
         left = [one for one in left if one not in matched]
     return entries
@@ -98,7 +98,7 @@ def _patterns(name: str) -> Iterator[str]:
             yield ".".join(pattern)
 
 
-def format_list(extends: Sequence[str], entries: Sequence[Entry], reasons: dict[Entry, str]) -> str:
+def format_list(extends: Sequence[str], entries: Sequence[ListEntry], reasons: dict[ListEntry, str]) -> str:
     """Return the text of a list file with these entries."""
     lines = []
     if len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0]):

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from ..recordings import Recording
 from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from ..short_dtypes import EPS, LARGEST, spell_out
-from .entries import Entry, fold, prune
-from .reference import WHOLE_MODEL
+from .entries import ListEntry, fold, prune
+from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
 """A result, or a gradient, that is off by so many times the rounding error of its dtype is tried before others."""
 
 
 class Ranking:
-    """Entries for modules, ops, or both, from what a `Reference` has recorded.
+    """Entries for modules, ops, or both, from what a `Float32Run` has recorded.
 
     Both means modules where an op runs in a part of the model, and ops in the model's own forward and outside of it.
     """
@@ -32,10 +32,10 @@ class Ranking:
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)
 
-    def find_forced(self) -> list[Entry]:
+    def find_forced(self) -> list[ListEntry]:
         """Return entries for what overflows; one for all of a row of siblings if all of them do."""
-        modules: list[Entry] = []
-        ops: list[Entry] = []
+        modules: list[ListEntry] = []
+        ops: list[ListEntry] = []
         for one in filter(_overflows, self._ops):
             entry = self._entry(one)
             if entry is None or entry.name == WHOLE_MODEL:
@@ -46,11 +46,11 @@ class Ranking:
                 ops.append(entry)
         return [*fold((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
 
-    def rank(self, forced: Sequence[Entry]) -> list[Entry]:
+    def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
         """Return entries for the rest: first what loses more than rounding explains, then what runs beside that, since
         the loss may come of what it was given; then by what its rounding does to the loss.
         """
-        by_entry: dict[Entry, list[LowOpRecord]] = {}
+        by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for one in self._ops:
             entry = self._entry(one)
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
@@ -60,7 +60,7 @@ class Ranking:
 
         beside = {one.module for one in self._ops if self._find_outlying(one)}
 
-        def key(entry: Entry) -> tuple[float, bool, int, float]:
+        def key(entry: ListEntry) -> tuple[float, bool, int, float]:
             ops = by_entry[entry]
             outlying = max(map(self._find_outlying, ops))
             is_beside = any(one.module in beside for one in ops)
@@ -75,21 +75,21 @@ class Ranking:
             return 0.0
         return error
 
-    def find_everything(self, entries: Iterable[Entry]) -> list[Entry]:
+    def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
         """Return entries for all that there is, given those known."""
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
             return ops
-        return [Entry("module", WHOLE_MODEL), *ops]
+        return [ListEntry("module", WHOLE_MODEL), *ops]
 
-    def count_modules(self, entries: Iterable[Entry]) -> int:
+    def count_modules(self, entries: Iterable[ListEntry]) -> int:
         """Return how many modules that ran are in float32 by entries; an op counts as one."""
         given = list(entries)
         modules = [entry for entry in given if entry.kind == "module"]
         covered = [name for name in self._ran if any(_is_in(name, entry) for entry in modules)]
         return len(covered) + len(given) - len(modules)
 
-    def find_loss_scale(self, forced: Sequence[Entry]) -> float | None:
+    def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
         """Return the largest power of 2 by which no gradient overflows, of results and of parameters that are not
         forced, if the script begins with more and has a dynamic scale.
         """
@@ -109,7 +109,7 @@ class Ranking:
             return None
         return float(2.0 ** math.floor(math.log2(limit / largest)))
 
-    def explain(self, entry: Entry) -> str:
+    def find_reason(self, entry: ListEntry) -> str:
         """Return the reason for an entry: the first op that overflows, or else the one that loses most."""
         mine = [one for one in self._ops if _is_of(one, entry)]
         if not mine:
@@ -134,14 +134,14 @@ class Ranking:
             return ""
         return f"; {', '.join(outside)} run outside of all modules: add --units both"
 
-    def _entry(self, one: LowOpRecord) -> Entry | None:
+    def _entry(self, one: LowOpRecord) -> ListEntry | None:
         """Return what would keep an op in float32, or None if nothing of the kind would."""
         has_module = one.module not in ("", WHOLE_MODEL)
         by_op = self._units == "ops" or (self._units == "both" and not has_module)
         if by_op and one.is_listed:
-            return Entry("op", one.op)
+            return ListEntry("op", one.op)
         if not by_op and one.module:
-            return Entry("module", one.module)
+            return ListEntry("module", one.module)
         return None
 
 
@@ -150,11 +150,11 @@ def _overflows(one: LowOpRecord) -> bool:
     return one.overflow > 0.0 or (one.is_listed and one.overflow_in > 0.0)
 
 
-def _is_in(name: str, entry: Entry) -> bool:
-    return entry.matches(name) or entry.covers(Entry("module", name))
+def _is_in(name: str, entry: ListEntry) -> bool:
+    return entry.matches(name) or entry.covers(ListEntry("module", name))
 
 
-def _is_of(one: LowOpRecord, entry: Entry) -> bool:
+def _is_of(one: LowOpRecord, entry: ListEntry) -> bool:
     if entry.kind == "op":
         return one.op == entry.name
     return bool(one.module) and _is_in(one.module, entry)

@@ -8,7 +8,7 @@ from ...files import write_file
 from ...tables import format_table
 from ..records import RunRecord
 from ..report.markup import element, join
-from .entries import Entry
+from .entries import ListEntry
 from .verdict import Verdict
 
 
@@ -19,7 +19,7 @@ class Trial:
     """
 
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ListEntry, ...]
     size: int
     verdict: Verdict
 
@@ -45,7 +45,7 @@ class TuneResult:
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ListEntry, ...]
     trials: tuple[Trial, ...]
     runs: int
     is_reached: bool

@@ -25,10 +25,10 @@ from ..fault_text import describe_briefly
 from ..recordings import Recording
 from ..records import CheckedStepRecord
 from ..runs import FunctionRunner, Run, RunFailedError, Runner
-from .entries import Entry, find_entries, format_list, prune
+from .entries import ListEntry, find_entries, format_list, prune
+from .float32_run import WHOLE_MODEL
 from .options import TuneOptions
 from .ranking import Ranking
-from .reference import WHOLE_MODEL
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
@@ -49,10 +49,10 @@ class Tuner:
         self.options = TuneOptions(**options)
         self._runner = runner
         self._runs = 0
-        self._trials: dict[tuple[Entry, ...], Trial] = {}
+        self._trials: dict[tuple[ListEntry, ...], Trial] = {}
         self._loss_scale: float | None = None
-        self._kept: list[Entry] = []  # of faults beyond the steps that are compared
-        self._reasons: dict[Entry, str] = {}
+        self._kept: list[ListEntry] = []  # of faults beyond the steps that are compared
+        self._reasons: dict[ListEntry, str] = {}
 
     def run(self) -> TuneResult:
         """Search, and return the best list.
@@ -81,8 +81,8 @@ class Tuner:
         self._bases = []
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
-        float32 = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
-        self._reference = self._watch("tuning.reference:Reference", float32)
+        float32 = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
+        self._reference = self._watch("tuning.float32_run:Float32Run", float32)
         if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
@@ -116,11 +116,11 @@ class Tuner:
             return os.path.abspath(name)
         return Path(os.path.relpath(name, folder)).as_posix()
 
-    def _format(self, entries: Sequence[Entry]) -> str:
-        reasons = {entry: self._reasons.get(entry) or self._ranking.explain(entry) for entry in entries}
+    def _format(self, entries: Sequence[ListEntry]) -> str:
+        reasons = {entry: self._reasons.get(entry) or self._ranking.find_reason(entry) for entry in entries}
         return format_list(self._bases, entries, reasons)
 
-    def _passes(self, entries: Sequence[Entry]) -> bool:
+    def _passes(self, entries: Sequence[ListEntry]) -> bool:
         """Test entries, once."""
         candidate = prune([*entries, *self._kept])
         if candidate not in self._trials:
@@ -135,7 +135,7 @@ class Tuner:
             self.options.log(str(trial))
         return self._trials[candidate].verdict.passed
 
-    def _try(self, candidate: Sequence[Entry]) -> Verdict:
+    def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
         """Run under a candidate. What the training raises counts, too: it may come of an overflow."""
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
@@ -191,7 +191,7 @@ class Tuner:
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
                 return Traced(traced.text)  # gradients were to fit under another loss scale
-            needed: list[Entry] = []
+            needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
@@ -201,7 +201,7 @@ class Tuner:
             self._passes(best.entries)
         return Traced("not traced")
 
-    def _trace_once(self, entries: Sequence[Entry]) -> Traced:
+    def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
         steps = max(TRACED, self.options.steps)
         try:
             found = self._run(

@@ -1,4 +1,4 @@
-"""`Reference`: a run in float32, in which each op that would run in 16 bits has a shadow that does."""
+"""`Float32Run`: a run in float32, in which each op that would run in 16 bits has a shadow that does."""
 
 import contextlib
 import threading
@@ -30,7 +30,7 @@ WHOLE_MODEL = "**"
 """The pattern that matches the model itself."""
 
 
-class Reference(Check):
+class Float32Run(Check):
     """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
 
     Shadows are of listed ops, and in modules of all others too; of what runs in the first thread, and forward. Code of

@@ -1,4 +1,4 @@
-"""`Verdict`: whether a run is as good as the reference, as fast, and as small."""
+"""`Assessment`: whether a run is as good as the reference, as fast, and as small."""
 
 import math
 
@@ -28,7 +28,7 @@ CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
 _ALIKE_IN_COST = 0.05
 
 
-class Verdict:
+class Assessment:
     """What there is to say of a run beside the reference."""
 
     def __init__(self, summary: Summary, row: Row) -> None:
