@@ -217,6 +217,11 @@ class FaultRecord:
         """Whether an op of the backward pass gave the value."""
         return self.phase is Phase.BACKWARD
 
+    @property
+    def may_come_from_another_rank(self) -> bool:
+        """Whether the value came in with a tensor that is no parameter, and so perhaps from another process."""
+        return self.cause is Cause.CAME_IN and self.origin.parameter is None
+
     def __str__(self) -> str:
         return display.as_text(self)
 
