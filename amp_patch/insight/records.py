@@ -9,10 +9,19 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Under what was recorded. `low` is a dtype's name, "" where nothing is cast; `digest` that of the op lists;
-    `is_native`: by no `amp.initialize`, but what the script does by itself; `prefixes`: of several models, what the
-    names of their modules begin with; `steps_before`: how many steps the script took before it entered what was to be
-    watched; `needs_scaler`: in float16 it would need a loss scale, and it has none.
+    """The settings of the run that was recorded.
+
+    Attributes:
+        torch, device: the version of torch, and the type of the device.
+        opt_level: the level, or "autocast" or "as-is" without one.
+        low: the short name of the low dtype; "" if nothing is cast.
+        lists, digest: the names of the op lists, and a hash of their entries.
+        rank: the rank of the process.
+        schema: the version of the schema of the records.
+        is_native: whether the script uses torch.autocast or no amp at all, and not `amp.initialize`.
+        prefixes: the prefix of the module names of each model, if there are several models.
+        steps_before: the number of steps that the script took before its first region of autocast.
+        needs_scaler: whether the script has no loss scale and would need one in float16.
     """
 
     kind: ClassVar[str] = "run"
@@ -33,21 +42,23 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """Calls that are alike in everything but their number.
+    """Equal calls of an op, counted.
 
     Attributes:
-        step: of the recording, from 0.
+        step: the number of the step in the recording, from 0.
         phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer that calls a closure).
         module: qualified name of the innermost module that ran; "" outside of all.
         op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
-        rule: the list the op is on, or what else decided; "" if nothing did.
-        entry: `file.yaml:line` of the rule, "" without one.
-        region: "low", "float32" or "off" where a region decided in the place of the lists, else "".
-        given, ran, out: dtypes of the tensors that the caller gave, of the floating ones that kernels got, and of those
-            that came out; in order, but `ran`, which has each once.
-        site: `file.py:line` of the user's code.
-        calls, casts, avoided: how many there were; casts that copied a tensor to another dtype; tensors that would
-            have been cast, but for a copy that was there already.
+        rule: the list of the op, or the other rule that decided; "" if none did.
+        entry: the place of the rule, `file.yaml:line`; "" without one.
+        region: "low", "float32" or "off" if a region decided instead of the lists, else "".
+        given: dtypes of the tensors among the arguments, in order.
+        ran: dtypes of the floating tensors that kernels got, each once.
+        out: dtypes of the tensors in the result, in order.
+        site: the line of the user's code, `file.py:line`.
+        calls: the number of calls.
+        casts: the number of tensors that were copied to another dtype.
+        avoided: the number of tensors that needed no cast because a copy was there already.
     """
 
     kind: ClassVar[str] = "op"
@@ -70,7 +81,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class UndoneCastRecord:
-    """Casts that undo each other: from `outside` to `between` for `producer`, and what it gave back for `consumer`."""
+    """Casts that undo each other: from `outside` to `between` for `producer`, and its result back for `consumer`."""
 
     kind: ClassVar[str] = "undone"
 
@@ -85,7 +96,7 @@ class UndoneCastRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The end of a step: the loss scales by then, and whether it was skipped; None where the host does not know yet."""
+    """The end of a step: its loss scales, and whether it was skipped; None if the host does not know yet."""
 
     kind: ClassVar[str] = "step"
 
@@ -99,8 +110,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRecord:
-    """What was compared: runs with `reference`, for so many steps from each seed, on what machine, by what command; and
-    which runs that are compared by default were left out, and why.
+    """The plan of a comparison.
+
+    Attributes:
+        reference: the name of the run that the others are compared with.
+        steps, seeds: the number of steps from each seed, and the seeds.
+        machine, command: the machine and the command line.
+        left_out: which of the default runs were left out, and why; "" for none.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -119,11 +135,11 @@ class ComparedRecord:
 
     Attributes:
         run: its name, such as "O4" or "O4+my_lists.yaml".
-        opt_level, low, lists, digest: as in `RunRecord`; empty where it never began.
-        peak: bytes in use at the peak of a step, weights and optimizer included; None where that is not known.
-        loss_scale: that of the step whose layers are compared; None where they are not.
-        has_equal_weights: whether that step began with the weights of the reference, but for rounding.
-        failed: why it ended early, "" if it did not.
+        opt_level, low, lists, digest: as in `RunRecord`; empty if the run never began.
+        peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
+        loss_scale: the loss scale of the step whose layers are compared; None if they are not.
+        has_equal_weights: whether this step began with the weights of the reference, up to rounding.
+        failed: why the run ended early; "" if it did not.
     """
 
     kind: ClassVar[str] = "compared"
@@ -141,10 +157,14 @@ class ComparedRecord:
 
 @dataclass(frozen=True, slots=True)
 class CurveRecord:
-    """A run from one seed, a value for each step: the loss, and the first loss scale when the step had ended.
+    """The losses of a run from one seed.
 
-    `ms` is the median time of a step, `skipped` the numbers of the steps that were skipped. `is_noise` is said of the
-    run of the reference whose weights are off by one unit in the last place.
+    Attributes:
+        run, seed: the name of the run, and its seed.
+        losses, scales: the loss of each step, and the smallest loss scale at its end.
+        skipped: numbers of the skipped steps.
+        ms: the median time of a step.
+        is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
     """
 
     kind: ClassVar[str] = "curve"
@@ -160,9 +180,9 @@ class CurveRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """By how much a layer is off the same layer of the reference, in one step from equal weights: the norm of the
-    difference over the norm, of what it was given, of its output and of its weights' gradients. None where there is
-    nothing to compare.
+    """The relative error (L2) of a layer in one step from the weights of the reference.
+
+    It is the error of the input, of the output, and of the gradients of the weights; None if there is none to compare.
     """
 
     kind: ClassVar[str] = "layer"
@@ -180,7 +200,14 @@ CLASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
-    """Unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`."""
+    """Unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`.
+
+    Attributes:
+        run: the name of the run.
+        lowest: the power of two of the first count.
+        counts: `CLASSES` counts for each power of two.
+        zeros, nonfinite: the number of zeros, and of inf and NaN.
+    """
 
     kind: ClassVar[str] = "gradients"
 
@@ -193,8 +220,9 @@ class GradientRecord:
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """Values of a layer at positions that are the same in each run: of its input, its output, and its weights'
-    gradients. They are compared, and not kept. The record of module "" has values of all weights as its output.
+    """Values of the input, the output and the weights' gradients of a layer, at the same positions in each run.
+
+    They are compared, and not kept. The record of module "" has values of all weights as its output.
     """
 
     kind: ClassVar[str] = "sample"
@@ -205,20 +233,20 @@ class SampleRecord:
     gradient: tuple[float, ...]
 
 
-# ---- runs by which lists are tuned -----------------------------------------------------------------------------------
+# ---- runs that tune lists --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedStepRecord:
-    """A step of an optimizer whose losses and gradients are to be compared with those of another run.
+    """A step of an optimizer, to compare its losses and gradients with another run.
 
     Attributes:
-        step: of this optimizer, from 0.
-        optimizer: its number, in the order in which they step first.
-        losses: those scaled since the step before, unscaled: float32 means of their elements.
+        step: the number of the step of this optimizer, from 0.
+        optimizer: the number of the optimizer, in the order of first steps.
+        losses: the unscaled losses since the step before, as float32 means of their elements.
         skipped: whether the step was skipped for an overflow.
-        loss_scale: of the first scaler, at the step.
-        is_dynamic: whether it follows the gradients.
+        loss_scale: the loss scale of the first scaler.
+        is_dynamic: whether a scaler changes its loss scale.
     """
 
     kind: ClassVar[str] = "checked"
@@ -237,10 +265,10 @@ class SketchRecord:
 
     Attributes:
         step, optimizer: as in CheckedStepRecord.
-        parameter: its qualified name.
-        norm, largest: of the gradient, L2 and largest magnitude, float32.
+        parameter: the qualified name of the parameter.
+        norm, largest: the L2 norm and the largest magnitude of the gradient, in float32.
         sketch: at most 4,096 float32 values, little-endian in base64: the gradient itself, or sums of its elements with
-            fixed signs. The norm of the difference of two sketches is about that of the gradients.
+            fixed signs. The norm of the difference of two sketches estimates the norm of the difference of gradients.
     """
 
     kind: ClassVar[str] = "sketch"
@@ -255,17 +283,17 @@ class SketchRecord:
 
 @dataclass(frozen=True, slots=True)
 class LowOpRecord:
-    """What would become of an op in 16 bits, by calls in float32 with rounded arguments and results.
+    """The errors that an op would have in 16 bits, from calls in float32 with rounded arguments and results.
 
     Attributes:
-        module: the pattern that matches the innermost named module it ran in; "**": the model itself; "": outside.
-        op: the entry of the op lists that has it run low; the function's name if it is on none.
+        module: the name of the innermost named module that the op ran in; "**": the model itself; "": outside.
+        op: the entry of the op lists that makes it run low, or the name of the function if it is on no list.
         is_listed: whether there is such an entry.
-        overflow_in, overflow: largest share of the values that went in, and came out, that overflow.
-        error: largest relative error of a result (L2).
-        gradient_error: that of the scaled gradient of a result, rounded.
+        overflow_in, overflow: largest share of the values of an argument, and of a result, that overflow.
+        error: largest relative error (L2) of a result.
+        gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
-        effect: by how much rounding moves the loss, to first order: sum over calls of |sum of gradient times error|.
+        effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
     """
 
     kind: ClassVar[str] = "low_op"
@@ -283,7 +311,7 @@ class LowOpRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModulesRecord:
-    """Qualified names of all modules below the models, and of those among them whose forward ran."""
+    """Qualified names of all modules below the models, and of the modules whose forward ran."""
 
     kind: ClassVar[str] = "modules"
 

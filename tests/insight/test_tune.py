@@ -358,7 +358,8 @@ def refer(tmp_path):
     path.write_text('modules:\n  - {match: "**", run: float32}\n')
 
     def refer(train, level="O1", steps=9):
-        return FunctionRunner(train)(Run("tuning.float32_run:Float32Run", {"steps": steps}, Settings(level, (str(path),))))
+        run = Run("tuning.float32_run:Float32Run", {"steps": steps}, Settings(level, (str(path),)))
+        return FunctionRunner(train)(run)
 
     return refer
 

@@ -10,7 +10,7 @@ import torch
 from amp_patch.config import load_oplists
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CheckedStepRecord, RunRecord, SketchRecord
-from amp_patch.insight.tuning.entries import ListEntry, fold, format_list, prune
+from amp_patch.insight.tuning.entries import ListEntry, fold_siblings, format_list, prune
 from amp_patch.insight.tuning.search import find_fewest, find_prefix
 from amp_patch.insight.tuning.sketches import SIZE, distance, sketch
 from amp_patch.insight.tuning.verdict import find_non_finite, judge
@@ -101,14 +101,14 @@ NAMES = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".n1", ".attn", 
     ],
 )
 def test_siblings_are_folded_if_all_are_there(names, entries):
-    assert [entry.name for entry in fold(names, NAMES)] == entries
+    assert [entry.name for entry in fold_siblings(names, NAMES)] == entries
 
 
 def test_a_fold_takes_in_no_module_that_is_not_meant():
     names = [f"{i}.{j}" for i in range(2) for j in range(2)]
-    assert [one.name for one in fold(names, names)] == ["*.*"]
-    assert [one.name for one in fold(names[:3], names)] == ["*.0", "0.1"]
-    assert [one.name for one in fold(["a.0", "a.1"], ["a.0", "a.1", "a.last"])] == ["a.0", "a.1"]
+    assert [one.name for one in fold_siblings(names, names)] == ["*.*"]
+    assert [one.name for one in fold_siblings(names[:3], names)] == ["*.0", "0.1"]
+    assert [one.name for one in fold_siblings(["a.0", "a.1"], ["a.0", "a.1", "a.last"])] == ["a.0", "a.1"]
 
 
 def test_entries_inside_of_others_go():

@@ -1,4 +1,4 @@
-"""`Comparison`: what was measured of several runs, written as text, records or page."""
+"""`Comparison`: the measurements of several runs, to read as text, records or a page."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`Summary`: what was measured of several runs, read as one row for each."""
+"""`Summary`: the measurements of several runs, as a row for each."""
 
 import itertools
 import math
@@ -12,16 +12,21 @@ from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRec
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
-"""A final loss is the mean of the last fifth of the steps, of so many at most."""
+"""A final loss is the mean of the last fifth of the steps, but of no more steps than this."""
 
 
 class Row(NamedTuple):
-    """A run in numbers; None where there is nothing to say.
+    """A run in numbers. None stands for an unknown number.
 
-    `difference` is the mean of those from the reference over the last steps, and over seeds, and `spread` the standard
-    deviation over seeds. `factor` is the time of a step over the reference's. `zero` and `zero_scaled` are parts of the
-    reference's gradients that would be zero in the low dtype. `worst` is the layer that adds most to what its input is
-    off, and by how much it is off.
+    Attributes:
+        name, run, steps: the name and record of the run, and the number of its steps.
+        loss: the mean of the last losses, over seeds.
+        difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
+        ms, factor: the time of a step, and its ratio to the time of the reference.
+        skipped, scale: the number of skipped steps, and the last loss scale.
+        zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
+            scale and with it.
+        worst: the layer that adds the largest error to the error of its input.
     """
 
     name: str
@@ -76,8 +81,9 @@ class Summary:
 
     @property
     def noise(self) -> float | None:
-        """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
-        or over the last where it is larger there; at least what float32 rounds off a loss. None if not measured.
+        """The mean difference of losses if weights are off by one unit in the last place; None if not measured.
+
+        It is the mean over all steps or over the last ones, if that is larger, and at least the rounding of a loss.
         """
         found = []
         for each in self.differences(self.about.reference, is_noise=True):
@@ -95,7 +101,7 @@ class Summary:
 
     @property
     def time_noise(self) -> float:
-        """The larger over the smaller time of a step of two runs of the reference; 1 where there is but one."""
+        """The ratio of the times of a step in two runs of the reference, larger over smaller; 1 with one run."""
         noise = self.curves(self.about.reference, is_noise=True)
         largest = 1.0
         for seed, curve in self.curves(self.about.reference).items():
@@ -113,7 +119,7 @@ class Summary:
 
     def layers(self, name: str) -> list[LayerRecord]:
         """Return the layers of a run, the one that adds most first."""
-        return sorted((one for one in self.recording.of(LayerRecord) if one.run == name), key=added, reverse=True)
+        return sorted((layer for layer in self.recording.of(LayerRecord) if layer.run == name), key=added, reverse=True)
 
     def rows(self) -> list[Row]:
         """Return a row for each run, in order."""
@@ -157,7 +163,7 @@ class Summary:
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
-    """Return the part of gradients that would be zero in a dtype under a loss scale; None under one that is none."""
+    """Return the part of gradients that a dtype rounds to zero under a loss scale; None if the scale is no number."""
     if not 0 < scale < math.inf:
         return None
     if low not in FORMATS:
@@ -171,7 +177,7 @@ def last(values: Sequence[float]) -> Sequence[float]:
 
 
 def added(layer: LayerRecord) -> float:
-    """Return how much more a layer's output is off than its input was: below zero where it evens errors out."""
+    """Return how much larger the error of a layer's output is than that of its input; negative if it is smaller."""
     if layer.output is None:
         return -math.inf
     if layer.output == math.inf:
@@ -180,7 +186,7 @@ def added(layer: LayerRecord) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean: NaN of none, or where there is inf of both signs."""
+    """Return the mean; NaN without values, or with inf of both signs."""
     given = list(values)
     if not given:
         return math.nan
@@ -207,16 +213,16 @@ def _running_means(curve: Sequence[float], width: int) -> list[float]:
 
 
 def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return curves without their signs."""
+    """Return the magnitudes of the values of curves."""
     return [list(map(abs, curve)) for curve in curves]
 
 
 def smoothed_steps(summary: Summary) -> int:
-    """Return over how many steps curves are smoothed where they are drawn."""
+    """Return the number of steps over which drawn curves are smoothed."""
     return max(1, summary.about.steps // 25)
 
 
-# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white; and some more.
+# Okabe and Ito's palette without its yellow, which colour-blind readers can tell apart on white; then some more.
 COLOURS = (
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
     *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
@@ -224,5 +230,5 @@ COLOURS = (
 
 
 def pick_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each run, of its own as long as there are any."""
+    """Return a colour for each run. Colours repeat once all are used."""
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))

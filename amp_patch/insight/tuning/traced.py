@@ -1,4 +1,4 @@
-"""`Traced`: what a traced run says of a list: whether every value fits, in more steps than the search compares."""
+"""`Traced`: whether every value fits with a list, in more steps than the search compares."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ from ..recordings import Recording
 from ..records import StepRecord
 
 TRACED = 20
-"""So many steps are traced at least. Those that a dynamic loss scale skips do not count."""
+"""The least number of traced steps. Steps that a dynamic loss scale skips do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What came of a traced run: in words, and the first fault; None for none, or where nothing was traced."""
+    """The result of a traced run in words, and the first fault; None without a fault, or without a run."""
 
     text: str
     fault: FaultRecord | None = None
 
 
 def read_trace(recording: Recording) -> Traced:
-    """Return what a recording of a `Tracer` with `keeps_steps` says."""
+    """Return the result of a `Tracer` with `keeps_steps`."""
     steps = len(recording.of(StepRecord))
     if recording.faults:
         first = recording.faults[0]

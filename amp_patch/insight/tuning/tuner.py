@@ -1,9 +1,9 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The reference run finds what overflows in 16 bits and what loses most precision. The first candidate keeps these in
-float32. More is added until the gradients are right; then entries that are not needed are removed. These runs compare a
-few steps. A traced run looks at more steps with the list, and what it finds joins the list. The written list is the
-file that the best run has read, with comments in front.
+The run in float32 shows which ops overflow in 16 bits, and which lose most precision. The first candidate keeps the
+former in float32. Entries are added until the gradients are right, and then needless ones are removed. These runs
+compare a few steps. A traced run checks more steps with the list, and entries against its faults join the list. The
+written list is the file that the best run has read, with comments in front.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
 from .verdict import Verdict, find_non_finite, judge
 
-_ROUNDS = 4  # of traced runs, each with the entries that the one before asked for
+_ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
 
 
 class Tuner:
@@ -51,7 +51,7 @@ class Tuner:
         self._runs = 0
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}
         self._loss_scale: float | None = None
-        self._kept: list[ListEntry] = []  # of faults beyond the steps that are compared
+        self._kept: list[ListEntry] = []  # entries against faults in steps that are not compared
         self._reasons: dict[ListEntry, str] = {}
 
     def run(self) -> TuneResult:
@@ -63,21 +63,21 @@ class Tuner:
             KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
         """
         with contextlib.ExitStack() as stack:
-            if self.options.out is not None:  # to whose folder the paths in a list are relative
+            if self.options.out is not None:  # paths in a list are relative to its folder
                 folder = Path(self.options.out).absolute().parent
             else:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amp-patch-")))
             self._file = folder / f".amp-patch-tune-{os.getpid()}.yaml"
             try:
-                self._refer(folder)
+                self._run_in_float32(folder)
                 return self._search()
             finally:
                 self._file.unlink(missing_ok=True)
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _refer(self, folder: Path) -> None:
-        """Run in float32, and learn what there is."""
+    def _run_in_float32(self, folder: Path) -> None:
+        """Make the run in float32 that all other runs are compared with."""
         self._bases = []
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
@@ -95,7 +95,7 @@ class Tuner:
         self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
-        """Run once under a list."""
+        """Make a run that counts, with a list."""
         if self._runs >= self.options.max_runs:
             raise _EnoughRunsError
         self._runs += 1
@@ -109,7 +109,7 @@ class Tuner:
         return self._runner(Run(probe, options, Settings(self.options.opt_level, lists), self.options.seed, "last-run"))
 
     def _spell(self, name: str, folder: Path) -> str:
-        """Return how a list in a folder names another: a shipped list by its name, others by a path."""
+        """Return how a list in a folder names another list: a shipped list by its name, others by a path."""
         if name in shipped.shipped_names():
             return name
         if self.options.out is None:
@@ -121,7 +121,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Test entries, once."""
+        """Return whether a run with some entries passes. Each set of entries is run once."""
         candidate = prune([*entries, *self._kept])
         if candidate not in self._trials:
             verdict = self._try(candidate)
@@ -136,7 +136,7 @@ class Tuner:
         return self._trials[candidate].verdict.passed
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Run under a candidate. What the training raises counts, too: it may come of an overflow."""
+        """Make a run with a candidate. An error of the training counts as a failure, since an overflow may cause it."""
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
             return judge(self._reference, run, self.options.tolerance)
@@ -177,12 +177,12 @@ class Tuner:
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
     def _choose_best(self) -> Trial | None:
-        """Return the best trial of those that have what is kept."""
-        trials = [one for one in self._trials.values() if prune([*one.entries, *self._kept]) == one.entries]
-        return choose_best(trials)
+        """Return the best trial among those that include the entries to keep."""
+        trials = self._trials.values()
+        return choose_best([trial for trial in trials if prune([*trial.entries, *self._kept]) == trial.entries])
 
     def _trace(self) -> Traced:
-        """Trace more steps with the best list, if it is good, and keep what the faults need that are found."""
+        """Trace more steps with the best list if it passes, and keep the entries that faults need."""
         for _ in range(_ROUNDS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
@@ -190,7 +190,7 @@ class Tuner:
             traced = self._trace_once(best.entries)
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
-                return Traced(traced.text)  # gradients were to fit under another loss scale
+                return Traced(traced.text)  # the search assumed another loss scale, under which gradients fit
             needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
@@ -204,19 +204,19 @@ class Tuner:
     def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
         steps = max(TRACED, self.options.steps)
         try:
-            found = self._run(
+            recording = self._run(
                 "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
             )
-        except RunFailedError as error:  # often of the fault
+        except RunFailedError as error:  # often because of a fault
             if error.recording is None:
                 return Traced(f"not traced: {_last_line(error)}")
-            found = error.recording
+            recording = error.recording
         except Exception as error:
             return Traced(f"not traced: {_last_line(error)}")
-        return read_trace(found)
+        return read_trace(recording)
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
-        """Return the outcome in words."""
+        """Return the result in words."""
         taken = len(self._reference.of(CheckedStepRecord))
         tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
@@ -249,7 +249,7 @@ class _EnoughRunsError(Exception):
 
 
 def _last_line(error: Exception) -> str:
-    """Return an error as one line: the last, which with a traceback says what it was."""
+    """Return an error as one line: the last line of its text, which ends a traceback."""
     lines = str(error).strip().splitlines()
     if len(lines) > 1:
         return lines[-1].strip()
