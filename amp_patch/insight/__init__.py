@@ -1,4 +1,4 @@
-"""Show what ran in which precision, and why. `import amp_patch` does not import this package."""
+"""Shows which op ran in which precision, and why. `import amp_patch` does not import this package."""
 
 __role__ = ""  # in reports of `insight`: see its `sites`
 
@@ -52,7 +52,7 @@ __all__ = ["runs", *_MODULES, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has the name when it is first asked for: a file is read, and printed, without torch."""
+    """Import a public name at its first use, so that recordings can be read and printed without torch."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

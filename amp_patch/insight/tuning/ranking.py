@@ -98,9 +98,9 @@ class Ranking:
         Gradients in forced entries do not count. None if the script has no dynamic scale, or a smaller one.
         """
         rest = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
-        for op in self._gradients:
-            if not any(_is_in(op.parameter.rpartition(".")[0], entry) for entry in forced):
-                rest.append(op.largest)
+        for gradient in self._gradients:
+            if not any(_is_in(gradient.parameter.rpartition(".")[0], entry) for entry in forced):
+                rest.append(gradient.largest)
         return self._lower(max(rest, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
