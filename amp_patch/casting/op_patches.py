@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..config import OpLists, op_lists
+from ..config import OpLists, OpRule, op_lists
 from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
@@ -20,13 +20,13 @@ from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .replacement import Op, run_in_region
+from .replacement import OpFunction, run_in_region
 from .tensor_cast import cast_tree, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
 Registration = tuple[Any, str, str]
-"""Owner, name and kind of a function that the user registered."""
+"""Owner and name of a function that the user registered, and the name of its rule."""
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
@@ -35,15 +35,15 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in known:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.place)
-    for owner, name, kind in registered:
-        if kind != "neutral":  # taken off whatever list it was on
-            yield plan_op(owner, name, kind, casts)
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
+    for owner, name, rule in registered:
+        if rule != OpRule.NEUTRAL:  # taken off whatever list it was on
+            yield plan_op(owner, name, rule, casts)
     if casts.autocast is not None and casts.autocast.own is not None:
         known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.own.spellings:
             if (id(spelling.owner), spelling.name) not in known:  # these lists leave it alone, and torch would not
-                yield plan_op(spelling.owner, spelling.name, "neutral", casts)
+                yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 
 
 _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
@@ -58,10 +58,10 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
-def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -> Patch:
-    """Return the patch that has `owner.name` follow the rule `kind`, which stands in `place`."""
-    note = f"Patched by amp_patch until amp_patch.reset(): {kind}, {place or 'registered'}."
-    return Patch(owner, name, lambda original: casts.wrap(kind, original), note)
+def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
+    """Return the patch by which `owner.name` follows a rule. `location`: where a list file states it."""
+    note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
+    return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
 
 class DeferredOps:
@@ -98,8 +98,10 @@ class DeferredOps:
         """Wait for the packages that are not imported yet, and warn of functions that the script does not have."""
         for spelling in tuple(self._spellings):
             if spelling.owner_name == "__main__":
-                place, name = spelling.entry.place, spelling.name
-                warn(f"{place}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()")
+                location, name = spelling.entry.location, spelling.name
+                warn(
+                    f"{location}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()"
+                )
             path = spelling.owner_name.split(".")
             self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
 
@@ -130,7 +132,7 @@ class DeferredOps:
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
                 except Exception as exc:
-                    at = f"{spelling.entry.place}: {spelling.entry.op!r}"
+                    at = f"{spelling.entry.location}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
                 self._spellings.remove(spelling)
             stuck = references.redirect([(self._patcher, functions)], ())
@@ -152,7 +154,7 @@ class DeferredOps:
             if replacement is held:
                 # the module imported another patched function by this name: it gets one wrapper, not two
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.place)])
+        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.location)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
@@ -241,7 +243,7 @@ def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone
     return custom_bwd
 
 
-def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
+def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype) -> OpFunction:
     switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
     in_region = run_in_region(original, Mode.OFF, switch)
 
@@ -256,7 +258,7 @@ def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
     return forward
 
 
-def _run_as_forward(original: Op, switch: Switch | RulesAlone) -> Op:
+def _run_as_forward(original: OpFunction, switch: Switch | RulesAlone) -> OpFunction:
     """Run a backward without casts if its forward ran so."""
     in_region = run_in_region(original, Mode.OFF, switch)
 

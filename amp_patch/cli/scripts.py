@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import config
 from ..interrupts import TerminatedError
 from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
@@ -169,12 +170,13 @@ class ScriptRunner:
         with meeting as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
+            casts_some = bool(lists) if level is None else config.levels.get_level(level).fits_whole_script
             line, environment = runs.prepare(
                 self._command,
                 opt_level=level,
                 lists=lists,
                 force=self._force,
-                everywhere=self._everywhere and (level == "O4" or (level is None and bool(lists))),
+                everywhere=self._everywhere and casts_some,
                 needs_region=self._is_quiet and not self._everywhere,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,

@@ -14,7 +14,7 @@ from ..files import check_writable
 
 def opt_level(text: str) -> str:
     """Return the name of a level that there is: of those that come with the package, or of AMP_PATCH_PRESETS."""
-    known = config.shipped.shipped_levels()
+    known = tuple(level.name for level in config.levels.read_levels())
     if text in known:
         return text
     if not os.environ.get("AMP_PATCH_PRESETS"):
@@ -34,7 +34,7 @@ def oplist(text: str) -> str:
     What is in it is looked at by `check_lists`.
     """
     try:
-        path = config.shipped.locate(text, Path.cwd())
+        path = config.list_names.locate(text, Path.cwd())
     except AmpError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if text in config.shipped.shipped_names():

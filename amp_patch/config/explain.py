@@ -4,25 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import OpListError
-from .list_file import OpEntry, Rule
+from .list_file import OpEntry
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import Key, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
-
-SUMMARIES = {
-    Rule.WHITELIST: "runs in {low}",
-    Rule.BLACKLIST: "runs in float32",
-    Rule.PROMOTE: "runs in the widest dtype among its arguments",
-    Rule.SEQUENCE_PROMOTE: "runs in the widest dtype among the tensors of its first argument",
-    Rule.BANNED: "refuses 16-bit arguments",
-    Rule.MATCH_SELF: "writes to its first argument, in the dtype of that argument",
-    Rule.INPLACE_ERROR: "writes to its first argument, and refuses if that is 16-bit",
-    Rule.NEUTRAL: "taken off its list, so it runs in the dtype it is given",
-    Rule.UNLISTED: "on no list, so it runs in the dtype it is given",
-}
-"""Each rule in a few words; `{low}` stands for the low dtype."""
-
-_SIXTEEN_BIT = ("float16", "bfloat16")
+from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
+from .op_rules import OpRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +24,7 @@ class Ruling:
     """
 
     spellings: tuple[str, ...]
-    kind: Rule
+    kind: OpRule
     entry: OpEntry | None = None
     overridden: tuple[OpEntry, ...] = ()
     package: str | None = None
@@ -73,29 +59,7 @@ class Difference:
     right: str
 
 
-_Rulings = dict[Key, Ruling]
-
-
-def describe_effects(kind: Rule, low: str) -> dict[str, str]:
-    """Return what a rule does to an argument of each dtype that is ever cast, when the low dtype is `low`."""
-    untouched = dict.fromkeys((*_SIXTEEN_BIT, "float32"), "as it is")
-    match kind:
-        case Rule.WHITELIST:
-            return {name: "as it is" if name == low else f"cast to {low}" for name in untouched}
-        case Rule.BLACKLIST:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "cast to float32")
-        case Rule.PROMOTE | Rule.SEQUENCE_PROMOTE:
-            return untouched | {
-                "float16": "cast to float32 beside float32 or bfloat16",
-                "bfloat16": "cast to float32 beside float32 or float16",
-            }
-        case Rule.MATCH_SELF:
-            return dict.fromkeys(untouched, "cast to the dtype of the first argument")
-        case Rule.INPLACE_ERROR:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error as the first argument, else cast to float32")
-        case Rule.BANNED:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error")
-    return untouched
+_Rulings = dict[SpellingKey, Ruling]
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
@@ -122,7 +86,7 @@ def explain(op: str, lists: OpLists) -> Explanation:
     by_key = _rule_all(lists)
     groups: dict[Ruling, list[str]] = {}
     for key, owner in _with_twins(keys).items():
-        unlisted = Ruling((), Rule.UNLISTED, package=None if owner is not None else _package_of(key))
+        unlisted = Ruling((), OpRule.UNLISTED, package=None if owner is not None else _package_of(key))
         groups.setdefault(by_key.get(key, unlisted), []).append(".".join(key))
     rulings = [replace(ruling, spellings=tuple(names)) for ruling, names in groups.items()]
     return Explanation(op, tuple(rulings), tuple(missing), tuple(other_torch))
@@ -134,7 +98,7 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     An in-place twin or augmented operator that merely follows an op that differs is not mentioned beside it.
     """
     before, after = _rule_all(left), _rule_all(right)
-    by_op: dict[str, list[Key]] = {}
+    by_op: dict[str, list[SpellingKey]] = {}
     for key in {**before, **after}:
         by_op.setdefault(get_op(key), []).append(key)
     differences: list[Difference] = []
@@ -147,7 +111,7 @@ def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) ->
     before = {rule.chooser: rule.run for rule in left}
     after = {rule.chooser: rule.run for rule in right}
     for chooser in {**before, **after}:
-        runs = before.get(chooser, Rule.UNLISTED), after.get(chooser, Rule.UNLISTED)
+        runs = before.get(chooser, OpRule.UNLISTED), after.get(chooser, OpRule.UNLISTED)
         if runs[0] != runs[1]:
             yield Difference(f"modules {chooser}", (), *runs)
     written = _write_out(left), _write_out(right)
@@ -159,9 +123,9 @@ def _write_out(rules: Sequence[ModuleRule]) -> str:
     return ", ".join(f"{rule.chooser} {rule.run}" for rule in rules)
 
 
-def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    plain: list[Key] = []
-    written: dict[str, list[Key]] = {}  # spellings that write in place, by their name
+def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
+    plain: list[SpellingKey] = []
+    written: dict[str, list[SpellingKey]] = {}  # spellings that write in place, by their name
     for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
         if is_inplace(key[1]) or is_augmented(key[1]):
             written.setdefault(key[1], []).append(key)
@@ -177,7 +141,7 @@ def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> It
             yield from _compare_keys(name, twins, left, right)
 
 
-def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
+def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
     """Yield one difference for all the spellings if they agree on it, else one for each that differs."""
     kinds = {key: (_kind(key, left), _kind(key, right)) for key in keys}
     if len(set(kinds.values())) == 1:
@@ -190,14 +154,14 @@ def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> 
             yield Difference(".".join(key), (".".join(key),), before, after)
 
 
-def _kind(key: Key, rulings: _Rulings) -> Rule:
+def _kind(key: SpellingKey, rulings: _Rulings) -> OpRule:
     ruling = rulings.get(key)
-    if ruling is None or ruling.kind is Rule.NEUTRAL:
-        return Rule.UNLISTED
+    if ruling is None or ruling.kind is OpRule.NEUTRAL:
+        return OpRule.UNLISTED
     return ruling.kind
 
 
-def _follows(key: Key, plain: list[Key], rulings: _Rulings) -> bool:
+def _follows(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
     """Whether an in-place spelling has its rule from the entry of its op, or has none."""
     return key not in rulings or any(other in rulings and rulings[other].entry == rulings[key].entry for other in plain)
 
@@ -214,7 +178,7 @@ def _rule_all(lists: OpLists) -> _Rulings:
     return rulings
 
 
-def _package_of(key: Key) -> str:
+def _package_of(key: SpellingKey) -> str:
     return key[0].partition(".")[0]
 
 
@@ -223,7 +187,7 @@ def _is_named(op: str, entry: OpEntry) -> bool:
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
-def _with_twins(keys: dict[Key, object | None]) -> dict[Key, object | None]:
+def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, object | None]:
     found = dict(keys)
     for key, owner in keys.items():
         twin = inplace_twin(key)

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
@@ -15,48 +14,25 @@ import torch
 
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import get_op_names
+from .op_rules import RULE_KEYS, OpRule
 from .yaml_nodes import Node
 
 _log = logging.getLogger(__name__)
 
 
-# ---- rules -----------------------------------------------------------------------------------------------------------
+# ---- keys and values that a list file may have -----------------------------------------------------------------------
 
-
-class Rule(str, Enum):
-    """What happens to the arguments of an op. A member is its name: it compares, prints and is written to JSON so."""
-
-    WHITELIST = "whitelist"
-    BLACKLIST = "blacklist"
-    PROMOTE = "promote"
-    SEQUENCE_PROMOTE = "sequence_promote"
-    BANNED = "banned"
-    NEUTRAL = "neutral"
-    MATCH_SELF = "match_self"
-    INPLACE_ERROR = "inplace_error"
-    UNLISTED = "unlisted"
-
-    __str__ = str.__str__
-    __repr__ = str.__repr__
-
-
-MEANINGS = {
-    Rule.WHITELIST: "Ops that run in the low dtype.",
-    Rule.BLACKLIST: "Ops that run in float32.",
-    Rule.PROMOTE: "Ops that run in the widest dtype among their arguments.",
-    Rule.SEQUENCE_PROMOTE: "The same for ops whose first argument is a sequence of tensors.",
-    Rule.BANNED: "Ops that raise an error on 16-bit tensors.",
-    Rule.NEUTRAL: "Ops that come off the list an earlier file put them on.",
+KEYS = ("description", "extends", "modules", *RULE_KEYS)
+_REMOVED_KEYS = {
+    "inplace_blacklist": (
+        "inplace_blacklist was removed: in-place variants always compute in the dtype of their tensor. Take the line"
+        " out; to refuse 16-bit tensors, list the variant itself: `banned: [exp_]`"
+    ),
 }
-"""What a list file says of each of its rules. Spellings that write in place, or are on no list, have the others."""
+"""Keys of earlier versions, and what to write instead."""
 
-RULES = tuple(MEANINGS)
-"""Those that are keys of a list file."""
-
-KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
-INPLACE_CHOICES = ("match", "error")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
@@ -68,7 +44,7 @@ _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ListProblem:
     """A fault of a file, or a warning; its text is `path:line:column: message`.
 
     Attributes:
@@ -107,7 +83,7 @@ class Diagnostics:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
+        self._found: dict[ListProblem, None] = {}  # once each: a broken file may be reached along several ways
 
     def __enter__(self) -> None:
         pass
@@ -117,28 +93,28 @@ class Diagnostics:
     ) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
-        self._found[Finding(error.message, error.path, error.line, error.column)] = None
+        self._found[ListProblem(error.message, error.path, error.line, error.column)] = None
         return True
 
     def warn(self, text: str, path: str, line: int, column: int) -> None:
         """Log, or collect, what is no fault but has no effect."""
         self.has_warned = True
         if self.is_collecting:
-            self._found[Finding(text, path, line, column, is_warning=True)] = None
+            self._found[ListProblem(text, path, line, column, is_warning=True)] = None
         else:
             _log.warning("%s:%d:%d: %s", path, line, column, text)
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[ListProblem]:
         """The faults, sorted by place."""
         return self._get(is_warning=False)
 
     @property
-    def warnings(self) -> list[Finding]:
+    def warnings(self) -> list[ListProblem]:
         """The collected warnings, sorted by place."""
         return self._get(is_warning=True)
 
-    def _get(self, is_warning: bool) -> list[Finding]:
+    def _get(self, is_warning: bool) -> list[ListProblem]:
         """Return findings by line and column, the files in the order of their first."""
         found = [one for one in self._found if one.is_warning is is_warning]
         files = [one.path for one in found]
@@ -182,7 +158,8 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
     for key, (line, column) in node.key_at.items():
         with diagnostics:
             if key not in allowed:
-                problem = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                unknown = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                problem = _REMOVED_KEYS.get(key, unknown)
                 raise OpListError(problem, path, line, column)
     return node.value
 
@@ -239,7 +216,7 @@ class OpEntry:
     """
 
     op: str
-    rule: Rule
+    rule: OpRule
     why: str
     path: str
     line: int
@@ -249,8 +226,8 @@ class OpEntry:
     is_optional: bool = False
 
     @property
-    def place(self) -> str:
-        """`file:line:column`."""
+    def location(self) -> str:
+        """`file:line:column` of the entry."""
         return f"{self.path}:{self.line}:{self.column}"
 
     def is_for_this_torch(self) -> bool:
@@ -277,7 +254,7 @@ def _running_torch() -> tuple[int, ...]:
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
     """Yield the entries of all rules."""
-    for rule in RULES:
+    for rule in RULE_KEYS:
         nodes: list[Node] = []
         with diagnostics:
             nodes = get_items(keys.get(rule), path, rule)
@@ -286,7 +263,7 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
                 yield _read_entry(rule, node, path, diagnostics)
 
 
-def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
+def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
     for key in node.value:
@@ -326,7 +303,7 @@ def _read_field(name: str, node: Node, path: Path) -> str:
     return text
 
 
-def _read_name(node: Node, rule: Rule, path: Path) -> str:
+def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
         name = name.replace("::", ".")  # a kernel, which is refused by that name
@@ -339,7 +316,7 @@ def _read_name(node: Node, rule: Rule, path: Path) -> str:
             " with `- `, the dashes below each other"
         )
         raise fault(problem, path, node)
-    if rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+    if rule is OpRule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
             " unlisted, it takes 16-bit inputs as it is"

@@ -1,9 +1,7 @@
 """Op lists: which torch functions run in the low dtype, which in float32, which in the widest type of their arguments.
 
 docs/lists.md says what a list file holds. Beside that, an entry may have `since` and `until`, the first torch version
-that it applies to and the first that it no longer applies to, and `optional: true`, which lets torch lack the op. By
-`inplace_blacklist: error` the in-place twin of a blacklisted op refuses a 16-bit tensor, instead of computing in the
-tensor's own dtype (`match`, the default).
+that it applies to and the first that it no longer applies to, and `optional: true`, which lets torch lack the op.
 
 A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `op_names` finds them. In-place
 twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
@@ -22,17 +20,14 @@ from typing import Any
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .list_file import INPLACE_CHOICES as INPLACE_CHOICES
-from .list_file import MEANINGS as MEANINGS
-from .list_file import RULES as RULES
 from .list_file import Diagnostics as Diagnostics
-from .list_file import Finding as Finding
+from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
-from .list_file import Rule as Rule
-from .list_file import fault, get_items, is_null, read_choice, read_entries, read_keys, read_text
+from .list_file import fault, get_items, is_null, read_entries, read_keys, read_text
+from .list_names import locate as locate
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import (
-    Key,
+    SpellingKey,
     find_deferred,
     find_doubt,
     inplace_twin,
@@ -41,17 +36,16 @@ from .op_names import (
 )
 from .op_names import find_spellings as find_spellings
 from .op_namespaces import OWNERS
-from .products import find_products as find_products
-from .products import is_product as is_product
-from .products import is_without_kernel as is_without_kernel
+from .op_rules import RULE_KEYS as RULE_KEYS
+from .op_rules import RULES as RULES
+from .op_rules import OpRule as OpRule
+from .product_names import find_products as find_products
+from .product_names import is_product as is_product
+from .product_names import is_without_kernel as is_without_kernel
 from .shipped import lists_dir, shipped_names
-from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping, read_bytes
 
 MAX_LOADED = 16
-
-TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
-"""Rules that the in-place twins of an op follow too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class Spelling:
     owner: object | None
     owner_name: str
     name: str
-    kind: Rule
+    kind: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
@@ -84,7 +78,6 @@ class OpLists:
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
         neutral: spellings that a neutral entry took off.
         other_torch: entries that `since` or `until` keep out on the running torch.
-        inplace_blacklist: that setting.
         is_whole: whether a file says `extends: null`.
     """
 
@@ -96,7 +89,6 @@ class OpLists:
     digest: str
     neutral: tuple[Spelling, ...] = ()
     other_torch: tuple[OpEntry, ...] = ()
-    inplace_blacklist: str = "match"
     is_whole: bool = False
 
 
@@ -214,11 +206,10 @@ class Overlay:
 
     def _clear(self, *, is_whole: bool) -> None:
         self._done: set[str] = set()
-        self._spellings: dict[Key, Spelling] = {}
+        self._spellings: dict[SpellingKey, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
         self._other_torch: list[OpEntry] = []
-        self._inplace = "match"
         self._is_whole = is_whole
 
     def add(self, path: Path, chain: tuple[str, ...] = ()) -> None:
@@ -244,9 +235,6 @@ class Overlay:
         with self._diagnostics:
             if "description" in keys:
                 read_text(keys["description"], path, "description")
-        with self._diagnostics:
-            if "inplace_blacklist" in keys:
-                self._inplace = read_choice(keys["inplace_blacklist"], path, "inplace_blacklist", INPLACE_CHOICES)
         for node in get_items(keys.get("modules"), path, "modules"):
             with self._diagnostics:
                 rule = read_module_rule(node, path, self._diagnostics)
@@ -255,8 +243,8 @@ class Overlay:
 
     def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
         """Find every spelling of one file's entries, then lay them over those of earlier files."""
-        named: dict[Key, Spelling] = {}
-        absent: dict[Key, OpEntry] = {}
+        named: dict[SpellingKey, Spelling] = {}
+        absent: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
             if not entry.is_for_this_torch():
                 self._other_torch.append(entry)
@@ -271,7 +259,11 @@ class Overlay:
             self._missing[entry.op] = entry
 
     def _name(
-        self, entry: OpEntry, may_be_missing: bool, named: dict[Key, Spelling], absent: dict[Key, OpEntry]
+        self,
+        entry: OpEntry,
+        may_be_missing: bool,
+        named: dict[SpellingKey, Spelling],
+        absent: dict[SpellingKey, OpEntry],
     ) -> None:
         """Enter the spellings of an entry beside those that its file has named so far."""
         try:
@@ -289,7 +281,7 @@ class Overlay:
             problem = find_doubt(entry.op)
             if problem:
                 self._warn(entry, f"{entry.op!r} has no effect: {problem}")
-        if entry.rule is Rule.NEUTRAL:
+        if entry.rule is OpRule.NEUTRAL:
             self._warn_of_neutral(entry, found, named)
         for key, owner in found.items():
             earlier = self._spellings.get(key)
@@ -302,7 +294,7 @@ class Overlay:
         """Add the in-place twins, and freeze."""
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
-            if spelling.entry.rule in TWINNED:
+            if spelling.entry.rule.covers_twins:
                 twin = inplace_twin(key)
                 if twin is not None and twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
@@ -310,8 +302,8 @@ class Overlay:
         deferred: list[Spelling] = []
         neutral: list[Spelling] = []
         for spelling in spellings.values():
-            spelling = replace(spelling, kind=_kind_of(spelling.name, spelling.entry.rule, self._inplace))
-            if spelling.kind is Rule.NEUTRAL:
+            spelling = replace(spelling, kind=_find_rule(spelling.name, spelling.entry.rule))
+            if spelling.kind is OpRule.NEUTRAL:
                 neutral.append(spelling)
             elif spelling.owner is None:
                 deferred.append(spelling)
@@ -326,7 +318,6 @@ class Overlay:
             digest=self._digest([*live, *deferred]),
             neutral=tuple(neutral),
             other_torch=tuple(self._other_torch),
-            inplace_blacklist=self._inplace,
             is_whole=self._is_whole,
         )
 
@@ -345,7 +336,9 @@ class Overlay:
         if doubt is not None:
             self._warn(entry, f"{entry.op!r} has no effect: {doubt}")
 
-    def _warn_of_neutral(self, entry: OpEntry, found: Iterable[Key], named: Mapping[Key, Spelling]) -> None:
+    def _warn_of_neutral(
+        self, entry: OpEntry, found: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
+    ) -> None:
         """Say that a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
         if self._may_be_overlay and not self._spellings:
             return  # of a file that extends none it is not known what it will lie over
@@ -353,9 +346,9 @@ class Overlay:
         if not any(key in ruled or _without_underscore(key) in ruled for key in found):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
-    def _warn_of_redundant(self, named: Mapping[Key, Spelling]) -> None:
+    def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
         """Say which entries change nothing: all their spellings are on that rule already, or follow as twins."""
-        by_entry: dict[OpEntry, list[Key]] = {}
+        by_entry: dict[OpEntry, list[SpellingKey]] = {}
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)
         for entry, keys in by_entry.items():
@@ -363,40 +356,33 @@ class Overlay:
             if None not in causes:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
-    def _cause(self, key: Key, rule: Rule, named: Mapping[Key, Spelling]) -> str | None:
+    def _cause(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
         """Return what puts a spelling on a rule besides its entry in the file of `named`, or None."""
         earlier = self._spellings.get(key)
         if earlier and earlier.entry.rule is not rule:
             return None
         if earlier:
-            return f"by {earlier.entry.op!r} at {earlier.entry.place}"
+            return f"by {earlier.entry.op!r} at {earlier.entry.location}"
         base = _without_underscore(key)
         plain = named.get(base) or self._spellings.get(base)
-        if plain is None or plain.entry.rule is not rule or rule not in TWINNED or inplace_twin(base) != key:
+        if plain is None or plain.entry.rule is not rule or not rule.covers_twins or inplace_twin(base) != key:
             return None
-        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.place}"
+        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.location}"
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
 
 
-def _kind_of(name: str, rule: Rule, inplace_blacklist: str) -> Rule:
-    """Return how a spelling behaves whose entry is under `rule`.
+def _find_rule(name: str, rule: OpRule) -> OpRule:
+    """Return the rule that a spelling follows whose entry is under `rule`.
 
-    An op that writes to its first argument must not be handed a cast copy of it. Apex does hand a copy to augmented
-    operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    An op that writes to its first argument must not get a cast copy of it. Augmented operators count as such ops:
+    `x **= 2` may write to `x`.
     """
-    if rule in (Rule.BANNED, Rule.NEUTRAL):
-        return rule
-    if not is_augmented(name) and not is_inplace(name):
-        return rule
-    if inplace_blacklist == "match":
-        return Rule.MATCH_SELF
-    if is_augmented(name):
-        return rule
-    if rule is Rule.BLACKLIST:
-        return Rule.INPLACE_ERROR
-    return Rule.MATCH_SELF
+    writes = is_inplace(name) or is_augmented(name)
+    if writes and not rule.covers_writes:
+        return OpRule.MATCH_SELF
+    return rule
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
@@ -426,7 +412,7 @@ def _identify(path: Path) -> str:
         return str(path)
 
 
-def _without_underscore(key: Key) -> Key:
+def _without_underscore(key: SpellingKey) -> SpellingKey:
     """Return the spelling of the op whose in-place twin this may be."""
     return key[0], key[1].removesuffix("_")
 
@@ -437,7 +423,9 @@ def _at(entry: OpEntry, problem: str) -> OpListError:
 
 def _twice(entry: OpEntry, other: OpEntry, spelling: str) -> OpListError:
     if entry.rule is other.rule:
-        problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {other.place}"
+        problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {other.location}"
     else:
-        problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {other.place}"
+        problem = (
+            f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {other.location}"
+        )
     return _at(entry, f"{problem}; take one of them out")

@@ -19,7 +19,7 @@ import torch
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, SET_ITEM, find_fault, get_op_names
 
-Key = tuple[str, str]  # owner name, attribute name
+SpellingKey = tuple[str, str]  # owner name, attribute name
 
 # How code that imports torch as most does names the namespaces.
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
@@ -27,7 +27,7 @@ SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
 
 
-def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
+def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
     """Return the spellings of a name with their owners.
 
     There are none for a missing op; the owner is None for a package that is not imported yet.
@@ -43,7 +43,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     _check_that_it_may_be_listed(op, owner_name, name, may_be_missing)
     if owner_name and owner_name not in OWNERS:
         return _find_elsewhere(op, owner_name, name, may_be_missing)
-    found: dict[Key, object | None] = {}
+    found: dict[SpellingKey, object | None] = {}
     faults: list[str] = []
     for key, owner in _candidates(owner_name, name):
         value = getattr(owner, key[1], None)
@@ -62,11 +62,11 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
+def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
     """Return the spellings that a name of torch would have if all of them were there, with their owners."""
     if owner_name:
         return (((owner_name, name), OWNERS[owner_name]),)
-    keys: list[Key] = []
+    keys: list[SpellingKey] = []
     for alias in GROUPS.get(name, (name,)):
         if alias.startswith("__"):
             keys.append(("torch.Tensor", alias))
@@ -139,7 +139,7 @@ def get_names(op: str) -> tuple[str, ...]:
     return GROUPS.get(op, (op,))
 
 
-def inplace_twin(key: Key) -> Key | None:
+def inplace_twin(key: SpellingKey) -> SpellingKey | None:
     """Return the spelling of an op's in-place twin (`exp_` of `exp`), or None; operators count as having none."""
     owner_name, name = key
     if owner_name not in OWNERS or name.endswith("_"):
@@ -151,7 +151,7 @@ def inplace_twin(key: Key) -> Key | None:
     return owner_name, twin
 
 
-def get_op(key: Key) -> str:
+def get_op(key: SpellingKey) -> str:
     """Return the name by which a list means all spellings of an op and its twins: bare if that reaches this one."""
     owner_name, name = key
     candidates = [name]
@@ -165,7 +165,7 @@ def get_op(key: Key) -> str:
     return f"{owner_name}.{name}"
 
 
-def find_or_none(op: str) -> dict[Key, object | None]:
+def find_or_none(op: str) -> dict[SpellingKey, object | None]:
     """Return the spellings of a name, none at all for one that no rule can apply to."""
     try:
         return find_spellings(op, may_be_missing=True)
@@ -186,7 +186,7 @@ def is_augmented(name: str) -> bool:
 # ---- other packages --------------------------------------------------------------------------------------------------
 
 
-def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[Key, object | None]:
+def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
     if owner_name.partition(".")[0] == "torch":
         hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")

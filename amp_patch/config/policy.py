@@ -11,6 +11,7 @@ import torch
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype, round_to_float32
 from ..errors import PolicyError, did_you_mean
 from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
+from .levels import Level
 
 Parser = Callable[[Any], Any]
 
@@ -213,6 +214,17 @@ class Policy:
     def is_scale_dynamic(self) -> bool:
         """Whether the loss scale follows the gradients, and an overflow skips a step."""
         return isinstance(self.loss_scale, DynamicScale)
+
+    def as_level(self) -> Level:
+        """Return what a level with these properties does."""
+        return Level(
+            self.opt_level,
+            low="" if self.low_dtype is None else dtype_name(self.low_dtype),
+            patches_functions=self.patch_torch_functions,
+            has_masters=bool(self.master_weights),
+            has_dynamic_scale=self.is_scale_dynamic,
+            lists=", ".join(self.lists),
+        )
 
     def computes_in_float32(self, device_type: str) -> bool:
         """Tell whether products of 16-bit values are computed in float32 on such devices."""

@@ -23,7 +23,7 @@ from ..patching import Patch
 from .attention import Attention
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
+from .replacement import NEVER_OVERRIDDEN, OpFunction, PrepareCall, PreparedCall, PublicOp, Replacements, replace
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
@@ -31,7 +31,7 @@ _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
 _ATTENTION = "scaled_dot_product_attention"
 
 
-class Products:
+class Float32Products:
     """Makes the replacements of products for one session.
 
     Args:
@@ -99,14 +99,14 @@ class Products:
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
 
-    def _run_unlisted(self, original: Op) -> Op:
-        def make() -> Op:
+    def _run_unlisted(self, original: OpFunction) -> OpFunction:
+        def make() -> OpFunction:
             public = PublicOp(getattr(original, "__name__", ""), original)
             return public.lead_to(self.run_low(original, public))
 
         return self._replacements.get("product", original, make)
 
-    def run_low(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
+    def run_low(self, original: OpFunction, public: PublicOp = NEVER_OVERRIDDEN) -> OpFunction:
         """Compute in float32 what is called with operands of the low dtype. Whatever has others, has only one (an
         einsum of one operand is no product, and may be a view), or names where or in which dtype the result is to be,
         runs as it was written.
@@ -121,7 +121,7 @@ class Products:
         if name.endswith("_") and not name.endswith("__"):
             compute = self._compute_in_place(original)
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
                 return original, args, kwargs
             found = 0
@@ -137,15 +137,15 @@ class Products:
                 return original, args, kwargs
             return compute, args, kwargs
 
-        return replace(original, rule, self.switch, public, torch.float32)
+        return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _run_short(self, original: Op, longest: int, public: PublicOp) -> Op:
+    def _run_short(self, original: OpFunction, longest: int, public: PublicOp) -> OpFunction:
         """Compute attention in float32 if all its operands are low, it is short, and it has neither a dropout nor a
         mask that is added. What it saves for backward is 16 bits, as of the 16-bit kernel: also its result.
         """
         low = self.low
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             try:
                 attention = Attention(*args, **kwargs)
                 is_due = attention.is_short(low, longest)
@@ -155,9 +155,9 @@ class Products:
                 return original, args, kwargs
             return attention.compute_in_float32, (original,), {}
 
-        return replace(original, rule, self.switch, public, torch.float32)
+        return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _compute(self, original: Op, cast: TensorCast | None) -> Op:
+    def _compute(self, original: OpFunction, cast: TensorCast | None) -> OpFunction:
         """Return `original` with every tensor as `cast` returns it, in float32 if that is low, and the result rounded.
 
         What is called inside of it runs as it is: what a product is made of, and the product itself, which export calls
@@ -188,7 +188,7 @@ class Products:
 
         return compute
 
-    def _compute_in_place(self, original: Op) -> Op:
+    def _compute_in_place(self, original: OpFunction) -> OpFunction:
         widen = self._widen
 
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,9 @@ class Products:
 
     # ---- whitelisted products ----------------------------------------------------------------------------------------
 
-    def round_operands(self, original: Op, low: Op, in_region: Callable[..., Call]) -> Rule:
+    def round_operands(
+        self, original: OpFunction, low: OpFunction, in_region: Callable[..., PreparedCall]
+    ) -> PrepareCall:
         """Round all tensors, compute in float32, and round the result. An opaque operand is asked for no more than one
         cast, to the low dtype: what comes of it is computed as `low` does.
 
@@ -214,7 +216,7 @@ class Products:
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
         compute = self._compute(original, self.to_operand)
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and kwargs.get("out") is not None:
                 return low, args, kwargs
             if mode is not Mode.BY_LISTS:
@@ -232,7 +234,7 @@ class Products:
                 return (low, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
 
-        return rule
+        return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
         """Cast to the low dtype; a weight, which may be cached, to float32 with a value of the low dtype."""
