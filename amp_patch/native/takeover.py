@@ -35,7 +35,6 @@ from .session import AS_IS, NativeSession, overlay_policy, own_lists
 from .step_checks import StepChecks
 from .whole_script import HAS_REGIONS, WholeScript
 
-PLAIN = "O0"
 ADVICE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
 
 
@@ -67,7 +66,8 @@ class Takeover:
         self._compute = compute
         self._everywhere = everywhere
         self._needs_region = needs_region
-        is_changing = self.changes and opt_level != PLAIN
+        self._disables = self._policy is not None and self._policy.low_dtype is None  # regions run in float32
+        is_changing = self.changes and not self._disables
         self._checks = StepChecks(
             needs_region=needs_region or is_changing, is_everywhere=everywhere, on_plain_step=on_plain_step
         )
@@ -180,7 +180,7 @@ class Takeover:
 
     def _make(self, device_type: str, low: torch.dtype | None) -> NativeSession:
         is_watched = bool(events.watchers)
-        if self._policy is not None and self._level == PLAIN:
+        if self._policy is not None and self._disables:
             policy = replace(self._policy, description="torch.autocast is disabled")
             return NativeSession(policy, device_type, None, with_all=is_watched)
         own = own_lists(device_type)
@@ -215,7 +215,7 @@ class Takeover:
             if session is None or session.device_type != region.device:
                 return original(region)
             try:
-                if self._level == PLAIN:
+                if self._disables:
                     enable_region(region, False)
                 elif self._level is not None:
                     region.fast_dtype = session.policy.low_dtype
@@ -242,7 +242,7 @@ class Takeover:
         if self._whole_script.is_entered and get_backward_id() == -1:  # a checkpoint enters its own in a backward pass
             raise PolicyError(HAS_REGIONS)
         policy = self._policy
-        if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
+        if policy is not None and not self._disables and not policy.patch_torch_functions:
             raise UnsuitedLevelError(
                 f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of"
                 f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
@@ -439,15 +439,15 @@ def install(
     spelled = [os.fspath(one) for one in names]
     if spelled:
         load_oplists(["autocast-cpu", *spelled])  # raises for what cannot be read
-    if opt_level is not None and opt_level != PLAIN:
-        level = make_policy(opt_level, {"compute": compute})
-        if everywhere and level.low_dtype is torch.float16:
-            raise PolicyError(
-                f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
-                " use O4, which is bfloat16"
-            )
-    if everywhere and (opt_level == PLAIN or not (opt_level or spelled)):
+    policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
+    casts_some = bool(spelled) if policy is None else policy.low_dtype is not None
+    if everywhere and not casts_some:
         raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    if everywhere and policy is not None and policy.low_dtype is torch.float16:
+        raise PolicyError(
+            f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
+            " use O4, which is bfloat16"
+        )
     remove()
     check_not_installed()
     takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)
