@@ -14,7 +14,7 @@ from ..errors import MissingExtraError, SessionError
 from ..terminal import print_report
 from .run import check_everywhere
 from .scripts import ScriptRunner, add_script, describe_command
-from .values import check_lists, new_file, oplist, opt_level, positive
+from .values import check_lists, get_level, new_file, oplist, opt_level, positive
 
 if TYPE_CHECKING:
     from ..insight.comparing import Campaign
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.everywhere:
         asked = asked or [config.levels.find_plain_level().name, config.levels.find_patching_level("bfloat16").name]
         for level in (name.split("+")[0] for name in [*asked, reference]):
-            if level != "as-is" and not config.levels.get_level(level).is_plain:
+            if level != "as-is" and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from .. import config
 from ..errors import did_you_mean
-from .values import check_lists, oplist, opt_level
+from .values import check_lists, get_level, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 
@@ -116,7 +116,7 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
         parser.error("--everywhere needs --opt-level O4 or --lists")
     if opt_level is None:
         return
-    level = config.levels.get_level(opt_level)
+    level = get_level(opt_level)
     if level.fits_whole_script:
         return
     remedy = f"use {config.levels.find_patching_level('bfloat16').name}"

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import config
 from ..interrupts import TerminatedError
 from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as runs
 from .ranks import find_ranks, name_for_node, refuse_ranks
 from .recording import ERROR, NO_REGION, PROGRESS, WAITING
-from .values import check_lists
+from .values import check_lists, get_level
 
 if TYPE_CHECKING:
     from ..insight import Recording
@@ -170,7 +169,7 @@ class ScriptRunner:
         with meeting as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
-            casts_some = bool(lists) if level is None else config.levels.get_level(level).fits_whole_script
+            casts_some = bool(lists) if level is None else get_level(level).fits_whole_script
             line, environment = runs.prepare(
                 self._command,
                 opt_level=level,

@@ -28,6 +28,13 @@ def opt_level(text: str) -> str:
     return text
 
 
+def get_level(name: str) -> "config.levels.Level":
+    """Return what a level does that `opt_level` has checked. Imports torch only for levels of AMP_PATCH_PRESETS."""
+    if not os.environ.get("AMP_PATCH_PRESETS"):
+        return next(level for level in config.levels.read_levels() if level.name == name)
+    return config.make_policy(name, {}).as_level()
+
+
 def oplist(text: str) -> str:
     """Return a shipped name, or the absolute path of a file that there is: scripts change their working directory.
 

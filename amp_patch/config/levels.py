@@ -4,13 +4,12 @@
 makes policies from it.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PolicyError
-from .shipped import PRESETS_VARIABLE, shipped_presets
+from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
 DEFAULT_LEVEL = "O1"
@@ -67,20 +66,6 @@ def read_levels() -> tuple[Level, ...]:
     root = load_mapping(shipped_presets(), PolicyError).value
     assert isinstance(root, dict)
     return tuple(_make_level(name, _merge(name, root)) for name in root)
-
-
-def get_level(name: str) -> Level:
-    """Return a level of the package or of AMP_PATCH_PRESETS. Raises PolicyError for an unknown one.
-
-    Imports torch only if AMP_PATCH_PRESETS is set, or the level is unknown.
-    """
-    if not os.environ.get(PRESETS_VARIABLE):
-        for level in read_levels():
-            if level.name == name:
-                return level
-    from .presets import make_policy  # imports torch
-
-    return make_policy(name, {}).as_level()
 
 
 def find_plain_level() -> Level:

@@ -12,8 +12,10 @@ from .list_file import is_op_list
 from .policy import DynamicScale as DynamicScale
 from .policy import Policy, find_contradictions
 from .policy import parse_loss_scale as parse_loss_scale
-from .shipped import PRESETS_VARIABLE, shipped_presets
+from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
+
+PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
 
 
 def make_policy(

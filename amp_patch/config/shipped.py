@@ -4,9 +4,6 @@ from pathlib import Path
 
 from ..errors import OpListError
 
-PRESETS_VARIABLE = "AMP_PATCH_PRESETS"
-"""The environment variable that names a presets file of the user's."""
-
 
 def lists_dir() -> Path:
     """Return the directory of the shipped lists: inside the package in a wheel, beside it in a checkout."""
