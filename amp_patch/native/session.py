@@ -29,9 +29,8 @@ def own_lists(device_type: str) -> OpLists | None:
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def overlay_policy(device_type: str, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
-    """Return the policy of a session whose lists change what torch.autocast does, and say the rest of it."""
-    own = own_lists(device_type)
+def overlay_policy(own: OpLists | None, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
+    """Return the policy of a session that lays `lists` over `own`, the list of what torch.autocast itself does."""
     if own is None and not lists:
         return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
     names = [*(() if own is None else own.names), *lists]

@@ -63,6 +63,7 @@ class Takeover:
         self._level = opt_level
         self._policy = None if opt_level is None else make_policy(opt_level, {})
         self._lists = tuple(lists)
+        self._has_module_rules = bool(lists) and bool(load_oplists(["autocast-cpu", *lists]).modules)
         self._compute = compute
         self._everywhere = everywhere
         self._needs_region = needs_region
@@ -105,8 +106,7 @@ class Takeover:
         self._add(register_optimizer_step_post_hook(self._end_step))
         if self._everywhere:
             self._whole_script.install(self._undo)
-        has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
-        if has_rules or self._everywhere:
+        if self._has_module_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
 
     def watch(self) -> Callable[[], None]:
@@ -187,7 +187,7 @@ class Takeover:
         if self._policy is None or self._level is None:
             chosen = low or torch.get_autocast_dtype(device_type)
             level = {} if self._lists else {"level": AS_IS}
-            policy = overlay_policy(device_type, chosen, self._lists, **level)
+            policy = overlay_policy(own, chosen, self._lists, **level)
             autocast = Autocast(device_type, chosen if self._lists else None, own)
             return NativeSession(policy, device_type, autocast, with_all=is_watched)
         lists = (*self._policy.lists, *self._lists)
@@ -437,8 +437,7 @@ def install(
     """
     names = [lists] if isinstance(lists, (str, os.PathLike)) else list(lists)
     spelled = [os.fspath(one) for one in names]
-    if spelled:
-        load_oplists(["autocast-cpu", *spelled])  # raises for what cannot be read
+    takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)  # raises for lists that cannot be read
     policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
     casts_some = bool(spelled) if policy is None else policy.low_dtype is not None
     if everywhere and not casts_some:
@@ -450,7 +449,6 @@ def install(
         )
     remove()
     check_not_installed()
-    takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)
     _start(takeover)
     _installed.is_by_install = True
     return takeover
