@@ -75,7 +75,7 @@ def replace(
 
 
 def run_in_region(original: OpFunction, mode: Mode, switch: Switch | RulesAlone) -> OpFunction:
-    """Return `original` run in a region of that mode, in which are all the functions that it calls."""
+    """Return `original` run in a region of that mode. Functions that it calls are inside the region."""
 
     def in_region(*args: Any, **kwargs: Any) -> Any:
         with switch.region(mode):
@@ -85,9 +85,7 @@ def run_in_region(original: OpFunction, mode: Mode, switch: Switch | RulesAlone)
 
 
 class Replacements:
-    """One replacement for each original and rule, under all the names of the original: a function that torch has twice
-    stays one.
-    """
+    """One replacement for each original and rule. A function that torch has under two names gets one replacement."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], tuple[OpFunction, OpFunction]] = {}
@@ -96,11 +94,11 @@ class Replacements:
         """Return the replacement of `original` under a rule. Make it if there is none yet."""
         key = rule, id(original)
         if key not in self._made:
-            self._made[key] = original, make()  # with the original, which is kept alive
+            self._made[key] = original, make()  # the original too: while it lives, its id is not reused
         return self._made[key][1]
 
     def clear(self) -> None:
-        """Drop all references, so that replacements without other holders are freed at once."""
+        """Drop all references, so that replacements that nothing else holds are freed at once."""
         self._made.clear()
 
 
@@ -108,13 +106,13 @@ class PublicOp:
     """One op by its public name.
 
     Args:
-        name: of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
+        name: the name of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
         original: torch's function; None for functions that are not torch's, which are never overridden.
-        takes_lists: whether it takes tensors in lists, which may answer, too.
+        takes_lists: whether the op takes tensors in lists, which may handle the call, too.
 
     Attributes:
-        has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may handle the call. It is
-            not asked while Dynamo traces, which knows overrides by itself.
+        has_overrides: takes the arguments as a tuple or list, and returns whether one of them, or a mode, may handle
+            the call. Not used while Dynamo traces, because Dynamo handles overrides itself.
     """
 
     __slots__ = ("_by_torch", "_function", "_is_operator", "has_overrides")
@@ -128,7 +126,7 @@ class PublicOp:
             self.has_overrides = _has_some_in_lists if takes_lists or name in _TAKE_LISTS else has_torch_function
 
     def lead_to(self, function: OpFunction) -> OpFunction:
-        """Set the function that the name holds, and return it. It is held weakly, since it refers to this object."""
+        """Set the function that the name holds, and return it. It is held weakly, because it holds this object."""
         self._function = weakref.ref(function)
         return function
 
@@ -145,10 +143,10 @@ class PublicOp:
 
 
 def _names_public(original: OpFunction) -> bool:
-    """Tell whether torch's function itself hands a call over by its public name, which it looks up.
+    """Return whether torch's function itself looks up its public name, and hands calls over by that.
 
-    Methods in C do, and functions in Python that are not decorated. So torch decides in which form the arguments are
-    handed over, and by which of several names (`Tensor.matmul` for `@`).
+    Methods in C do, and undecorated functions in Python. For them torch decides in which form the arguments are handed
+    over, and by which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
@@ -168,7 +166,7 @@ def _has_some_in_lists(values: Sequence[Any]) -> bool:
     return has_torch_function(values)
 
 
-# finds nothing, without a frame; Dynamo of torch 2.6 calls no bound method of a builtin
+# False for every argument, and enters no frame. Not a bound method of a builtin, which Dynamo of torch 2.6 cannot call.
 _find_none: Callable[[Sequence[Any]], bool] = functools.partial(operator.is_, None)
 
 

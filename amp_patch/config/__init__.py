@@ -1,4 +1,4 @@
-"""What the user writes and passes: levels, op lists and module rules, read from YAML into frozen values."""
+"""Reads levels, op lists and module rules from YAML files and arguments into frozen values."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ _MODULES = ("explain", "levels", "list_names", "op_lists", "op_names", "op_rules
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has the name when it is first asked for: commands name lists and levels without torch."""
+    """Import a name at its first use: commands read the names of lists and levels without torch."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""What op lists come to: the rules one op follows and why, and the ops on which two lists differ."""
+"""Explains op lists: which rules an op follows and why, and on which ops two lists differ."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ class Ruling:
     Attributes:
         spellings: dotted names.
         kind: the rule that they follow.
-        entry: the line that decides; None for what no list names.
-        overridden: the lines of earlier files that it overrules, the earliest first.
-        package: what has to be imported first, or None.
+        entry: the entry that decides; None if no list names the spellings.
+        overridden: the entries of earlier files that it overrides, the earliest first.
+        package: the package that has to be imported first, or None.
     """
 
     spellings: tuple[str, ...]
@@ -32,11 +32,11 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that lists say of an op: rulings, and entries without effect on this torch.
+    """Everything that lists say about an op: rulings, and entries without effect on this torch.
 
     Attributes:
         missing: entries whose op this torch lacks.
-        other_torch: entries that are for other versions.
+        other_torch: entries for other versions of torch.
     """
 
     op: str
@@ -47,10 +47,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists.
+    """Spellings of an op that follow different rules in two lists.
 
-    `op` is dotted where other spellings of the op have other kinds. A difference
-    between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    `op` is dotted if other spellings of the op follow other rules. A difference between module rules has no spellings:
+    `op` names the rule, and both sides state its dtype.
     """
 
     op: str
@@ -63,9 +63,9 @@ _Rulings = dict[SpellingKey, Ruling]
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say of an op, a bare or a dotted name as in a list file, and of its in-place twins.
+    """Return what lists say about an op (a bare or dotted name, as in a list file) and its in-place twins.
 
-    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
+    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that torch lacks and the
     lists do not name.
     """
     try:
@@ -93,9 +93,9 @@ def explain(op: str, lists: OpLists) -> Explanation:
 
 
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
-    """Return where two lists differ, in the order of the left one; nothing if and only if their digests are equal.
+    """Return the differences of two lists, in the order of the left one; none if and only if their digests are equal.
 
-    An in-place twin or augmented operator that merely follows an op that differs is not mentioned beside it.
+    An in-place twin or augmented operator is left out if it only follows an op that differs.
     """
     before, after = _rule_all(left), _rule_all(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -115,7 +115,7 @@ def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) ->
         if runs[0] != runs[1]:
             yield Difference(f"modules {chooser}", (), *runs)
     written = _write_out(left), _write_out(right)
-    if before == after and written[0] != written[1]:  # of several that cover a module, the last one counts
+    if before == after and written[0] != written[1]:  # the order matters: the last rule that covers a module counts
         yield Difference("modules", (), *written)
 
 
@@ -134,8 +134,8 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     differences = list(_compare_keys(op, plain, left, right))
     yield from differences
     for name, twins in written.items():
-        merely_follow = all(_follows(key, plain, side) for key in twins for side in (left, right))
-        if not (differences and merely_follow):
+        only_follow = all(_is_from_op(key, plain, side) for key in twins for side in (left, right))
+        if not (differences and only_follow):
             if op == ".".join(twins[0]):
                 name = op
             yield from _compare_keys(name, twins, left, right)
@@ -161,9 +161,12 @@ def _kind(key: SpellingKey, rulings: _Rulings) -> OpRule:
     return ruling.kind
 
 
-def _follows(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
-    """Whether an in-place spelling has its rule from the entry of its op, or has none."""
-    return key not in rulings or any(other in rulings and rulings[other].entry == rulings[key].entry for other in plain)
+def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
+    """Return whether an in-place spelling has no rule, or has it from the entry of its op."""
+    if key not in rulings:
+        return True
+    entry = rulings[key].entry
+    return any(spelling in rulings and rulings[spelling].entry == entry for spelling in plain)
 
 
 def _rule_all(lists: OpLists) -> _Rulings:
@@ -183,14 +186,14 @@ def _package_of(key: SpellingKey) -> str:
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:
-    """Whether an entry may mean an op that torch lacks: the same name, or one of the two is bare."""
+    """Return whether an entry may mean an op that torch lacks: both have the same name, or one name is bare."""
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
 def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, object | None]:
-    found = dict(keys)
+    with_twins = dict(keys)
     for key, owner in keys.items():
         twin = inplace_twin(key)
         if twin is not None:
-            found[twin] = owner
-    return found
+            with_twins[twin] = owner
+    return with_twins
