@@ -52,10 +52,10 @@ def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
     return told
 
 
-class _InForce:
+class _CommandSettings:
     """Holds the settings of the process."""
 
     settings = Settings()
 
 
-in_force = _InForce()
+in_force = _CommandSettings()
