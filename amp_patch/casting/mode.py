@@ -244,6 +244,9 @@ class Switch:
                 mode = Mode.OFF
             if frame is None:
                 frame = sys._getframe(2)
+            for region in regions:
+                if region.owner is owner and region.frame is frame:
+                    return False  # opened before torch came to this hook
             is_change = outer is not mode
             Region(self, mode, owner=owner, frame=frame, pauses=is_change, is_active=is_active).open()
             return is_active and is_change
