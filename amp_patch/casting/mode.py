@@ -87,14 +87,14 @@ class Region(contextlib.ContextDecorator):
         autocast = self._switch.autocast
         if autocast is not None and self.pauses and self.mode is Mode.FLOAT32:
             self.has_paused = autocast.pause()
-        self._switch.push(self)
+        self._switch._push(self)
 
     def close(self) -> None:
         """Close the region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
         try:
-            self._switch.remove(self)
+            self._switch._remove(self)
         except BaseException:  # an interrupt
-            self._switch.remove(self)
+            self._switch._remove(self)
             raise
 
     __enter__ = open
@@ -274,7 +274,7 @@ class Switch:
                 regions[-1].has_paused = False
             regions[-1].close()
 
-    def push(self, region: Region) -> None:
+    def _push(self, region: Region) -> None:
         """Enter a region as the innermost of this thread. Only `Region.open` calls this."""
         if self.autocast is not None:
             region.depth = get_autocast_depth()
@@ -284,7 +284,7 @@ class Switch:
             self.regions = len(self._open) + (self.autocast is not None)
         compiling.show_region(region.mode._name_)
 
-    def remove(self, region: Region) -> None:
+    def _remove(self, region: Region) -> None:
         """Remove a region from this thread, if it is there. Only `Region.close` calls this."""
         regions = self._local.regions
         if region in regions:
