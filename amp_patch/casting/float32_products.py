@@ -164,8 +164,8 @@ class Float32Products:
         """Return a function that applies `cast` to every tensor, widens low tensors to float32, calls `original`, and
         rounds the result.
 
-        Products that `original` calls run unchanged: those that it is made of, and itself, because torch.export calls
-        an op once more by its public name.
+        Products that `original` calls run unchanged: its own parts, and itself, because torch.export calls an op once
+        more by its public name.
         """
         low, widen, inside = self.low, self._widen, self._inside
 

@@ -35,7 +35,7 @@ ALWAYS = object()
 def replace(
     original: OpFunction, prepare: PrepareCall, switch: Switch | RulesAlone, public: "PublicOp", passing: object
 ) -> OpFunction:
-    """Return what stands in the place of `original`.
+    """Return the replacement of `original`.
 
     Args:
         prepare: called if casts are active and some tensor does not have the dtype `passing`, or some are in a list.

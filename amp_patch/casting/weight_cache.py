@@ -127,7 +127,7 @@ class WeightCache:
         self.valid: dict[int, ValidEntry] = {}
         self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
-        self._entries: dict[int, _Entry] = {}  # those that are refreshed
+        self._entries: dict[int, _Entry] = {}  # entries that are refreshed
         self._uses: dict[int, int] = {}  # of small parameters since the last invalidation
         self._is_bypassed = False
         self._lock = threading.RLock()

@@ -1,6 +1,6 @@
-"""`OpCasts`: what stands in the place of a listed op, by its rule.
+"""`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-Each rule has a function here that prepares one call: it casts the arguments and says what to call. As under
+Each rule has a function here that prepares one call: it casts the arguments and returns the function to call. As under
 torch.autocast, a call that names `out=` (or, in float32 ops, a dtype) runs as it was written.
 """
 
@@ -129,7 +129,7 @@ class OpCasts:
 
     def _wrap(self, rule: OpRule, original: OpFunction) -> OpFunction:
         is_torchs = _is_torchs(original)
-        # The names below are those of torch's functions. A user's function of such a name may take any arguments.
+        # Names identify only torch's functions: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_torchs else ""
         public = PublicOp(name, original if is_torchs else None, takes_lists=rule.reads_first)
         if self.casts_inside and not is_torchs and rule.runs_in:

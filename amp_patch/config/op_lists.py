@@ -69,7 +69,7 @@ class OpLists:
         names: the lists asked for.
         missing: entries that the running torch has no op for.
         deferred: spellings of packages that are not imported yet.
-        modules: rules for parts of a model; of those that cover the same module the last one counts.
+        modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
         neutral: spellings that a neutral entry took off.
         other_torch: entries that `since` or `until` keep out on the running torch.

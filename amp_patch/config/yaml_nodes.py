@@ -52,7 +52,7 @@ class Node:
 def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Node:
     """Return the mapping that the file holds, or raise `error` with the place of the fault.
 
-    Raises nothing but `error`, whatever the bytes are.
+    Raises only `error`, whatever the bytes are.
 
     Args:
         data: the result of `read_bytes`, if it was called before.
