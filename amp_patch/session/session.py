@@ -368,7 +368,7 @@ def _load_lists(policy: Policy) -> OpLists | None:
         )
     casts_some = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        casts_some = casts_some or spelling.entry.rule == "whitelist"
+        casts_some = casts_some or spelling.entry.rule.runs_in == "low"
     if policy.patch_torch_functions and not oplists.is_whole and not casts_some:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
