@@ -8,6 +8,7 @@ import abc
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ..config import levels
 from .fault_record import CASTS, Cause, FaultRecord, Phase, Region, Value
 from .records import RunRecord
 from .remedies import Remedy, RemedyKind, advise_script, format_scale, make_list_remedy
@@ -121,7 +122,7 @@ class _Step(Diagnosis):
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
         eps = fault.evidence.eps
         if fault.origin.out == "f16" and eps is not None and 0 < eps <= TINY["f16"]:
-            return Remedy(RemedyKind.STEP, eps=eps, level="O2")
+            return Remedy(RemedyKind.STEP, eps=eps, level=levels.find_master_level("float16").name)
         return Remedy(RemedyKind.STEP)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...config import levels
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
 from ..recordings import Record, Recording
@@ -29,15 +30,8 @@ LAYERS = "comparing.probes:LayerProbe"
 AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
-NATIVE_RUNS = (AS_IS, "O0", "O1", "O4")
-"""The default runs of a training that calls `initialize`, and of one that uses torch.autocast."""
-
 NOT_RUN = "did not run"
 """Why a run has no results if it never began."""
-
-FLOAT16 = "O1"
-"""The run among `NATIVE_RUNS` that needs a loss scale."""
 
 CLOSE = 0.02
 """Rounding to 16 bits changes weights by less than this part."""
@@ -72,7 +66,9 @@ def plan_runs(
     Runs of the same name get numbers. The reference becomes the first run if it is not among them.
     """
     first = parse_run(reference)
-    runs, native_runs = _name_runs(asked or LEVELS, first), _name_runs(asked or NATIVE_RUNS, first)
+    trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
+    native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
+    runs, native_runs = _name_runs(asked or trained, first), _name_runs(asked or native, first)
     return Plan(runs, native_runs, name_run(first), steps, tuple(seeds), command, asked is not None)
 
 
@@ -163,14 +159,20 @@ class Campaign:
             return
         compared, curves = self._compared[reference], self._curves[reference]
         runs = dict(self._plan.native_runs)
-        if header.needs_scaler and not self._plan.is_asked and reference != FLOAT16:
-            del runs[FLOAT16]
-            self._left_out = (
-                f"{FLOAT16} is left out: it is float16, whose gradients need a loss scale, and this training has no"
-                " GradScaler"
-            )
+        if header.needs_scaler and not self._plan.is_asked:
+            self._leave_out_unscaled(runs)
         self._begin(runs)
         self._compared[reference], self._curves[reference] = compared, curves
+
+    def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
+        """Take the float16 levels out of the default runs, except for the reference."""
+        for level in levels.read_levels():
+            if level.needs_loss_scale and level.name in runs and level.name != self._plan.reference:
+                del runs[level.name]
+                self._left_out = (
+                    f"{level.name} is left out: it is float16, whose gradients need a loss scale, and this training has"
+                    " no GradScaler"
+                )
 
     def _has_same_losses(self) -> bool:
         """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
