@@ -41,7 +41,7 @@ def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     moved = max(wanted) - min(wanted)
     last = max(steps // 4, 1)
     allowed = _FIRST * abs(median(wanted[-last:])) + (_SHARE + skipped / steps) * moved
-    if moved and max(losses) == min(losses):
+    if moved and max(losses) == min(losses):  # no step has changed the weights
         return f"the loss stays {losses[0]:.4g}, and in float32 it moves to {wanted[-1]:.4g}"
     if abs(median(losses[-last:]) - median(wanted[-last:])) > allowed:
         return f"the last losses are about {median(losses[-last:]):.4g}, and {median(wanted[-last:]):.4g} in float32"

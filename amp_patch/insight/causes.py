@@ -89,7 +89,7 @@ class _Divergence(Diagnosis):
             is_beyond_bfloat16 = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
             if is_beyond_bfloat16 and origin.aten not in CASTS:
                 return True
-        if fault.step == 0:
+        if fault.step == 0:  # nothing has grown yet
             return False
         if course.has_grown:
             return True
@@ -159,6 +159,7 @@ class _Precision(Diagnosis):
                 "with torch.autocast(..., enabled=False), on .float() inputs, around the forward pass and the call of"
                 " torch.autograd.grad",
             )
+        # A mean instead of a sum also leaves room for small gradients, which a smaller loss scale does not.
         if fix.summed:
             return Remedy(RemedyKind.SUM, scale=scale)
         if rule.startswith("run: float32"):
@@ -173,6 +174,7 @@ class _Precision(Diagnosis):
                 "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
                 may_need_list=True,
             )
+        # A list would only move the fault to the op that float32 does not hold either.
         if fix.beyond:
             return advise_script(
                 f"look at {fix.beyond}, too: float32 does not hold its result either, so no list is enough"

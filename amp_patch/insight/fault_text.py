@@ -57,7 +57,7 @@ def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
     for fault in faults:
         where = f"{fault.phase}, {_describe_call(fault)}" if fault.origin.aten else str(fault.phase)
         lines.append(f"  step {fault.step}, {where}: {fault.value}")
-    lines = list(dict.fromkeys(lines))[1:]
+    lines = list(dict.fromkeys(lines))[1:]  # the same op may give a fault in each pass of a step
     if not lines:
         return []
     shown = lines[:_MOST_FURTHER]
@@ -94,6 +94,7 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
     yield "reach", _describe_reach(fault)
     trail = fault.evidence.trail
     if trail:
+        # Records have the latest op first, and a report reads from left to right.
         steps = [f"{label.replace('_to_copy', 'cast')} {largest:.3g}" for label, largest in reversed(trail)]
         steps.append(f"{fault.origin.aten or ''} {fault.value}")
         yield "trail", f"max |x|: {' -> '.join(steps)}"

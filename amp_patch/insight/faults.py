@@ -137,7 +137,8 @@ class FaultFinder:
             node, is_of_user = op.node.name(), is_backward_of_user(op.node)
             forward = None if is_of_user else self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
-        if overload.written and not outputs:  # integers in memory that floating tensors may share
+        # An op in place that gives no floating tensor may write into the memory of one: `x.view(torch.int32).add_(1)`.
+        if overload.written and not outputs:
             for tensor in op.outputs():
                 self.storages.forget(tensor)
         if overload.is_in_bulk:
@@ -156,7 +157,8 @@ class FaultFinder:
             self._by_node[number] = made[0]
         is_bad = not all(math.isfinite(written.largest) for written in made)
         if is_bad or self._underflow is not None or self.repair.is_under_way:
-            with current.without_casts():
+            with current.without_casts():  # the ops below read values, and no list may act on them
+                # Before the checks: it would drop the twin of an output that a check has just made.
                 self.repair.follow(op, call, made, forward)
                 for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
                     self._check(_Output(op, index, tensor, written, forward), call)
@@ -229,6 +231,8 @@ class FaultFinder:
             return
         if call is None or self._is_accepted(output, call):
             return
+        # An input that no op made is a stranger, unless it looks like a mask. That one is kept as `let_in`: if it reaches
+        # the loss or becomes NaN, it was no mask.
         strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
         for given in strangers:
             if not self._is_mask(given):
@@ -275,6 +279,7 @@ class FaultFinder:
         in_float32 = None
         master = self._find_master(stranger.storage)
         if master is not None and master.shape == stranger.tensor.shape and is_finite(master):
+            # The rest of the step is computed as if the weight had been its float32 master.
             self.repair.begin(stranger.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
@@ -302,6 +307,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
+            # A checkpoint runs the op again that has given a fault in the forward pass. It needs no second entry.
             is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_seen_in_forward:
                 wanted.insert(0, written)
@@ -382,6 +388,7 @@ class FaultFinder:
         written, tensor = output.written, output.tensor
         if share is None:
             share = int((~tensor.isfinite()).count_nonzero()) / tensor.numel()
+        # Some values of a backward pass carry no loss scale, such as the square that divides in the gradient of 1 / x.
         is_unscaled = call.phase == "backward" and not written.is_scaled and not came_in
         origin = Origin(
             module=call.module or None,

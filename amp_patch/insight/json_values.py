@@ -83,7 +83,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
         name, type_of_field = declared.name, declared.type
         if is_dataclass(type_of_field):
             values[name] = _build(type_of_field, data)  # type: ignore[arg-type]
-        elif name in data and _is_stored(declared):
+        elif name in data and _is_stored(declared):  # a file of an earlier version lacks later keys
             is_none = "absent" in declared.metadata and data[name] == plain(declared.metadata["absent"])
             values[name] = None if is_none else to_type(data[name], type_of_field, name)
     return kind(**values)

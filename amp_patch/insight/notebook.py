@@ -56,7 +56,7 @@ def _show_recording(recording: Recording) -> Markup:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_forward(recording)
     heading, *notes = describe_recording(recording)
-    if len(ops) > ROWS:
+    if len(ops) > ROWS:  # a notebook keeps its output in the file
         notes.insert(0, f"{len(ops) - ROWS} more rows: format_recording has them")
     return join([element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list(notes)])
 

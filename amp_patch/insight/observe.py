@@ -130,10 +130,11 @@ class Observer:
         op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
 
         def cover(*args: Any, **kwargs: Any) -> Any:
+            # Only the outermost listed call is recorded: F.linear, and not the addmm that it calls.
             if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
-            if site.by == "amp":
+            if site.by == "amp":  # scales and masters are no ops of the script
                 return replacement(*args, **kwargs)
             calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
@@ -141,7 +142,7 @@ class Observer:
                 self._describe(call, spelling, [*args, *kwargs.values()])
                 if self._local.is_below:
                     result = replacement(*args, **kwargs)
-                else:
+                else:  # torch keeps dispatch modes for each thread
                     with self._below:
                         result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
@@ -177,7 +178,7 @@ class Observer:
             for tensor in tensors_in(values):
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
                     call.sources.add(address_of(tensor))
-            call.sources.discard(0)
+            call.sources.discard(0)  # the address of tensors that hide theirs
 
     def _is_reached(self) -> bool:
         """Return whether lists act in this thread now. At a level that casts the model, its rules always do."""
@@ -236,6 +237,7 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
+        # The op before cast its input down, and gave back what this call casts up again, or the other way round.
         storage = storage_of(source)
         producer = self._writers.get(storage)
         if not storage or copy.dtype is not call.target or producer is None or producer is call:

@@ -54,9 +54,10 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
             sites.append(culprit.site)
     kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
     regions = [*(f"match: {json.dumps(name)}" for name in fold_names(modules, kinds)), *roots]
-    if _EVERY_MODULE in roots:
+    if _EVERY_MODULE in roots:  # it covers all other modules
         regions = [_EVERY_MODULE]
     sites += [site for site in casts if site not in covered]
+    # If the lists put all of these ops into 16 bits, the lists can take them out again.
     alternative: list[str] = []
     if has_lists and regions and all(culprit.rule in _LISTED_IN_LOW for culprit in given):
         alternative = [culprit.listed for culprit in given]
@@ -117,6 +118,7 @@ def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) 
     for groups in ([names], list(by_last_part.values())):
         patterns = [star_numbers(group) for group in groups]
         parts = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in patterns))
+        # A pattern that also matches a module of another class would run that one in float32, too.
         if {matched for name, matched in kinds.items() if parts.fullmatch(name)} <= {kind}:
             return patterns
     return names

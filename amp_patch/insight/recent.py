@@ -65,6 +65,7 @@ class Recent:
 
     def keep(self, op: Op, written: Written, *, is_backward: bool) -> None:
         """Keep an op, without its graph."""
+        # Of the backward pass, only the ops of the running node are kept, to save memory.
         node = get_node_number(op.node) if is_backward and op.node is not None else None
         if node != self._node:
             self._of_node.clear()
@@ -99,6 +100,7 @@ class Recent:
                 return False
             return read_largest(result - exact) <= _ALIKE * read_largest(exact)
 
+        # Twice as many of the last ops until they suffice, then without each that is not needed.
         length = 1
         while length < len(ancestors) and not is_enough(ancestors[-length:]):
             length *= 2
@@ -128,6 +130,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
     """Return one of the results of an op in float32, after its ancestors in float32."""
     twins = Twins()
     for kept in ancestors:
+        # A random op would draw other numbers, and an input that was written since holds other values.
         if is_random(kept.op.function) or _versions(kept.op.before) != kept.versions:
             continue
         results = twins.compute(kept.op)

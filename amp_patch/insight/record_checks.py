@@ -25,6 +25,7 @@ def _find_problems(records: Sequence[object]) -> Iterator[str]:
 
 
 def _check_gradients(record: GradientRecord) -> Iterator[str]:
+    # A chart draws a bar for each power, so a file with a wrong range would draw for ever.
     last = record.lowest + len(record.counts) // CLASSES
     if record.counts and (record.lowest not in EXPONENTS or last not in EXPONENTS):
         yield f"gradients of {record.run!r} reach from 2**{record.lowest} to 2**{last}"

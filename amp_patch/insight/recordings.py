@@ -130,7 +130,8 @@ class Recording:
                     records.append(record)
         if run is None:
             raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
-        if declared not in (None, lines):  # None: an earlier version wrote it
+        # A process that was killed has written only some of the lines. None: an earlier version wrote no number.
+        if declared not in (None, lines):
             raise RecordError(f"{path}: {lines} of {declared} records: this is only a part of a recording")
         problem = find_problem(records)
         if problem:

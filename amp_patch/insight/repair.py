@@ -44,6 +44,7 @@ class Twins:
         if known is None or known[2] != tensor.element_size():
             return None
         flat: Tensor = known[1]
+        # The twin of the whole storage, seen through the strides of the view.
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
@@ -86,6 +87,7 @@ class Twins:
         def forget(_: Any) -> None:
             self._flat.pop(key, None)
 
+        # The allocator reuses addresses, so a twin dies with the storage object of its tensor.
         self._flat[key] = weakref.ref(storage, forget), flat, size
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -178,7 +180,7 @@ class Repair:
                 self._twins.drop(tensor)
             return
         results = self._twins.compute(op)
-        if len(results) != len(outputs):
+        if len(results) != len(outputs):  # the op did not run in float32
             return
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
@@ -257,6 +259,7 @@ class Repair:
 
     def _lower_scale(self, gradient: Tensor, exact: Tensor) -> float:
         """Return the largest power of two under which a gradient fits. Lower the scale to it, unless it is below 1."""
+        # Gradients grow linearly with the loss scale.
         room = LARGEST[short(gradient.dtype)] / read_largest_number(exact)
         fitting = 2.0 ** math.floor(math.log2(self._get_scale() * room))
         self._fitting = min(self._fitting, fitting)
@@ -269,11 +272,13 @@ class Repair:
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return
+        # The value below which the allowed share of the gradient lies has to be above what rounds to zero.
         smallest = float(sizes.kthvalue(int(self._underflow * (sizes.numel() - 1)) + 1).values)
         loss_scale = self._get_scale()
         needed = loss_scale * 2.0 ** math.ceil(math.log2(2 * TINY[short(tensor.dtype)] / smallest))
         if needed > loss_scale:
             self._scale_of_zeros = max(needed, self._scale_of_zeros or needed)
+            # The same gradient bounds the scale from above.
             self._lower_scale(tensor, exact)
 
     def find_needs(self) -> Needs:
@@ -291,7 +296,7 @@ class Repair:
             culprits = find_culprits(self.made, self._wanted | unscalable)
         elif not is_scale_enough:
             scale = None
-        if self._scale_of_others < 1 and not culprits:
+        if self._scale_of_others < 1 and not culprits:  # only a scale below 1 is left to advise
             scale, is_scale_enough = self._scale_of_others, True
         scale_of_zeros = self._scale_of_zeros
         if scale_of_zeros is not None and scale is not None:

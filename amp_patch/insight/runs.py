@@ -175,6 +175,7 @@ class FunctionRunner:
         probe = make_probe(run, self._leave)
         takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)
         with contextlib.ExitStack() as undo:
+            # The last callback runs first: the probe stops before the session closes.
             undo.callback(current.reset)
             undo.callback(native.start(takeover, is_watched=True))
             undo.callback(events.watch(probe))

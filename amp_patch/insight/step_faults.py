@@ -116,6 +116,7 @@ class StepFaults:
 
     def _find_shared_fix(self) -> Fix:
         """Return what helps against all faults of the step."""
+        # A list is for all steps, so it also covers layers whose values nearly do not fit in this one.
         culprits = list(self._needs.culprits)
         for culprit in self._needs.culprits:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]

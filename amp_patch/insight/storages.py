@@ -58,6 +58,7 @@ class Storages:
         """Note that the faults of its inputs explain all tensors of an op in bulk, whose values are not read."""
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
+        # Its inputs, too: optimizers and foreach ops write into them.
         for tensor in (*inputs, *outputs):
             self.forget(tensor)
             if sources:
@@ -96,6 +97,7 @@ class Storages:
         largest = 1.0
         for tensor in op.inputs():
             known = self.find(tensor)
+            # An elementwise op keeps the sum of its input. Indexing or a product with a matrix does not.
             if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
                 largest = max(largest, known.summed)
         if largest > 1 or is_reduction(op):

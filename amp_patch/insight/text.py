@@ -14,6 +14,7 @@ Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]
 _SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
 _FORWARD = ("forward", "recompute")
+# Whole parts of a dotted name, or an index in brackets: "blocks.3.norm", "Net[0]", and not "conv1".
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 

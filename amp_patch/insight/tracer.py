@@ -103,13 +103,14 @@ class Tracer(Recorder):
             return
         self._seen.is_loss_seen = self._seen.is_scaled = True
         self._scale = None
-        for block in self._watched.ledgers.open_blocks():  # the innermost last
+        for block in self._watched.ledgers.open_blocks():  # the innermost comes last, and its scale stays
             self._scale = block.scaler.known_scale
         assert self._observer is not None
         self._observer.pause()  # the ops below are not those of the script
         size = find_largest_of([loss])
         self._observer.go_on()
         if math.isfinite(size):
+            # A loss that has fallen and grows again diverges from its smallest value on.
             self._loss.base = min(self._loss.base, size)
             self._loss.last = size
         else:
@@ -158,11 +159,13 @@ class Tracer(Recorder):
             self._seen.skips.append(is_skipped)
         if self._is_counted(optimizer) and self.is_recording:
             self._finish_faults(all(self._seen.skips or [is_skipped]))
+            # `last` stands for a number of steps that prove something, and a skipped step proves nothing.
             if is_skipped and not self._counts_skipped and self._last is not None:
                 self._last += 1
         super().step_ended(optimizer)
         self._finder.step = self._count
         if self._faults and self.is_recording:
+            # No session that opens later is to be observed.
             self._last = 0
             self.stop()
             self._on_end()

@@ -10,7 +10,7 @@ from .folding import OpCall
 from .ops import Op
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
-_LOW_RULES = ("whitelist", "cast_model_type", "run: low")
+_LOW_RULES = ("whitelist", "cast_model_type", "run: low")  # these cast inputs to 16 bits whatever their dtype
 
 
 class Culprit(NamedTuple):

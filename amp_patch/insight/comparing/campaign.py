@@ -137,6 +137,7 @@ class Campaign:
         self._train(reference, seeds[0])
         self._choose_native_runs()
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
+        # The reference first: other runs need its samples.
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
@@ -206,7 +207,7 @@ class Campaign:
         self._announce(title)
         options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
         recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else title)
-        if is_noise and failed:
+        if is_noise and failed:  # then the noise is unknown, and the comparison stands
             return
         if not is_noise:
             self._change(name, failed=failed)

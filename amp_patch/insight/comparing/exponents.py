@@ -57,6 +57,7 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
                 positive = positive.cpu()  # MPS has no frexp in torch 2.13
             mantissa, exponent = torch.frexp(positive)  # mantissa from 0.5 up to 1
             kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
+            # 2 - 2**-8 and 2 - 2**-11 times 2**e, as mantissas between 0.5 and 1, are 1 - 2**-9 and 1 - 2**-12.
             places = (exponent - 1 - _LOWEST) * CLASSES + kind
             total += torch.bincount(places, minlength=len(total)).cpu()
     powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]

@@ -102,6 +102,7 @@ class CurveProbe(Probe):
     def _records(self) -> Iterable[CurveRecord]:
         ms = math.nan
         if self._seconds:
+            # The first steps allocate memory and compile kernels.
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
         yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)

@@ -48,11 +48,11 @@ class Summary:
     """Runs compared with one of them, as they are recorded. Raises RecordError for another recording."""
 
     def __init__(self, recording: Recording) -> None:
-        found = recording.of(ComparisonRecord)
-        if len(found) != 1:
+        comparisons = recording.of(ComparisonRecord)
+        if len(comparisons) != 1:
             raise RecordError("no record of kind 'comparison': this is not a recording of a comparison")
         self.recording = recording
-        self.about = found[0]
+        self.about = comparisons[0]
         self.runs = recording.of(ComparedRecord)
 
     @property
@@ -62,18 +62,18 @@ class Summary:
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
         """Return the curves of a run by seed."""
-        found = self.recording.of(CurveRecord)
-        return {curve.seed: curve for curve in found if curve.run == name and curve.is_noise is is_noise}
+        curves = self.recording.of(CurveRecord)
+        return {curve.seed: curve for curve in curves if curve.run == name and curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
         """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
         reference = self.curves(self.about.reference)
-        found = []
+        differences = []
         for seed, curve in self.curves(name, is_noise=is_noise).items():
             if seed in reference:
                 pairs = zip(curve.losses, reference[seed].losses, strict=False)
-                found.append([own - plain for own, plain in pairs])
-        return found
+                differences.append([own - plain for own, plain in pairs])
+        return differences
 
     def final_differences(self, name: str) -> list[float]:
         """Return the mean difference over the last steps, for each seed."""
@@ -85,11 +85,12 @@ class Summary:
 
         It is the mean over all steps or over the last ones, if that is larger, and at least the rounding of a loss.
         """
-        found = []
+        means = []
         for each in self.differences(self.about.reference, is_noise=True):
             sizes_of_all = [abs(value) for value in each]
-            found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
-        if not found:
+            # Chaos makes noise grow in long trainings, and the last steps decide on the final loss.
+            means.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
+        if not means:
             return None
         largest_loss = 0.0
         for curve in self.curves(self.about.reference).values():
@@ -97,7 +98,7 @@ class Summary:
                 if math.isfinite(loss):
                     largest_loss = max(largest_loss, abs(loss))
         rounding = largest_loss * 2.0**-24
-        return max(mean(found), rounding)
+        return max(mean(means), rounding)
 
     @property
     def time_noise(self) -> float:
@@ -114,8 +115,8 @@ class Summary:
     @property
     def gradients(self) -> GradientRecord | None:
         """The gradients of the reference, counted."""
-        found = self.recording.of(GradientRecord)
-        return next((record for record in found if record.run == self.about.reference), None)
+        records = self.recording.of(GradientRecord)
+        return next((record for record in records if record.run == self.about.reference), None)
 
     def layers(self, name: str) -> list[LayerRecord]:
         """Return the layers of a run, the one that adds most first."""
@@ -158,8 +159,8 @@ class Summary:
     @property
     def are_seeds_equal(self) -> bool:
         """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
-        found = [curve.losses for curve in self.curves(self.about.reference).values()]
-        return len(found) > 1 and len(set(found)) == 1
+        losses = [curve.losses for curve in self.curves(self.about.reference).values()]
+        return len(losses) > 1 and len(set(losses)) == 1
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:

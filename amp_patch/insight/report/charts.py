@@ -36,6 +36,7 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     parts = [*axes.grid()]
     if noise:
         parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
+    # Lines that hide each other are dashed in turns: each line joins the group of the first that it hides.
     tracks = [axes.track(line.values) for line in series]
     numbers = range(len(series))
     firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]

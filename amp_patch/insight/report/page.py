@@ -14,6 +14,7 @@ from .markup import Markup, element, join
 from .tables import Cell, make_table
 
 _FOLDER = Path(__file__).parent
+# The page holds text of scripts that may come from anybody, so it may load nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 

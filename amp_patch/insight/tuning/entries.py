@@ -48,6 +48,7 @@ def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
     modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
     modules = [entry for entry in modules if not entry.name.startswith("re:")]
     ops = [ListEntry("op", name) for name in remedy.ops]
+    # A rule by class, or for the root of several models, is no entry that can be tried and left out by itself.
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
@@ -74,6 +75,7 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
     left, entries = list(dict.fromkeys(names)), []
     while left:
         name = left[0]
+        # The pattern with the most stars comes first, so the first that matches no other module is the widest.
         for pattern in _patterns(name):
             entry = ListEntry("module", pattern)
             matched = [module for module in existing if entry.matches(module)]

@@ -56,6 +56,7 @@ class Ranking:
         by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for op in self._ops:
             entry = self._make_entry(op)
+            # An entry for the whole model would keep everything in float32, which `find_everything` tries last.
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(other.covers(entry) or other.matches(entry.name) for other in forced):
@@ -108,6 +109,7 @@ class Ranking:
         return self._lower(1.0, scale or self._loss_scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:
+        # Half of the largest number leaves room for later steps.
         limit = LARGEST.get(self._low, math.inf) / 2
         if not self._loss_scale or largest * scale <= limit:
             return None

@@ -66,9 +66,11 @@ class Shadow:
             return function(*args, **kwargs)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
         with torch.no_grad():
-            rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
+            # Before the call, which may write its arguments in place.
+            rounded = {id(tensor): self._round(tensor) for tensor in given}
             shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
         shadow: list[Tensor] = []
+        # Dropout draws the same numbers in the shadow as in the call. A function may refuse to run twice.
         with random_numbers_kept(given), torch.no_grad(), contextlib.suppress(Exception):
             low_args, low_kwargs = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
             shadow = list(tensors_in([function(*low_args, **low_kwargs)]))
@@ -103,6 +105,7 @@ class Shadow:
                 largest = float(full.abs().amax()) / scale
                 if math.isfinite(largest):
                     sums.gradient = max(sums.gradient, largest)
+                    # The first-order change of the loss: gradient times error, summed before the absolute value.
                     sums.effect += abs(float((full * delta).sum())) / scale
                     rounded = self._round(full)
                     error = torch.where(rounded.isfinite(), rounded - full, 0.0)

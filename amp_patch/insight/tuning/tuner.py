@@ -126,6 +126,8 @@ class Tuner:
         if candidate not in self._trials:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
+            # The gradient of the loss itself, 1, overflows float16 at the default scale of 2**16. No list helps against
+            # that, so the first run is repeated at a lower scale.
             if verdict.is_skipped and not self._trials and lower is not None:
                 self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
                 self._loss_scale = lower
