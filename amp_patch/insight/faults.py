@@ -231,8 +231,8 @@ class FaultFinder:
             return
         if call is None or self._is_accepted(output, call):
             return
-        # An input that no op made is a stranger, unless it looks like a mask. That one is kept as `let_in`: if it reaches
-        # the loss or becomes NaN, it was no mask.
+        # An input that no op made is a stranger, unless it looks like a mask. A mask is kept as `let_in`: if it reaches
+        # the loss or becomes NaN, it was none.
         strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
         for given in strangers:
             if not self._is_mask(given):

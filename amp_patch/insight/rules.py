@@ -101,6 +101,7 @@ class RuleFinder:
             return rule, entry
         if module is None or policy.cast_model_type is None:
             return "", ""
+        # A layer without weights runs in the dtype of its inputs.
         own = next(module.parameters(recurse=False), None)
         if own is None:
             return "", ""

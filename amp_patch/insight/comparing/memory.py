@@ -32,7 +32,7 @@ class PeakMeter:
 
     def start(self) -> None:
         """Start measuring."""
-        if self._session.device_type != "cpu":
+        if self._session.device_type != "cpu":  # the allocator counts what ops need inside, too
             self._call_allocator("reset_peak_memory_stats")
         else:
             self._counting = _Counting()

@@ -29,7 +29,7 @@ def tabulate(rows: Sequence[Row]) -> tuple[list[str], list[list[Shown]]]:
 
     If no run scales its loss, the columns about loss scales are left out.
     """
-    cells = [_cells(row) for row in rows]
+    cells = [_cells(row) for row in rows]  # all rows have the same columns
     columns = list(cells[0])
     if not _have_scales(rows):
         columns = [column for column in columns if column not in _OF_LOSS_SCALES]

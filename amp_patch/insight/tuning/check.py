@@ -64,7 +64,7 @@ class Check(Probe):
         seen: Counter[str] = Counter()
         for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
             seen[name] += 1
-            if seen[name] > 1:  # a parameter of no model has no name of its own
+            if seen[name] > 1:  # a parameter outside of the models is named by its shape
                 name = f"{name} ({seen[name]})"
             if tensor.grad is not None:
                 self._seen.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))

@@ -92,6 +92,7 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
     """Return the smallest trial that passed; if none passed, the trial with the smallest error."""
     passed = [trial for trial in trials if trial.verdict.passed]
     if passed:
+        # The fewest modules first; the list with fewer lines is easier to keep.
         return min(passed, key=lambda trial: (trial.size, len(trial.entries), trial.verdict.worst))
     return min(trials, key=lambda trial: (trial.verdict.worst, trial.verdict.loss_error, trial.size), default=None)
 
