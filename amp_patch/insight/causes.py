@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..config import levels
-from .fault_record import CASTS, Cause, FaultRecord, Phase, Region, Value
+from .fault_record import CASTS, Cause, FaultRecord, Phase, RegionKind, Value
 from .records import RunRecord
 from .remedies import Remedy, RemedyKind, advise_script, format_scale, make_list_remedy
 from .short_dtypes import TINY
@@ -153,7 +153,7 @@ class _Precision(Diagnosis):
         rule, scale = origin.rule or "", fix.scale
         if fault.is_in_backward and fault.value is Value.ZERO:
             return Remedy(RemedyKind.SCALE, scale=scale, is_larger=True, may_need_list=True)
-        if origin.region is Region.GRADIENT_IN_FORWARD:
+        if origin.region is RegionKind.GRADIENT_IN_FORWARD:
             return advise_script(
                 "torch.autocast casts this gradient, whatever a list says:",
                 "with torch.autocast(..., enabled=False), on .float() inputs, around the forward pass and the call of"
@@ -194,7 +194,7 @@ class _Mathematics(Diagnosis):
         return f"not finite in float32 either ({_format_share(fault)}{_format_inputs(fault)})"
 
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        return advise_script(f"look at the arguments of {fault.origin.op}: no list and no loss scale helps")
+        return advise_script(f"look at the arguments of {fault.origin.op or 'the op'}: no list and no loss scale helps")
 
 
 DIAGNOSES: tuple[Diagnosis, ...] = (_CameIn(), _Divergence(), _Step(), _Precision(), _Mathematics())

@@ -40,7 +40,7 @@ class Value(Word):
     ZERO = "zero"  # in 16 bits, but not in float32
 
 
-class Region(Word):
+class RegionKind(Word):
     """What decided in place of the op lists."""
 
     LOW = "low"
@@ -81,7 +81,7 @@ class Origin:
     rule: str | None = absent("")
     entry: str | None = absent("")
     listed: str | None = absent("")
-    region: Region | None = absent("")
+    region: RegionKind | None = absent("")
     site: str | None = absent("")
     aten: str | None = absent("")
     node: str | None = absent("")

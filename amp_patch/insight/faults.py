@@ -17,7 +17,7 @@ from ..dtypes import LOW_DTYPES
 from ..session import Session, current
 from ..torch_dispatch import clone, get_node_number, is_random
 from .causes import Course, diagnose
-from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, Region, Value
+from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, RegionKind, Value
 from .folding import OpCall
 from .naming import ModuleStack, name_tensors
 from .ops import Op, Overload, compute_in_float32
@@ -396,7 +396,7 @@ class FaultFinder:
             rule=call.rule or None,
             entry=call.entry or None,
             listed=call.listed or None,
-            region=Region(call.region) if call.region else None,
+            region=RegionKind(call.region) if call.region else None,
             site=call.site.place or None,
             aten=output.op.overload.name,
             node=_shorten_node(written.node) or None,

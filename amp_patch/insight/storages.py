@@ -21,10 +21,13 @@ class Storages:
 
     def find(self, tensor: Tensor) -> Written | None:
         """Return what is known of the storage of a tensor."""
-        return self._written.get(storage_of(tensor))
+        known = self._written.get(storage_of(tensor))
+        if known is None or not known.is_old:
+            return known
+        return self.find_at(storage_of(tensor), tensor.untyped_storage().nbytes())
 
     def find_at(self, storage: int, size: int) -> Written | None:
-        """Return what is known of a storage, or None if a tensor of another size has its memory since the last step."""
+        """Return what is known of a storage, or None if one of another size has taken its memory since the last step."""
         known = self._written.get(storage)
         if known is not None and known.is_old and known.size != size:
             return None

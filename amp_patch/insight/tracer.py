@@ -14,7 +14,7 @@ from ..reporting import warn
 from ..session import Session
 from ..torch_dispatch import get_current_node
 from ..training import unscaling
-from .fault_record import Cause, Effect, Evidence, FaultRecord, Origin, Phase, Region, Value
+from .fault_record import Cause, Effect, Evidence, FaultRecord, Origin, Phase, RegionKind, Value
 from .fault_text import format_fault
 from .faults import FaultFinder, name_value, none_if_inf
 from .folding import Folding
@@ -131,7 +131,7 @@ class Tracer(Recorder):
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
-            marked = replace(last.origin, region=Region.GRADIENT_IN_FORWARD)
+            marked = replace(last.origin, region=RegionKind.GRADIENT_IN_FORWARD)
             self._finder.faults[-1] = replace(last, origin=marked)
         if self._seen.is_loss_seen or not self.is_recording:
             return

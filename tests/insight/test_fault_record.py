@@ -17,7 +17,7 @@ from amp_patch.insight.fault_record import (
     Origin,
     Phase,
     Reach,
-    Region,
+    RegionKind,
     Value,
 )
 from amp_patch.insight.records import RunRecord
@@ -36,7 +36,7 @@ FULL = FaultRecord(
         rule="whitelist",
         entry="float16.yaml:3",
         listed="torch.nn.functional.linear",
-        region=Region.LOW,
+        region=RegionKind.LOW,
         site="train.py:9",
         aten="mm",
         node="MmBackward0",
