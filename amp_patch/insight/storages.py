@@ -27,7 +27,7 @@ class Storages:
         return self.find_at(storage_of(tensor), tensor.untyped_storage().nbytes())
 
     def find_at(self, storage: int, size: int) -> Written | None:
-        """Return what is known of a storage, or None if one of another size has taken its memory since the last step."""
+        """Return what is known of a storage, or None if one of another size has its memory since the last step."""
         known = self._written.get(storage)
         if known is not None and known.is_old and known.size != size:
             return None
