@@ -21,7 +21,7 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 class StepHook:
     """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well.
 
-    `of_bound`: also what bound optimizers stepped on, which push their masters themselves.
+    `of_bound`: also what bound optimizers stepped on, which copy their masters themselves.
     """
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, of_bound: bool = True) -> None:
@@ -34,17 +34,17 @@ class StepHook:
                 self._mark_updated(group["params"])
 
 
-class PushHook(StepHook):
+class CopyMastersHook(StepHook):
     """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters."""
 
-    def __init__(self, push: Callable[[], None]) -> None:
-        self._push = push
+    def __init__(self, copy_masters: Callable[[], None]) -> None:
+        self._copy_masters = copy_masters
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._push()
+        self._copy_masters()
 
-    def __deepcopy__(self, memo: Any) -> "PushHook":
-        return PushHook(lambda: None)  # a copied optimizer is under no session
+    def __deepcopy__(self, memo: Any) -> "CopyMastersHook":
+        return CopyMastersHook(lambda: None)  # a copied optimizer is under no session
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:

@@ -4,14 +4,12 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ..casting import compiling
-from ..interrupts import UndoStack
 from ..torch_distributed import broadcast_tensors
-from .decisions import Decisions
 from .masters import Masters
 from .reduction import LocalGradients
+from .scale_updates import ScaleUpdates
 
 
 def zero_masters(
@@ -49,7 +47,7 @@ def clip_masters(
     return clip
 
 
-def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
+def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: ScaleUpdates) -> Callable[..., Any]:
     """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales."""
 
     def sync_module_states(
@@ -69,8 +67,8 @@ def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Deci
         ]
         if sent:
             broadcast_tensors(process_group, sent, broadcast_bucket_size, src)
-            masters.push()
-        decisions.give_scales(process_group, src)
+            masters.copy_to_parameters()
+        scale_updates.give_scales(process_group, src)
 
     return sync_module_states
 
@@ -84,29 +82,3 @@ def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callabl
         return original(module, *args, **kwargs)
 
     return forward
-
-
-def resolve_before_reading(resolve: Callable[[Optimizer], None], undo: UndoStack) -> None:
-    """Have `resolve(optimizer)` called before anybody reads `step_was_skipped` of any optimizer, until it is undone."""
-
-    def read(optimizer: Optimizer) -> bool:
-        resolve(optimizer)
-        try:
-            return bool(vars(optimizer)["step_was_skipped"])
-        except KeyError:
-            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute 'step_was_skipped'") from None
-
-    def write(optimizer: Optimizer, value: bool) -> None:
-        vars(optimizer)["step_was_skipped"] = value
-
-    def delete(optimizer: Optimizer) -> None:
-        if vars(optimizer).pop("step_was_skipped", None) is None:
-            raise AttributeError("step_was_skipped")
-
-    undo.callback(_delete_step_was_skipped)
-    Optimizer.step_was_skipped = property(read, write, delete)  # type: ignore[attr-defined]
-
-
-def _delete_step_was_skipped() -> None:
-    if "step_was_skipped" in vars(Optimizer):
-        del Optimizer.step_was_skipped  # type: ignore[attr-defined]

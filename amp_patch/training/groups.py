@@ -51,9 +51,13 @@ class Groups:
     def model_parameters(self) -> list[Tensor]:
         """Return the parameters of the model in the same order, also where the groups hold their masters."""
         found: list[Tensor] = []
-        for tensor in self.parameters():
-            pair = self._masters.pairs.get(id(tensor))
-            found.append(tensor if pair is None else pair[0])
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return found
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                pair = self._masters.pairs.get(id(tensor))
+                found.append(tensor if pair is None else pair[0])
         return found
 
     def pairs(self) -> list[Pair]:

@@ -81,7 +81,7 @@ class LossScaler:
         """Take note that a scaled loss goes backward. A hook of the first one."""
         self.awaits_backward = False
 
-    def note(self, found_inf: Tensor) -> None:
+    def add_found_inf(self, found_inf: Tensor) -> None:
         """Have the next update count a backward pass that overflowed or did not: 0-dim float32, 1.0 or 0.0."""
         self.found_inf = either(self.found_inf, found_inf)
 
@@ -91,7 +91,7 @@ class LossScaler:
             self.scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
             self.found_inf = None
 
-    def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
+    def update_with_ranks(self, found_inf: Tensor, is_due: Tensor) -> None:
         """Update the scale by the flags of all ranks (0-dim float32), if there is any pass. Waits for nothing."""
         before = self.scale, self._good_steps, self._overflows_left
         is_due = is_due.to(self.scale.device) > 0

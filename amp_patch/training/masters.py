@@ -90,7 +90,7 @@ class Masters:
         self._masters = _Watched()
         self._index: dict[int, int] = {}  # by the parameter's id
         self._unedited: dict[int, Tensor] = {}  # by index: masters from before an edit of their parameters
-        self._groups: list[Group] | None = None  # of all, for pushing
+        self._groups: list[Group] | None = None  # of all, to copy to parameters
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
@@ -200,51 +200,51 @@ class Masters:
             if pair is not None:
                 self._masters.mark_moved(self._index[id(pair[0])])
 
-    def push(self, pairs: Collection[Pair] | None = None) -> None:
+    def copy_to_parameters(self, pairs: Collection[Pair] | None = None) -> None:
         """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self.pairs):
-            self._push_all()
+            self._copy_all()
             self._unedited.clear()
         else:
-            self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
+            self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def refresh(self) -> None:
         """Sync, then copy all masters to their parameters: what was written to a master by `.data` shows nowhere."""
         self.sync()
-        self._push_all()
+        self._copy_all()
 
-    def pull(self) -> None:
-        """Take over edits; warn once if masters moved and a compiled model may have run since with old parameters."""
-        if self.take_edits() and self.is_compiled:
+    def copy_from_parameters(self, *, warns: bool = False) -> None:
+        """Copy edited parameters to their masters. Masters that were edited stay as they are.
+
+        `warns`: warn once if there are such masters, and a compiled model may have run since with old parameters.
+        """
+        has_edited_masters = self._copy_edits(both_ways=False)
+        if warns and has_edited_masters and self.is_compiled:
             self.is_compiled = False
             warn(
                 "masters were edited since the last step, and a compiled model does not notice that: call"
                 " amp.refresh() after each edit, before the model runs"
             )
 
-    def take_edits(self) -> bool:
-        """Copy edited parameters to their masters. Return whether masters were edited, too; these stay as they are."""
-        return self._reconcile(pushing=False)
-
-    def end_loading(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy the masters among those of `parameters` that were loaded. What comes later is an edit."""
+    def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
+        """Copy masters that `load` has changed to their parameters, if these are among `parameters`."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_moved(index)]
         if loaded:
-            self._push_some(loaded)
+            self._copy_some(loaded)
 
     def sync(self) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter."""
-        self._reconcile(pushing=True)
+        self._copy_edits(both_ways=True)
 
-    def _push_all(self) -> None:
+    def _copy_all(self) -> None:
         if self._groups is None:
             self._groups = group(self._parameters.tensors, self._masters.tensors)
         copy_(self._groups)
         self._parameters.see_all()
         self._masters.see_all()
 
-    def _push_some(self, indices: Collection[int]) -> None:
+    def _copy_some(self, indices: Collection[int]) -> None:
         parameters = [self._parameters.tensors[index] for index in indices]
         copy_(group(parameters, [self._masters.tensors[index] for index in indices]))
         for index in indices:
@@ -255,18 +255,20 @@ class Masters:
         self._parameters.see(index)
         self._masters.see(index)
 
-    def _reconcile(self, *, pushing: bool) -> bool:
-        """Copy edits to the other side, those of masters only if `pushing`. Return whether masters moved."""
+    def _copy_edits(self, *, both_ways: bool) -> bool:
+        """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If both sides
+        of a pair were edited, the master wins. Return whether masters were edited.
+        """
         edited, moved = self._parameters.find_moved(), set(self._masters.find_moved())
         for index in edited:
             if index not in moved:
-                self._take_over(index)
+                self._apply_edit(index)
                 self._see(index)
-        if pushing and moved:
-            self._push_some(moved)
+        if both_ways and moved:
+            self._copy_some(moved)
         return bool(moved)
 
-    def _take_over(self, index: int) -> None:
+    def _apply_edit(self, index: int) -> None:
         """Copy those elements of an edited parameter to its master that differ from the rounded master."""
         parameter, master = self._parameters.tensors[index], self._masters.tensors[index]
         with torch.inference_mode(False), torch.no_grad():

@@ -297,7 +297,7 @@ class LoadMasters(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.take_edits()
+        masters.copy_from_parameters()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
@@ -320,4 +320,4 @@ class EndLoading(SessionHook):
     def __call__(self, module: nn.Module, _: Any) -> None:
         masters: Masters | None = self._target()
         if masters is not None:
-            masters.end_loading(get_own_parameters(module).values())
+            masters.copy_loaded_to_parameters(get_own_parameters(module).values())

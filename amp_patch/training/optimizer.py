@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import enum
 import functools
 import types
 import weakref
@@ -20,14 +21,25 @@ from ..events import tell, watchers
 from ..interrupts import UndoStack
 from ..reporting import warn
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
-from .fused_skip import DeviceSkip, PushHook, evaluates_closure_first, skip_by
+from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, skip_by
+from .gradient_sums import GradientSums
 from .groups import Groups
-from .ledger import Ledger
-from .ledgers import Ledgers
 from .loss_scaler import LossScaler
 from .masters import Masters
-from .steps import Outcome, Steps, waits_for_each
-from .unscaling import either, find_nonfinite, fold_
+from .overflow_flags import OptState, OverflowFlags
+from .step_log import Outcome, StepLog, waits_for_each
+from .step_was_skipped import remove_step_was_skipped, set_step_was_skipped
+from .unscaling import either, find_nonfinite, move_to_masters_
+
+
+class StepDecision(enum.Enum):
+    """What a call of `step` does."""
+
+    TAKE = enum.auto()
+    SKIP = enum.auto()
+
+    SKIP_ON_DEVICE = enum.auto()
+    """Run the optimizer's own step, whose kernels read the flag and change nothing if it is set."""
 
 
 class OptimizerBinding:
@@ -49,27 +61,27 @@ class OptimizerBinding:
         use_masters: bool,
         switch: Switch,
         cache: WeightCache | None,
-        ledgers: Ledgers,
+        gradients: GradientSums,
         get_names: Callable[[Iterable[Tensor]], list[str]],
         on_new_parameters: Callable[[], None],
     ) -> None:
         self.reference = weakref.ref(optimizer)
         self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=on_new_parameters)
-        self.ledger = Ledger(self.groups)
+        self.flags = OverflowFlags(self.groups)
         self._masters = masters
         self._use_masters = use_masters
         self._switch = switch
         self._cache = cache
-        self._ledgers = ledgers
-        self._decisions = ledgers.decisions
-        self.steps = Steps(self._decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
+        self._gradients = gradients
+        self._scale_updates = gradients.scale_updates
+        self.step_log = StepLog(self.reference, self._scale_updates.scalers, self.find_nonfinite_gradients)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
         self._device_skip: DeviceSkip | None = None  # None: the optimizer wraps another one, so the host decides
         self._undo = UndoStack()
         self._is_bound = False  # else the methods are the optimizer's own
         self._is_stepping = False
-        self._is_pushed = False  # by a hook, during the current step
+        self._are_masters_copied = False  # by a hook, during the current step
         self._has_looked_for_gradients = False
 
     @property
@@ -87,7 +99,7 @@ class OptimizerBinding:
         self._undo.callback(self.groups.restore)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
-        fold_(self.groups.placed.values(), None, None)
+        move_to_masters_(self.groups.placed.values(), None, None)
         if not inner_optimizers:
             self._device_skip = DeviceSkip(optimizer, optimizer.step)
         replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
@@ -99,11 +111,12 @@ class OptimizerBinding:
                 self._adopt(inner, group, float32_data)
             self._replace(inner, "step", self._step)
         if self._use_masters:
-            hook = PushHook(self._push_in_step)
+            hook = CopyMastersHook(self._copy_masters_in_step)
             self._undo.callback_on(optimizer, remove_step_hook, hook)
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
-        self.attach("step_was_skipped", False)
+        self._undo.callback_on(optimizer, remove_step_was_skipped)
+        set_step_was_skipped(optimizer, False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
@@ -127,7 +140,7 @@ class OptimizerBinding:
     def undo(self) -> None:
         """Restore the methods, parameters and states of the optimizer. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
-            self.steps.resolve()
+            self.step_log.resolve()
         self._is_bound = False
         self._undo.close()
 
@@ -146,26 +159,21 @@ class OptimizerBinding:
         finally:
             self._is_bound = True
 
-    def push_masters(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the masters of this optimizer to their parameters. Adds none: the groups may be `presented`."""
         pairs = self.groups.pairs()
         if pairs:
-            self._masters.push(pairs)
+            self._masters.copy_to_parameters(pairs)
 
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device."""
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
-    def _tell_skipped(self, is_skip: bool) -> None:
-        optimizer = self.reference()
-        if optimizer is not None:
-            vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
-
     # ---- zero_grad and add_param_group -------------------------------------------------------------------------------
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:
-            self._ledgers.abandon(self.ledger)
+            self._gradients.mark_zeroed(self.flags)
             for parameter, _ in self.groups.placed.values():
                 parameter.grad = None
         return original(*args, **kwargs)
@@ -179,7 +187,7 @@ class OptimizerBinding:
             known = {id(parameter) for parameter in self.groups.model_parameters()}
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
-        self._ledgers.make_true()
+        self._gradients.flush()
         result = original(group)
         optimizer: Any = self.optimizer
         self._adopt(optimizer, optimizer.param_groups[-1], {})
@@ -195,26 +203,27 @@ class OptimizerBinding:
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
-        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+        if any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
             return self._step_after(closure, original, args, kwargs)
-        args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+        args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
         return self._step_once(original, args, kwargs, has_closure=True)
 
     def _step_once(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool = False
     ) -> Any:
-        self._ledgers.release_unreduced(self.ledger)
+        """Unscale the gradients, then take or skip the step."""
+        self._gradients.release_unreduced(self.flags)
         if self._use_masters:
-            self._masters.pull()
-        self._ledgers.prepare_step(self.ledger)
+            self._masters.copy_from_parameters(warns=True)
+        self._gradients.begin_step(self.flags)
         try:
             if watchers and not has_closure:
                 self._tell("step_begun")
             self._is_stepping = True
-            result = self._step_or_skip(original, args, kwargs)
+            result = self._take_or_skip(original, args, kwargs)
         finally:
             self._is_stepping = False
-            self._ledgers.resume(self.ledger)
+            self._gradients.end_step(self.flags)
         if watchers:
             self._tell("step_ended")
         return result
@@ -222,76 +231,65 @@ class OptimizerBinding:
     def _tell(self, event: str) -> None:
         tell(self._switch.region(Mode.OFF), event, self.reference())
 
-    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        optimizer: Any = self.reference()
+    def _take_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide first, then take the step or skip it. Either way, update the scales and begin the next window."""
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
-        found_inf = self.ledger.flags
-        if self.ledger.to_recheck:
-            found_inf = self.ledger.recheck()
-        found_inf = self._decisions.judge(found_inf)
-        outcome = flag = result = None
-        is_skip = False
+        optimizer: Any = self.reference()
+        found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
+        outcome: Outcome | None = None  # no loss was scaled, so there is no flag
+        decision = StepDecision.TAKE
         if found_inf:
             outcome = Outcome(found_inf)
-            if outcome.may_skip:
-                flag = self._find_flag(found_inf, outcome)
-                if flag is None:
-                    outcome.read()
-                    is_skip = outcome.is_skip
-        if is_skip:
+            decision = self._decide(outcome)
+        result = None
+        if decision is StepDecision.SKIP:
             mark_step_called(optimizer)
+        elif decision is StepDecision.TAKE:
+            result = self._take_step(original, args, kwargs)
         else:
-            result = self._take_step(flag, original, args, kwargs)
-        self._ledgers.end_window(self.ledger)
+            run = functools.partial(skip_by, _find_dynamic_flag(found_inf), optimizer, original)
+            result = self._take_step(run, args, kwargs)
+        self.flags.clear()
         try:
-            if outcome is None:
-                self.steps.add_taken()
-            else:
-                self.steps.add(outcome)
+            self.step_log.add(outcome)
         finally:
             if self._use_masters:
                 self._drop_gradients()
         return result
 
-    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
-        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host decides."""
-        if outcome.is_known() or waits_for_each():
-            return None
-        if self._device_skip is None or not self._device_skip.is_possible(self.reference()):
-            return None
-        flag: Tensor | None = None
-        for scaler, found in found_inf.items():
-            if scaler.is_dynamic:
-                flag = either(flag, found)
-        return flag
+    def _decide(self, outcome: Outcome) -> StepDecision:
+        """Decide whether to take the step. Waits for the flags if the optimizer cannot skip on the device."""
+        if not outcome.may_skip:
+            return StepDecision.TAKE  # a static scale never skips
+        is_late = not outcome.is_known() and not waits_for_each()
+        if is_late and self._device_skip is not None and self._device_skip.is_possible(self.reference()):
+            return StepDecision.SKIP_ON_DEVICE
+        outcome.read()
+        return StepDecision.SKIP if outcome.is_skip else StepDecision.TAKE
 
-    def _take_step(
-        self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._is_pushed = False
-        run = original
-        if flag is not None:
-            run = functools.partial(skip_by, flag, self.reference(), original)
+    def _take_step(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the optimizer's own step without casts, and copy the masters to the parameters."""
+        self._are_masters_copied = False
         if self._switch.on:
             with self._switch.region(Mode.OFF):
                 result = run(*args, **kwargs)
         else:
             result = run(*args, **kwargs)
-        if self._use_masters and not self._is_pushed:
-            self.push_masters()
+        if self._use_masters and not self._are_masters_copied:
+            self.copy_masters_to_parameters()
         return result
 
-    def _push_in_step(self) -> None:
-        """Push the masters after the optimizer's own step, before other post-hooks run."""
-        self.push_masters()
-        self._is_pushed = True
+    def _copy_masters_in_step(self) -> None:
+        """Copy the masters after the optimizer's own step, before other post-hooks run."""
+        self.copy_masters_to_parameters()
+        self._are_masters_copied = True
 
     def _drop_gradients(self) -> None:
         """Drop the gradients of the masters, except those that another optimizer has yet to step on."""
         still_needed: set[int] = set()
-        for partner in self.ledger.partners:
-            if partner.awaits_step:
+        for partner in self.flags.partners:
+            if partner.state is not OptState.READY:
                 still_needed.update(map(id, partner.groups.parameters()))
         for _, master in self.groups.placed.values():
             if id(master) not in still_needed:
@@ -300,11 +298,11 @@ class OptimizerBinding:
     def _look_for_gradients(self) -> None:
         """Warn once of no gradients, no scaled loss, or changed 16-bit buffers, for which it waits for the device."""
         name = type(self.reference()).__name__
-        if self.ledger.has_begun:
+        if self.flags.was_passed:
             self._has_looked_for_gradients = True
             self._tell_changed_buffers()
-            if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
-                if all(scaler.awaits_backward for scaler in self._decisions.scalers):
+            if self.groups.is_empty() and not self._scale_updates.groups:  # a rank may hold no shard
+                if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
                     warn(f"step() of {name} before any backward pass: call scaled_loss.backward() in the block")
                     return
                 warn(
@@ -312,9 +310,9 @@ class OptimizerBinding:
                     " it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap the"
                     " model first, then create the optimizer, then call initialize."
                 )
-        elif all(scaler.awaits_loss for scaler in self._decisions.scalers) and not self.groups.is_empty():
+        elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and not self.groups.is_empty():
             self._has_looked_for_gradients = True
-            for scaler in self._decisions.scalers:
+            for scaler in self._scale_updates.scalers:
                 scaler.awaits_loss = False
             warn(
                 f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
@@ -350,20 +348,27 @@ class OptimizerBinding:
         self._step_once(original, args, kwargs)
         return loss
 
-    def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that runs with casts on, on the weights as the step has changed them so far."""
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure in the middle of a step: with casts on, and on the weights as the step has changed them so
+        far. The gradients that it leaves are unscaled for the step. Only static scales: the step is never skipped.
+        """
+        with self._switch.region(Mode.BY_LISTS):
+            self.copy_masters_to_parameters()
+            loss = closure()
+        self._masters.copy_from_parameters(warns=True)
+        self._gradients.unscale(self.flags)
+        self._scale_updates.update_without_step(self.flags.found_inf)
+        return loss
 
-        def evaluate() -> Any:
-            with self._switch.region(Mode.BY_LISTS):
-                self.push_masters()
-                loss = closure()
-            self._masters.pull()
-            self._ledgers.prepare_step(self.ledger)
-            self._ledgers.resume(self.ledger)
-            self._decisions.judge_outside_of_steps(self.ledger.flags)
-            return loss
 
-        return evaluate
+def _find_dynamic_flag(found_inf: dict[LossScaler, Tensor]) -> Tensor:
+    """Return the flag by which an optimizer skips on the device: 0-dim float32. At least one scaler is dynamic."""
+    dynamic: Tensor | None = None
+    for scaler, flag in found_inf.items():
+        if scaler.is_dynamic:
+            dynamic = either(dynamic, flag)
+    assert dynamic is not None
+    return dynamic
 
 
 def _replace_closure(

@@ -95,7 +95,7 @@ class UnshardedSums:
         self._modules = modules
         self._scale: Tensor | None = None
 
-    def carry(self, scale: Tensor | None) -> None:
+    def rescale_to(self, scale: Tensor | None) -> None:
         """Change the scale of the sums to that of the next backward pass: 0-dim. None means 1."""
         before, self._scale = self._scale, scale
         if before is scale or not self._modules:

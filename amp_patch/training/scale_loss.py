@@ -12,9 +12,9 @@ from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
 from ..reporting import warn
 from ..torch_private import without_overrides
-from .ledger import Block, Ledger
-from .ledgers import Ledgers
+from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
+from .overflow_flags import Block, OverflowFlags
 
 _mul = torch.ops.aten.mul.Tensor  # whatever a list says of products
 
@@ -23,8 +23,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     """Gives the loss times the loss scale; when it exits, gradients are divided by it. See `amp_patch.scale_loss`.
 
     Args:
-        ledgers: of the optimizers whose next steps are skipped if their gradients overflow.
-        all_ledgers: of the session.
+        all_flags: of the optimizers whose next steps are skipped if their gradients overflow.
+        gradients: all gradients of the session.
         is_delayed: leave the gradients scaled and unchecked.
     """
 
@@ -32,15 +32,15 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self,
         loss: Tensor,
         scaler: LossScaler,
-        ledgers: Iterable[Ledger],
-        all_ledgers: Ledgers,
+        all_flags: Iterable[OverflowFlags],
+        gradients: GradientSums,
         is_delayed: bool,
         switch: Switch,
         cache: WeightCache | None,
     ) -> None:
-        super().__init__(scaler, ledgers)
+        super().__init__(scaler, all_flags)
         self._loss: Tensor | None = loss
-        self._all_ledgers = all_ledgers
+        self._gradients = gradients
         self._is_delayed = is_delayed
         self._switch = switch
         self._cache = cache if not is_delayed else None
@@ -49,9 +49,9 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         loss, self._loss = self._loss, None
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
-        if self._cache is not None and not self._all_ledgers.open_blocks():
+        if self._cache is not None and not self._gradients.open_blocks():
             self._cache.leave_to_graphs()
-        self._all_ledgers.abandon_empty(self)
+        self._gradients.await_step(self)
         scaled_loss = loss
         if loss.dtype is not torch.float32:
             with self._switch.region(Mode.OFF):
@@ -62,7 +62,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             if self.scaler.awaits_backward and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self.scaler.see_backward)
         with without_overrides():
-            self._all_ledgers.begin(self)
+            self._gradients.begin(self)
         if watchers:
             self._tell(loss, scaled_loss)
         return scaled_loss
@@ -79,7 +79,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         with without_overrides():
-            self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
+            self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
         if self.scaler.awaits_backward and not self.has_failed:
@@ -87,8 +87,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
 
     def _check_backward(self) -> None:
         """Warn once if the block has divided gradients that are not those of the scaled loss."""
-        for ledger in self.ledgers:
-            if any(parameter.grad is not None for parameter in ledger.groups.parameters()):
+        for flags in self.affected:
+            if any(parameter.grad is not None for parameter in flags.groups.parameters()):
                 self.scaler.awaits_backward = False
                 warn(
                     "the scaled loss of this scale_loss block did not go backward in it, but the block has divided"

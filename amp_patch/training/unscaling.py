@@ -117,12 +117,12 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 
 def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
+    """Return whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
     left = [parameter for parameter, _ in pairs if parameter.grad is not None]
     return bool(left)
 
 
-def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
+def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to those of their float32
     masters, and take them away.
 

@@ -1,15 +1,18 @@
-"""`Steps`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
+"""`StepLog`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
 from ..reporting import say, say_loudly, tells_parameters, warn
 from .loss_scaler import LossScaler
+from .step_was_skipped import set_step_was_skipped
 
 TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
@@ -84,26 +87,27 @@ def waits_for_each() -> bool:
     return tells_parameters() and not is_capturing()
 
 
-class Steps:
+class StepLog:
     """The steps of one optimizer, in order.
 
-    A step whose flags have not reached the host is reported at a later step, or when its result is asked for.
+    A step whose flags have not reached the host is reported at a later step, or when its result is asked for. Only then
+    `step_was_skipped` of the optimizer changes.
 
     Args:
-        scalers: those of the session; messages name them by their index.
+        optimizer: held by a weak reference.
+        scalers: of the session; messages name them by their index.
         find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
-        tell_skipped: called for each step, with whether it was skipped.
     """
 
     def __init__(
         self,
+        optimizer: "weakref.ref[Optimizer]",
         scalers: Sequence[LossScaler],
         find_culprits: Callable[[], list[str]],
-        tell_skipped: Callable[[bool], None],
     ) -> None:
+        self._optimizer = optimizer
         self._scalers = scalers
         self._find_culprits = find_culprits
-        self._tell_skipped = tell_skipped
         self._pending: deque[Outcome] = deque()
         self._taken = 0
         self._skipped = 0
@@ -116,15 +120,21 @@ class Steps:
             self.resolve()
         return self._taken, self._skipped
 
-    def add(self, outcome: Outcome) -> None:
-        """Record the outcome of a step, and report all steps whose flags are known by now.
+    def add(self, outcome: Outcome | None) -> None:
+        """Record a step, and report all steps whose flags are known by now. None: a step without any flag, which is
+        taken. Of these, one in `LOOK_EVERY` waits for the device.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
-        self._pending.append(outcome)
+        if outcome is None and not self._pending:
+            self._count(is_skip=False)
+            if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
+                self._look_at_gradients()
+            return
+        self._pending.append(Outcome({}) if outcome is None else outcome)
         while self._pending and (self._pending[0].is_known() or waits_for_each()):
-            self._resolve_first(is_latest=len(self._pending) == 1)
-        if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
+            self._report_first(is_latest=len(self._pending) == 1)
+        if self._skips_in_a_row and self._skips_in_a_row >= max(scaler.hopeless_after for scaler in self._scalers):
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
@@ -132,15 +142,6 @@ class Steps:
             )
         if self._skips_in_a_row:
             stop_if_hopeless(self._scalers)
-
-    def add_taken(self) -> None:
-        """Record a step without any flag. Waits for the device once in `LOOK_EVERY` steps."""
-        if self._pending:
-            self.add(Outcome({}))
-            return
-        self._count(is_skip=False)
-        if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
-            self._look_at_gradients()
 
     def _look_at_gradients(self) -> None:
         culprits = self._find_culprits()
@@ -155,9 +156,9 @@ class Steps:
     def resolve(self) -> None:
         """Report all steps so far. Waits for flags that are not known yet."""
         while self._pending:
-            self._resolve_first()
+            self._report_first()
 
-    def _resolve_first(self, *, is_latest: bool = False) -> None:
+    def _report_first(self, *, is_latest: bool = False) -> None:
         outcome = self._pending.popleft()
         outcome.read()
         self._count(is_skip=outcome.is_skip)
@@ -177,7 +178,9 @@ class Steps:
         )
 
     def _count(self, *, is_skip: bool) -> None:
-        self._tell_skipped(is_skip)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            set_step_was_skipped(optimizer, is_skip)
         if is_skip:
             self._skipped += 1
             self._skips_in_a_row += 1
