@@ -220,10 +220,9 @@ class GradientSums:
         scalers = list(flags.found_inf)
         flags.was_zeroed = flags.was_zeroed or bool(scalers)
         flags.found_inf = {}
-        flags.state = OptState.READY
-        for block in self.open_blocks() if self._open else ():
-            if flags in block.affected:  # the backward pass of this block is still to come, or goes on
-                flags.state = OptState.PENDING
+        if flags.state is not OptState.READY:
+            is_inside = any([flags in block.affected for block in self.open_blocks()]) if self._open else False
+            flags.state = OptState.PENDING if is_inside else OptState.READY  # inside, more gradients are to come
         self.scale_updates.update_without_step(scalers)
         self.scale_updates.look_at_scales()
 
