@@ -1,20 +1,11 @@
-"""`Ledgers`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
+"""`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-With GradScaler you write
-
-    scaler.scale(loss).backward()    # .grad += scale * gradient
-    scaler.unscale_(optimizer)       # .grad /= scale, and found_inf is set if an element is inf or NaN
-    scaler.step(optimizer)           # skipped if found_inf is set
-    scaler.update()                  # the scale halves if found_inf was set, or grows after enough good steps
-
-Here a `scale_loss` block does the first two lines, and `step()` the others. Unlike with GradScaler, `.grad` holds
-unscaled sums whenever no block is open, so you can clip, log and accumulate at any time:
+Unlike with GradScaler, `.grad` holds unscaled sums whenever no block is open, so a script can clip, log and accumulate
+at any time:
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
 * `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
-  parameters to their masters. An overflow sets a flag in the ledger of each optimizer of the block, and in the scaler.
-* `step()` is skipped if a flag in the ledger of its optimizer belongs to a dynamic scaler. Either way it has these
-  scalers update their scales, and clears the ledger.
+  parameters to their masters. Then it reports the flag of the block to its optimizers and its scaler.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
@@ -221,7 +212,7 @@ class GradientSums:
         flags.was_zeroed = flags.was_zeroed or bool(scalers)
         flags.found_inf = {}
         if flags.state is not OptState.READY:
-            is_inside = any([flags in block.affected for block in self.open_blocks()]) if self._open else False
+            is_inside = bool(self._open) and any(flags in block.affected for block in self.open_blocks())
             flags.state = OptState.PENDING if is_inside else OptState.READY  # inside, more gradients are to come
         self.scale_updates.update_without_step(scalers)
         self.scale_updates.look_at_scales()

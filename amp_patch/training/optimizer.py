@@ -21,6 +21,7 @@ from ..events import tell, watchers
 from ..interrupts import UndoStack
 from ..reporting import warn
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
+from .first_step import FirstStepChecks
 from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, skip_by
 from .gradient_sums import GradientSums
 from .groups import Groups
@@ -66,7 +67,7 @@ class OptimizerBinding:
         on_new_parameters: Callable[[], None],
     ) -> None:
         self.reference = weakref.ref(optimizer)
-        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=on_new_parameters)
+        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=self._on_moved_by_hand)
         self.flags = OverflowFlags(self.groups)
         self._masters = masters
         self._use_masters = use_masters
@@ -75,6 +76,7 @@ class OptimizerBinding:
         self._gradients = gradients
         self._scale_updates = gradients.scale_updates
         self.step_log = StepLog(self.reference, self._scale_updates.scalers, self.find_nonfinite_gradients)
+        self._first_step = FirstStepChecks(self.reference, self.flags, self._scale_updates, masters, get_names)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
         self._device_skip: DeviceSkip | None = None  # None: the optimizer wraps another one, so the host decides
@@ -82,7 +84,6 @@ class OptimizerBinding:
         self._is_bound = False  # else the methods are the optimizer's own
         self._is_stepping = False
         self._are_masters_copied = False  # by a hook, during the current step
-        self._has_looked_for_gradients = False
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -169,6 +170,11 @@ class OptimizerBinding:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device."""
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
+    def _on_moved_by_hand(self) -> None:
+        """A script has put 16-bit parameters into a group. A block for another optimizer may check their gradients."""
+        self.flags.state = OptState.UNCHECKED
+        self._on_new_parameters()
+
     # ---- zero_grad and add_param_group -------------------------------------------------------------------------------
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -233,8 +239,8 @@ class OptimizerBinding:
 
     def _take_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide first, then take the step or skip it. Either way, update the scales and begin the next window."""
-        if not self._has_looked_for_gradients:
-            self._look_for_gradients()
+        if not self._first_step.is_done:
+            self._first_step.look()
         optimizer: Any = self.reference()
         found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
         outcome: Outcome | None = None  # no loss was scaled, so there is no flag
@@ -294,41 +300,6 @@ class OptimizerBinding:
         for _, master in self.groups.placed.values():
             if id(master) not in still_needed:
                 master.grad = None
-
-    def _look_for_gradients(self) -> None:
-        """Warn once of no gradients, no scaled loss, or changed 16-bit buffers, for which it waits for the device."""
-        name = type(self.reference()).__name__
-        if self.flags.was_passed:
-            self._has_looked_for_gradients = True
-            self._tell_changed_buffers()
-            if self.groups.is_empty() and not self._scale_updates.groups:  # a rank may hold no shard
-                if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
-                    warn(f"step() of {name} before any backward pass: call scaled_loss.backward() in the block")
-                    return
-                warn(
-                    f"step() of {name} after the backward pass of its loss, but none of its parameters has a gradient:"
-                    " it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap the"
-                    " model first, then create the optimizer, then call initialize."
-                )
-        elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and not self.groups.is_empty():
-            self._has_looked_for_gradients = True
-            for scaler in self._scale_updates.scalers:
-                scaler.awaits_loss = False
-            warn(
-                f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
-                " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
-                " scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
-            )
-
-    def _tell_changed_buffers(self) -> None:
-        changed = self._masters.find_changed_buffers()
-        if changed:
-            names = self._get_names(changed[:3])
-            warn(
-                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
-                " their values are lost. Keep the module that holds them in float32, with a list such as"
-                " `modules: [{match: NAME, run: float32}]`"
-            )
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 
