@@ -14,7 +14,7 @@ in overflow_flags.py):
 | state | meaning | entered when |
 |---|---|---|
 | READY | no gradients to step on | a step was taken or skipped; `zero_grad` |
-| PENDING | gradients that blocks check | a block with this optimizer begins, or has checked the gradients of UNCHECKED |
+| PENDING | gradients that blocks check | a block with this optimizer begins, or ends in state UNCHECKED |
 | UNCHECKED | also gradients that no block checks | see reason 7 below |
 
 A step is skipped if `OptimizerBinding._decide` reads a flag that is set and belongs to a dynamic scaler. These are all

@@ -1,4 +1,4 @@
-"""Replacements of what touches gradients and steps in torch."""
+"""Replacements of functions of torch that zero, clip or reduce gradients."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -15,7 +15,9 @@ from .scale_updates import ScaleUpdates
 def zero_masters(
     original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
-    """An abandoned sum in the masters would be stepped on later, and an abandoned overflow would skip a good step."""
+    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`: the next
+    step would use those gradients, and an overflow in them would skip it.
+    """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
         original(module, set_to_none)
@@ -33,7 +35,7 @@ def clip_masters(
     masters: Masters,
     prepare: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
-    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `prepare` moves gradients there."""
+    """Return a clipping function that clips the masters of 16-bit parameters. `prepare` moves the gradients there."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -48,7 +50,7 @@ def clip_masters(
 
 
 def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: ScaleUpdates) -> Callable[..., Any]:
-    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales."""
+    """Return a function that broadcasts the parameters of a module, their float32 masters and the loss scales."""
 
     def sync_module_states(
         module: torch.nn.Module,
@@ -74,7 +76,9 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """DistributedDataParallel decides in its forward whether it reduces the gradients of that forward."""
+    """Return a forward of DistributedDataParallel that records whether the module reduces the gradients of this
+    forward, which it decides there.
+    """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if not compiling.is_compiling():

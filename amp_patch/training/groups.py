@@ -22,7 +22,8 @@ class Groups:
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, and the master, by the master's id: also those that have left.
+        placed: each parameter that got a master here, with the master, by the master's id. A pair stays after the
+            script has taken it out of the groups.
     """
 
     def __init__(
@@ -40,37 +41,39 @@ class Groups:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[Tensor]:
-        """Return the contents of the groups: masters, and parameters without one."""
-        found: list[Tensor] = []
+        """Return the contents of the groups: masters, and parameters without a master."""
+        parameters: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is not None:
             for group in optimizer.param_groups:
-                found += group["params"]
-        return found
+                parameters += group["params"]
+        return parameters
 
     def model_parameters(self) -> list[Tensor]:
         """Return the parameters of the model in the same order, also where the groups hold their masters."""
-        found: list[Tensor] = []
+        parameters: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is None:
-            return found
+            return parameters
         for group in optimizer.param_groups:
             for tensor in group["params"]:
                 pair = self._masters.pairs.get(id(tensor))
-                found.append(tensor if pair is None else pair[0])
-        return found
+                parameters.append(tensor if pair is None else pair[0])
+        return parameters
 
     def pairs(self) -> list[Pair]:
         """Return each 16-bit parameter with its master, if the master is in the groups."""
-        found: list[Pair] = []
+        pairs: list[Pair] = []
         for tensor in self.parameters():
             pair = self._masters.pairs.get(id(tensor))
             if pair is not None:
-                found.append(pair)
-        return found
+                pairs.append(pair)
+        return pairs
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the others with theirs. New 16-bit ones get masters first."""
+        """Return the parameters without a master, and the pairs of the others. A 16-bit parameter that a script has put
+        into a group gets a master first.
+        """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
         optimizer = self._optimizer()
@@ -119,7 +122,7 @@ class Groups:
                 _move_state(optimizer, key, self._masters.get(key))
 
     def _find_master(self, parameter: Tensor, data: Tensor | None) -> Tensor:
-        """Return the master of a parameter; make one unless another optimizer of the session has."""
+        """Return the master of a parameter. Make it unless an optimizer of the session has made it before."""
         master = self._masters.get(parameter)
         if master is None:
             if data is None:
@@ -149,12 +152,12 @@ class Groups:
 
     def _all(self) -> list[Optimizer]:
         """Return the optimizer and those inside it that are alive."""
-        found: list[Optimizer] = []
+        alive: list[Optimizer] = []
         for reference in (self._optimizer, *self._inner):
             optimizer = reference()
             if optimizer is not None:
-                found.append(optimizer)
-        return found
+                alive.append(optimizer)
+        return alive
 
     def _place_in_all(self) -> None:
         for optimizer in self._all():

@@ -19,7 +19,6 @@ from ..casting import Mode, Switch, WeightCache
 from ..errors import OptimizerError
 from ..events import tell, watchers
 from ..interrupts import UndoStack
-from ..reporting import warn
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
 from .first_step import FirstStepChecks
 from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, skip_by
@@ -44,7 +43,7 @@ class StepDecision(enum.Enum):
 
 
 class OptimizerBinding:
-    """One optimizer in a session. It is also what `optimizer._amp_stash` holds.
+    """One optimizer in a session. `optimizer._amp_stash` holds it.
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
@@ -126,7 +125,7 @@ class OptimizerBinding:
         vars(self.optimizer)[name] = value
 
     def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
-        """Have `target.name(...)` call `method(original, ...)`, until the binding is undone."""
+        """Replace `target.name(...)` by `method(original, ...)`, until the binding is undone."""
         original = getattr(target, name)
         had_own = name in vars(target)
 
@@ -153,7 +152,7 @@ class OptimizerBinding:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block, `step` and `zero_grad` are those of plain torch."""
+        """Inside the block, `step` and `zero_grad` run as in plain torch."""
         self._is_bound = False
         try:
             yield
@@ -161,7 +160,7 @@ class OptimizerBinding:
             self._is_bound = True
 
     def copy_masters_to_parameters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Adds none: the groups may be `presented`."""
+        """Copy the masters of this optimizer to their parameters. Adds no master: the groups may be `presented`."""
         pairs = self.groups.pairs()
         if pairs:
             self._masters.copy_to_parameters(pairs)
@@ -204,13 +203,14 @@ class OptimizerBinding:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_stepping or not self._is_bound:  # a wrapper calls the step of the optimizer in it
+        if self._is_stepping or not self._is_bound:  # the former: a wrapper calls the step of the optimizer in it
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
         if any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
             return self._step_after(closure, original, args, kwargs)
+        # under static scales no step is skipped, so the optimizer may call the closure whenever it wants
         args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
         return self._step_once(original, args, kwargs, has_closure=True)
 
@@ -354,13 +354,13 @@ def _replace_closure(
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers inside this one that share a parameter with it, as in SAM and Lookahead."""
     own = _ids_of(optimizer)
-    found: list[Optimizer] = []
+    inner_optimizers: list[Optimizer] = []
     for inner in vars(optimizer).values():
         if not isinstance(inner, Optimizer) or hasattr(inner, "_amp_stash"):
             continue
         if inner.param_groups is optimizer.param_groups or not own.isdisjoint(_ids_of(inner)):
-            found.append(inner)
-    return found
+            inner_optimizers.append(inner)
+    return inner_optimizers
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

@@ -16,11 +16,12 @@ from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
 from .overflow_flags import Block, OverflowFlags
 
-_mul = torch.ops.aten.mul.Tensor  # whatever a list says of products
+_mul = torch.ops.aten.mul.Tensor  # a list may cast torch.mul, but not this
 
 
 class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """Gives the loss times the loss scale; when it exits, gradients are divided by it. See `amp_patch.scale_loss`.
+    """A `with` block that yields the loss times the loss scale, and divides gradients by the scale when it ends.
+    See `amp_patch.scale_loss`.
 
     Args:
         all_flags: of the optimizers whose next steps are skipped if their gradients overflow.
@@ -86,7 +87,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn once if the block has divided gradients that are not those of the scaled loss."""
+        """Warn once if the block has divided gradients, although its scaled loss did not go backward."""
         for flags in self.affected:
             if any(parameter.grad is not None for parameter in flags.groups.parameters()):
                 self.scaler.awaits_backward = False
@@ -98,4 +99,4 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
 
 
 class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):
-    """The block around a loss while amp is disabled: it gives the loss as it is."""
+    """A block that yields the loss as it is, while amp is disabled."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..torch_distributed import broadcast_tensors
 from .loss_scaler import LossScaler
-from .step_log import is_capturing, stop_if_hopeless, tell_of_small_scale
+from .step_log import is_capturing, stop_if_hopeless, warn_of_small_scale
 
 LOOK_EVERY = 32
 """After so many updates outside of steps the host looks at the scales."""
@@ -94,7 +94,7 @@ class ScaleUpdates:
             before = scaler.known_scale
             scaler.known_scale = scaler.loss_scale()
             if scaler.is_dynamic and scaler.known_scale < before:
-                tell_of_small_scale(scaler)
+                warn_of_small_scale(scaler)
                 stop_if_hopeless([scaler])
 
     def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:

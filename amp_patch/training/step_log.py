@@ -18,15 +18,15 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 LOOK_EVERY = 100
-"""Gradients without a flag, such as those at a loss scale of 1, are checked in one of so many steps."""
+"""At a loss scale of 1 there is no flag, so the gradients of one in so many steps are checked."""
 
 
-TELL_AGAIN = 2.0**-24
-"""By what factor a loss scale falls between two warnings that it has fallen."""
+WARN_AGAIN = 2.0**-24
+"""The factor by which a loss scale falls between two warnings that it has fallen."""
 
 
 class Outcome:
-    """The flags of one step (0-dim float32), copied to the host from the moment this is created.
+    """The flags of one step (0-dim float32). The copy to the host begins when the object is made.
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
@@ -52,7 +52,7 @@ class Outcome:
             device = self._numbers[0].device
             on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
             for place, number in zip(on_host, self._numbers, strict=True):
-                place.copy_(number, non_blocking=True)  # a copy each: no launch, where stacking them is one
+                place.copy_(number, non_blocking=True)  # a copy for each is no launch; stacking them first would be
             self._numbers = list(on_host)
             self._event = torch.Event(device)
             self._event.record(torch.accelerator.current_stream(device))
@@ -88,14 +88,14 @@ def waits_for_each() -> bool:
 
 
 class StepLog:
-    """The steps of one optimizer, in order.
+    """Counts and reports the steps of one optimizer, in order.
 
     A step whose flags have not reached the host is reported at a later step, or when its result is asked for. Only then
     `step_was_skipped` of the optimizer changes.
 
     Args:
         optimizer: held by a weak reference.
-        scalers: of the session; messages name them by their index.
+        scalers: all of the session. Messages name a scaler by its index.
         find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
     """
 
@@ -166,11 +166,11 @@ class StepLog:
             scaler.known_scale = scale
         for scaler in outcome.overflowed:
             if scaler.is_dynamic:
-                self._tell_of_overflow(scaler, is_latest=is_latest)
+                self._report_overflow(scaler, is_latest=is_latest)
             elif not outcome.is_skip and not self._has_warned:
-                self._warn_of_static()
+                self._warn_of_static_scale()
 
-    def _warn_of_static(self) -> None:
+    def _warn_of_static_scale(self) -> None:
         names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
         self._warn(
             f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never"
@@ -188,9 +188,9 @@ class StepLog:
             self._taken += 1
             self._skips_in_a_row = 0
 
-    def _tell_of_overflow(self, scaler: LossScaler, *, is_latest: bool) -> None:
+    def _report_overflow(self, scaler: LossScaler, *, is_latest: bool) -> None:
         scale = scaler.known_scale
-        told = "Gradient overflow.  Skipping step, loss scaler {} {} {}".format(
+        message = "Gradient overflow.  Skipping step, loss scaler {} {} {}".format(
             list(self._scalers).index(scaler),
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
@@ -199,23 +199,23 @@ class StepLog:
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"
-            say_loudly("%s (step %d, %s)", told, self._taken + self._skipped, where)
+            say_loudly("%s (step %d, %s)", message, self._taken + self._skipped, where)
         else:
-            say("%s", told)
-        tell_of_small_scale(scaler)
+            say("%s", message)
+        warn_of_small_scale(scaler)
 
     def _warn(self, message: str) -> None:
         self._has_warned = True
         warn(message)
 
 
-def tell_of_small_scale(scaler: LossScaler) -> None:
-    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `TELL_AGAIN`."""
+def warn_of_small_scale(scaler: LossScaler) -> None:
+    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `WARN_AGAIN`."""
     scale = scaler.known_scale
-    if scale > min(scaler.min_loss_scale or 1.0, scaler.told_scale * TELL_AGAIN):
+    if scale > min(scaler.min_loss_scale or 1.0, scaler.warned_scale * WARN_AGAIN):
         return
-    is_first = scaler.told_scale == math.inf
-    scaler.told_scale = scale
+    is_first = scaler.warned_scale == math.inf
+    scaler.warned_scale = scale
     if is_first:
         warn(
             f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any more."
