@@ -134,6 +134,7 @@ class GradientSums:
         if self._change.is_half_done and block.has_failed:
             return  # the next block or step raises the error
         self.local.end_pass(self._scale)
+        # O0 and O4 at a scale of 1: there is nothing to do, and the block costs nothing
         is_idle = self._scale is None and not self._has_masters and not self._waiting
         if block.scale is None and is_idle:
             return
@@ -329,7 +330,7 @@ class GradientSums:
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = flags.groups.read()
         unscale_(_take(plain, seen), scale, found_inf)
-        if flags.state is OptState.UNCHECKED:
+        if flags.state is OptState.UNCHECKED:  # the sums in the masters were not checked when they were made
             check_([master for _, master in pairs], found_inf)
             flags.state = OptState.PENDING
         if flags.found_inf:
@@ -394,7 +395,7 @@ class GradientSums:
             return
         with self._change:
             gradients = _take(self._all_parameters(), set(self.local.ids))
-            if gradients:
+            if gradients:  # none in the usual loop, which zeroes them before
                 rescale_(gradients, scale)
             self._scale = scale
 

@@ -87,7 +87,7 @@ class Groups:
                 elif self.use_masters and tensor.dtype in LOW_DTYPES and not is_opaque(tensor):
                     self._place_in_all()
                     self._on_new_parameters()
-                    return self.read()
+                    return self.read()  # again from the start: the groups have changed
                 else:
                     plain.append(tensor)
         return plain, pairs
@@ -108,7 +108,7 @@ class Groups:
         `float32_data` holds the values of parameters before they were cast, by the parameter's id.
         """
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):  # quantized weights have no float32 master
                 continue
             if self.use_masters:
                 master = self._find_master(parameter, float32_data.get(id(parameter)))
@@ -117,7 +117,7 @@ class Groups:
             elif id(parameter) in float32_data:
                 self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
                 _cast_state(optimizer, parameter, parameter.dtype)
-        if self.use_masters:
+        if self.use_masters:  # also states that a checkpoint has put under the parameters
             for key in list(optimizer.state):
                 _move_state(optimizer, key, self._masters.get(key))
 
@@ -186,5 +186,6 @@ def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> Non
 def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
     """Cast the state of a parameter as torch does on loading: all floating tensors except the step count."""
     for name, value in optimizer.state.get(parameter, {}).items():
+        # in 16 bits a step count would stop at 256 (bfloat16) or 2048 (float16)
         if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
             optimizer.state[parameter][name] = value.to(dtype)

@@ -121,13 +121,14 @@ class LossScaler:
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scale, the good steps and the overflows left after passes with this flag. Changes nothing."""
-        if not self.is_dynamic:
+        if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
+        # the kernel writes in place, but open blocks may hold the old scale
         scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:
-            is_overflow, grows = found_inf > 0, good_steps == 0
+            is_overflow, grows = found_inf > 0, good_steps == 0  # the kernel resets the count when it changes the scale
             left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
             scale = torch.where(is_overflow & (left > 0), self.scale, scale)
         # without a minimum, the smallest normal number: a scale of 0 would turn every gradient into NaN for good
@@ -160,7 +161,7 @@ class LossScaler:
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
         if not self.is_shared:
-            self.update()
+            self.update()  # later it would change the scale that is set here
         self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)
         self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0

@@ -209,7 +209,7 @@ class ModelBinding:
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(dtype)
         for module in model.modules():
-            if isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.RNNBase):  # cuDNN needs the weights in one piece of memory, which the cast split
                 module.flatten_parameters()
 
 
@@ -280,12 +280,12 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
     for tensor, dtype in tensors:
         master = masters.get(tensor)
-        if tensor.dtype in LOW_DTYPES:
+        if tensor.dtype in LOW_DTYPES:  # else the script has cast it back
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:
                 tensor.data = masters.float32_of(tensor).to(dtype)
-        if not tensor.is_leaf:
+        if not tensor.is_leaf:  # reading .grad of a tensor with a graph warns
             continue
         if master is not None and master.grad is not None:
             tensor.grad = master.grad

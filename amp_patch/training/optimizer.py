@@ -99,7 +99,7 @@ class OptimizerBinding:
         self._undo.callback(self.groups.restore)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
-        move_to_masters_(self.groups.placed.values(), None, None)
+        move_to_masters_(self.groups.placed.values(), None, None)  # gradients from before `initialize`
         if not inner_optimizers:
             self._device_skip = DeviceSkip(optimizer, optimizer.step)
         replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
@@ -113,6 +113,7 @@ class OptimizerBinding:
         if self._use_masters:
             hook = CopyMastersHook(self._copy_masters_in_step)
             self._undo.callback_on(optimizer, remove_step_hook, hook)
+            # before hooks of the script, which may read or edit the weights
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
         self._undo.callback_on(optimizer, remove_step_was_skipped)
@@ -140,6 +141,7 @@ class OptimizerBinding:
     def undo(self) -> None:
         """Restore the methods, parameters and states of the optimizer. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
+            # reports the last steps while `step_was_skipped` still exists
             self.step_log.resolve()
         self._is_bound = False
         self._undo.close()
@@ -190,6 +192,7 @@ class OptimizerBinding:
             given = group.get("params")
             given = [given] if isinstance(given, Tensor) else given
             known = {id(parameter) for parameter in self.groups.model_parameters()}
+            # torch's own check sees masters in the groups, and would not notice
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._gradients.flush()
@@ -223,7 +226,7 @@ class OptimizerBinding:
             self._masters.copy_from_parameters(warns=True)
         self._gradients.begin_step(self.flags)
         try:
-            if watchers and not has_closure:
+            if watchers and not has_closure:  # a closure is yet to compute the gradients
                 self._tell("step_begun")
             self._is_stepping = True
             result = self._take_or_skip(original, args, kwargs)
@@ -259,7 +262,7 @@ class OptimizerBinding:
         self.flags.clear()
         try:
             self.step_log.add(outcome)
-        finally:
+        finally:  # the log may raise GradientOverflowError, and the next pass must not add to these gradients
             if self._use_masters:
                 self._drop_gradients()
         return result
@@ -313,7 +316,7 @@ class OptimizerBinding:
                 " optimizer may call the closure at any time, and whether to skip the step must be known before. Call"
                 " step() without a closure, pass a static loss_scale to initialize, or use a bfloat16 level (O4, O5)."
             )
-        with torch.enable_grad():
+        with torch.enable_grad():  # as torch's own steps do
             loss = closure()
         args, kwargs = _replace_closure(None, args, kwargs)
         self._step_once(original, args, kwargs)

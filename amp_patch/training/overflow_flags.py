@@ -91,11 +91,12 @@ class OverflowFlags:
         if self.state is not OptState.UNCHECKED and not self.was_zeroed:
             return self.found_inf
         dynamic = [scaler for scaler in scalers if scaler.is_dynamic]
-        if not dynamic:
+        if not dynamic:  # a static scale skips no step, so nobody needs the check
             return self.found_inf
         found_inf = torch.zeros((), dtype=torch.float32, device=dynamic[0].scale.device)
         check_(self.groups.parameters(), found_inf)
         flags = dict(self.found_inf)
+        # it is not known which scaler's loss left these gradients, and any dynamic flag skips the step
         for scaler in dynamic:
             flags[scaler] = either(flags.get(scaler), found_inf)
         return flags
@@ -127,6 +128,7 @@ class Block:
         self.scale: Tensor | None = None
         self.affected: list[OverflowFlags] = []
         for flags in all_flags:
+            # an overflow in a shared parameter would reach the weights by the step of either optimizer
             for affected in (flags, *flags.partners):
                 if affected not in self.affected:
                     self.affected.append(affected)

@@ -47,14 +47,14 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._cache = cache if not is_delayed else None
 
     def __enter__(self) -> Tensor:
-        loss, self._loss = self._loss, None
+        loss, self._loss = self._loss, None  # the block must not keep the graph alive
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
         if self._cache is not None and not self._gradients.open_blocks():
             self._cache.leave_to_graphs()
         self._gradients.await_step(self)
         scaled_loss = loss
-        if loss.dtype is not torch.float32:
+        if loss.dtype is not torch.float32:  # in 16 bits, the product with the scale could overflow
             with self._switch.region(Mode.OFF):
                 scaled_loss = loss.float()
         if not self.scaler.is_identity:
@@ -80,6 +80,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         with without_overrides():
+            # after an exception, the script may not enter another block that ends this one
             self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()

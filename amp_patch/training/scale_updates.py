@@ -69,6 +69,7 @@ class ScaleUpdates:
                 agreed[scaler] = flag
         if dynamic:
             flags = torch.stack([self._flags_of(scaler, found_inf.get(scaler)) for scaler in dynamic])
+            # one after the other: a flag reaches all ranks of overlapping groups, such as pipeline stages with shards
             for group in self.groups:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             for scaler, row in zip(dynamic, flags, strict=True):

@@ -48,6 +48,7 @@ class Outcome:
         for scaler in found_inf:
             self._numbers.append(scaler.scale)
             self.may_skip = self.may_skip or scaler.is_dynamic
+        # on a CPU the numbers are on the host, and on mps no optimizer skips by itself, so the host waits anyway
         if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
             device = self._numbers[0].device
             on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
@@ -131,6 +132,7 @@ class StepLog:
             if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
                 self._look_at_gradients()
             return
+        # steps are reported in order, so one without flags waits for those before it
         self._pending.append(Outcome({}) if outcome is None else outcome)
         while self._pending and (self._pending[0].is_known() or waits_for_each()):
             self._report_first(is_latest=len(self._pending) == 1)
@@ -195,7 +197,7 @@ class StepLog:
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
-        if is_latest and waits_for_each():
+        if is_latest and waits_for_each():  # else later backward passes have changed the gradients
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"

@@ -34,6 +34,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     inverse = _reciprocal(scale)
     for values in groups:
         device = values[0].device
+        # the kernel needs its flag on the device of the gradients
         is_here = found_inf is not None and found_inf.device == device
         flag = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
         assert flag is not None
