@@ -265,7 +265,9 @@ def _shown_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def ids_beside_opaque(model: nn.Module) -> set[int]:
-    """Return the ids of opaque tensors and of the other tensors of their modules, such as scales of quantized weights."""
+    """Return the ids of opaque tensors and of the other tensors of their modules, such as the scales of quantized
+    weights.
+    """
     ids: set[int] = set()
     for module in model.modules():
         if _shown_dtype(module) is not None:
