@@ -283,16 +283,16 @@ class GradientSums:
             return
         open_blocks = self.open_blocks() if self._open else []
         with self._change:
-            found = self._unscale_and_check_all(scale, [*ended, *open_blocks])
+            found_infs = self._unscale_and_check_all(scale, [*ended, *open_blocks])
             self._scale = None
             self._waiting = []
             if self.local.ids:
                 self._waiting = [block for block in ended if self._has_local_gradients(block)]
         for block in open_blocks:
             for flags in block.affected:
-                block.found_inf = either(block.found_inf, found[flags])
+                block.found_inf = either(block.found_inf, found_infs[flags])
         for block in ended:
-            self._report(block, found)
+            self._report(block, found_infs)
 
     def _replace_lost_block(self) -> Block:
         """Return a block for all optimizers in place of one that was garbage-collected before it ended."""
@@ -309,19 +309,19 @@ class GradientSums:
     def _unscale_and_check_all(self, scale: Tensor, blocks: Sequence[Block]) -> dict[OverflowFlags, Tensor]:
         """Divide all gradients by a scale, and return a found_inf for each optimizer of the given blocks."""
         seen = set(self.local.ids)
-        found: dict[OverflowFlags, Tensor] = {}
+        found_infs: dict[OverflowFlags, Tensor] = {}
         for block in blocks:
             for flags in block.affected:
-                if flags not in found:
-                    found[flags] = self._unscale_and_check(flags, scale, seen)
+                if flags not in found_infs:
+                    found_infs[flags] = self._unscale_and_check(flags, scale, seen)
         checked = seen - self.local.ids
         for flags in self.all_flags:
-            if flags not in found:
+            if flags not in found_infs:
                 self._unscale_unchecked(flags, scale, checked)
         others = _take(self._all_parameters(), seen)
         if others:
             unscale_(others, scale, None)
-        return found
+        return found_infs
 
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, except those of parameters in `seen`, by id. Return a new
@@ -364,10 +364,10 @@ class GradientSums:
                 with self._change:
                     move_to_masters_(self._reduced(pairs), None, None)
 
-    def _report(self, block: Block, found: dict[OverflowFlags, Tensor]) -> None:
+    def _report(self, block: Block, found_infs: dict[OverflowFlags, Tensor]) -> None:
         """Set the flags of the optimizers and the scaler of a block, once all of its gradients are checked."""
         for flags in block.affected:
-            block.found_inf = either(block.found_inf, found[flags])
+            block.found_inf = either(block.found_inf, found_infs[flags])
         if block in self._waiting or block.found_inf is None:
             return
         if block.has_failed and not _is_overflow(block):
@@ -378,9 +378,9 @@ class GradientSums:
                 is_step_to_come = True
                 flags.add_found_inf(block.scaler, block.found_inf)
             elif not flags.groups.is_empty():  # it has stepped in the block: only later gradients count
-                flags.add_found_inf(block.scaler, found[flags])
+                flags.add_found_inf(block.scaler, found_infs[flags])
         block.scaler.add_found_inf(block.found_inf)
-        if block.affected and not is_step_to_come:
+        if block.affected and not is_step_to_come:  # else the next step updates the scale
             self.scale_updates.update_without_step([block.scaler])
 
     def _rescale_to(self, scale: Tensor | None) -> None:
