@@ -27,7 +27,7 @@ from .reporting import say, say_once, set_verbosity
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
 from .session import current as _current
 from .torch_private import without_overrides
-from .training import UnscaledBlock
+from .training import UnscaledBlock, remove_step_was_skipped, set_step_was_skipped
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -133,7 +133,7 @@ def initialize(
     if not is_enabled:
         _current.disable()
         for optimizer in _as_optimizers_of_any(optimizers):
-            vars(optimizer)["step_was_skipped"] = False  # for loops that ask
+            set_step_was_skipped(optimizer, False)  # for loops that ask
         return returned
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
@@ -342,7 +342,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
         _current.end_scope(opened, was_disabled=was_disabled)
         if opened is None and not was_disabled:
             for optimizer in _as_optimizers_of_any(optimizers):
-                vars(optimizer).pop("step_was_skipped", None)
+                remove_step_was_skipped(optimizer)
 
 
 def reset() -> None:

@@ -1,4 +1,5 @@
-"""Code that stays correct if an interrupt comes at any moment: an undo stack, and the test whether a call is over.
+"""Code that stays correct if an interrupt comes at any moment: an undo stack, a mark on changes that are half done, and
+the test whether a call is over.
 
 An interrupt is any exception that is no Exception: KeyboardInterrupt, SystemExit, asyncio.CancelledError.
 """
@@ -52,6 +53,23 @@ class UndoStack:
             self._callbacks.pop()
         if errors:
             raise errors[0]
+
+
+class Change:
+    """`with change:` encloses code that changes many tensors. An exception in it leaves only some of them changed.
+
+    Attributes:
+        is_half_done: True inside the block, and for good once an exception has ended one.
+    """
+
+    def __init__(self) -> None:
+        self.is_half_done = False
+
+    def __enter__(self) -> None:
+        self.is_half_done = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        self.is_half_done = kind is not None
 
 
 def _call_on(reference: "weakref.ref[Any]", function: Callable[..., Any], *args: Any) -> None:

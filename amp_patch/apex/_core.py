@@ -179,12 +179,12 @@ class ManualPass:
 
         Ranks that decide together call this as often as each other. Waits for the device if the scale is dynamic.
         """
-        self._scaler.note(self._found_inf)
+        self._scaler.add_found_inf(self._found_inf)
         found_inf = self._scaler.found_inf
         assert found_inf is not None
         session = current.state.session
         if session is not None and any(self._scaler is one for one in session.scalers):
-            found_inf = session.decisions.judge({self._scaler: found_inf})[self._scaler]
+            found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
         return self._scaler.is_dynamic and bool(found_inf)
@@ -199,7 +199,7 @@ class OptimizerView:
     def __init__(self, optimizer: Optimizer) -> None:
         session = current.require()
         self._binding = session.bindings.get_optimizer(optimizer)
-        self._ledgers = session.ledgers
+        self._gradients = session.gradients
         self._open_block: LossBlock | None = None  # of a loss that the caller multiplies
         self.device = torch.device(session.device_type)
 
@@ -215,19 +215,18 @@ class OptimizerView:
             for group in optimizer.param_groups:
                 yield [(next(model_parameters), parameter) for parameter in group["params"]]
 
-    def push_masters(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the masters to the model's parameters."""
-        self._binding.push_masters()
+        self._binding.copy_masters_to_parameters()
 
     @property
     def has_scaled_gradients(self) -> bool:
         """Whether gradients carry a loss scale."""
-        return self._ledgers.is_scaled
+        return self._gradients.is_scaled
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale that they carry."""
-        self._ledgers.prepare_step(self._binding.ledger)
-        self._ledgers.resume(self._binding.ledger)
+        self._gradients.unscale(self._binding.flags)
 
     def begin_pass(self) -> None:
         """Make gradients ready for a backward pass of a loss that is multiplied by the scale of the first scaler."""
@@ -252,4 +251,4 @@ class OptimizerView:
 
     def is_next_step_skipped(self) -> bool:
         """Tell whether `step()` will be skipped. Waits for the device."""
-        return self._binding.ledger.is_overflow()
+        return self._binding.flags.will_skip()

@@ -103,7 +103,7 @@ class Tracer(Recorder):
             return
         self._seen.is_loss_seen = self._seen.is_scaled = True
         self._scale = None
-        for block in self._watched.ledgers.open_blocks():  # the innermost comes last, and its scale stays
+        for block in self._watched.gradients.open_blocks():  # the innermost comes last, and its scale stays
             self._scale = block.scaler.known_scale
         assert self._observer is not None
         self._observer.pause()  # the ops below are not those of the script

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .. import api as amp
 from ..config import DEFAULT_LEVEL
 from ..errors import ArgumentTypeError
+from ..training import get_step_was_skipped
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -23,7 +24,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        return bool(getattr(self.optimizer, "step_was_skipped", False))
+        return get_step_was_skipped(self.optimizer)
 
 
 class _AmpState:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import api as amp
 from ..config import DEFAULT_LEVEL
+from ..training import get_step_was_skipped
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch.plugins import Precision
@@ -90,5 +91,5 @@ class _WaitingAfterSkips:
     optimizer: Any
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.optimizer, "step_was_skipped", False):
+        if not get_step_was_skipped(self.optimizer):
             super().step(*args, **kwargs)  # type: ignore[misc]

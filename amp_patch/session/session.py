@@ -30,7 +30,7 @@ from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import say, warn
 from ..torch_private import without_overrides
-from ..training import Decisions, LossBlock, loss_scaler
+from ..training import LossBlock, ScaleUpdates, get_step_was_skipped, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -104,7 +104,7 @@ class Session:
         self.has_models = has_models  # without models it lasts until it is closed, not until they are gone
         self.process_id = os.getpid()
         self.scalers: list[loss_scaler.LossScaler] = []
-        self.decisions = Decisions(self.scalers, device_type)
+        self.scale_updates = ScaleUpdates(self.scalers, device_type)
         self.switch = Switch(autocast)
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
@@ -132,9 +132,9 @@ class Session:
         rules = () if self.oplists is None else self.oplists.modules
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.bindings = Bindings(
-            policy, rules, self.switch, self._cache, self.decisions, self._sharded, type(self).find_root
+            policy, rules, self.switch, self._cache, self.scale_updates, self._sharded, type(self).find_root
         )
-        self.ledgers = self.bindings.ledgers
+        self.gradients = self.bindings.gradients
         self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self.bindings)
         self._overflow_group: Any = None
         self.undo = UndoStack()
@@ -146,10 +146,10 @@ class Session:
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Apply the policy. After an error, `close` undoes what was changed so far."""
         float32_data: dict[int, Tensor] = {}
-        self.undo.callback(self.ledgers.local.warn_of_stale)  # when the models are as they were
+        self.undo.callback(self.gradients.local.warn_of_stale)  # when the models are as they were
         self.undo.callback(self.switch.turn_off)
         self.undo.callback(self.bindings.release)
-        self.undo.callback(self.bindings.settle)
+        self.undo.callback(self.bindings.flush)
         self.bindings.bind(models, optimizers, float32_data)
         self._decide_together(overflow_group)
         self._installer.install(self.undo)
@@ -171,7 +171,7 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         given = self._overflow_group if overflow_group is None else overflow_group
-        self.decisions.share(find_groups(self.models(), self.trained(), given))
+        self.scale_updates.share(find_groups(self.models(), self.trained(), given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
 
@@ -180,9 +180,9 @@ class Session:
 
         The scales are those of its first rank from then on.
         """
-        if self._overflow_group is None and not self.decisions.groups:
+        if self._overflow_group is None and not self.scale_updates.groups:
             self._decide_together(group)
-            self.decisions.give_scales(group, 0)
+            self.scale_updates.give_scales(group, 0)
 
     def close(self) -> None:
         """Undo everything. Harmless twice.
@@ -199,7 +199,7 @@ class Session:
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
-        if self.process_id == os.getpid() and self.bindings.ledgers.open_blocks():
+        if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
@@ -223,7 +223,7 @@ class Session:
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
         """Tell whether the last step of an optimizer was skipped. May wait for the device."""
-        return bool(getattr(optimizer, "step_was_skipped", False))
+        return get_step_was_skipped(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
@@ -258,7 +258,7 @@ class Session:
                     policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
                 )
             )
-            self.scalers[-1].is_shared = bool(self.decisions.groups)
+            self.scalers[-1].is_shared = bool(self.scale_updates.groups)
 
     def restart_scalers(self) -> None:
         """Begin dynamic loss scales anew that have scaled a loss, for another training. Loaded ones stay."""
@@ -300,7 +300,7 @@ class Session:
                 elif parameter.dtype is torch.float32:
                     full += parameter.numel()
         for binding in self.bindings.optimizers():
-            counts = binding.steps.count(wait=wait)
+            counts = binding.step_log.count(wait=wait)
             taken += counts[0]
             skipped += counts[1]
         scales: list[float] = []
@@ -338,11 +338,11 @@ class Session:
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
                 " called: move the model to its device first, then call initialize"
             )
-        ledgers = []
+        all_flags = []
         for optimizer in optimizers:
-            ledgers.append(self.bindings.get_optimizer(optimizer).ledger)
+            all_flags.append(self.bindings.get_optimizer(optimizer).flags)
         scaler = self.scaler(loss_id)
-        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._cache)
+        return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises LossIdError if there is none."""
