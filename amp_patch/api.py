@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .casting import cast_tree
-from .config import make_policy
+from .config import DEFAULT_LEVEL, make_policy
 from .errors import ArgumentTypeError, CheckpointError, ModelError, refuse_unknown
 from .events import tell
 from .functions import (
@@ -64,7 +64,7 @@ def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool | str = True,
-    opt_level: str = "O1",
+    opt_level: str = DEFAULT_LEVEL,
     cast_model_type: torch.dtype | str | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
@@ -284,7 +284,7 @@ def disable_casts() -> Iterator[None]:
 @refuse_unknown
 @contextlib.contextmanager
 def session(
-    opt_level: str = "O1",
+    opt_level: str = DEFAULT_LEVEL,
     *,
     device: torch.device | str | None = None,
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,

@@ -1,5 +1,5 @@
-"""What holds although an interrupt may come at any moment: an undo stack that loses nothing, a mark on changes that are
-half done, and which calls are over.
+"""Code that stays correct if an interrupt comes at any moment: an undo stack, a mark on changes that are half done, and
+the test whether a call is over.
 
 An interrupt is any exception that is no Exception: KeyboardInterrupt, SystemExit, asyncio.CancelledError.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM has come to a command. Ctrl-C reaches the script that it runs as well, this does not."""
+    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script that the command runs."""
 
 
 class UndoStack:
-    """Callbacks to be run last in, first out.
+    """A stack of callbacks that `close` runs last in, first out.
 
-    `contextlib.ExitStack` forgets a callback before it runs it. Here one that an interrupt cut short runs again. So it
-    is registered before the change that it undoes, and harmless twice, or without the change.
+    `contextlib.ExitStack` removes a callback before it runs it. Here a callback that an interrupt cut short runs again.
+    So register a callback before the change that it undoes, and make it harmless twice, or without the change.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class UndoStack:
         return len(self._callbacks)
 
     def callback(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have `close` call `function(*args)`."""
+        """Make `close` call `function(*args)`."""
         self._callbacks.append(functools.partial(function, *args))
 
     def callback_on(self, owner: object, function: Callable[..., Any], *args: Any) -> None:
-        """Have `close` call `function(owner, *args)` if the owner, which is held weakly, is still alive."""
+        """Make `close` call `function(owner, *args)` if the owner, which is held weakly, is still alive."""
         self.callback(_call_on, weakref.ref(owner), function, *args)
 
     def close(self) -> None:
-        """Run what has not run yet.
+        """Run the callbacks that have not run yet.
 
-        An Exception keeps none of the others from running, and the first one is raised after them. An interrupt is
-        raised at once: whoever calls `close` again goes on with the callback that was cut short.
+        After an Exception the others still run; then the first Exception is raised. An interrupt is raised at once. The
+        next call of `close` starts with the callback that was cut short.
         """
         errors: list[Exception] = []
         while self._callbacks:
@@ -79,8 +79,10 @@ def _call_on(reference: "weakref.ref[Any]", function: Callable[..., Any], *args:
 
 
 def read_locals(frame: types.FrameType) -> list[Any]:
-    """Return the values of the variables of a call that is under way. Before Python 3.13, `f_locals` of a function is
-    filled for good: what is deleted from the variables later would stay alive in it until the call is over.
+    """Return the values of the variables of a running call.
+
+    Before Python 3.13, `f_locals` keeps what it was filled with: variables that are deleted later would stay alive in
+    it until the call is over. So it is cleared.
     """
     variables = frame.f_locals
     values = list(variables.values())
@@ -90,7 +92,7 @@ def read_locals(frame: types.FrameType) -> list[Any]:
 
 
 def is_running(frame: types.FrameType) -> bool:
-    """Tell whether the call of a frame is under way in this thread."""
+    """Return whether the call of a frame is running in this thread."""
     caller: types.FrameType | None = sys._getframe(1)
     while caller is not None and caller is not frame:
         caller = caller.f_back

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import api as amp
+from ..config import DEFAULT_LEVEL
 from ..errors import ArgumentTypeError
 from ..training import get_step_was_skipped
 
@@ -50,7 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, opt_level: str = DEFAULT_LEVEL, amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":

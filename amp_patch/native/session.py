@@ -12,7 +12,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..casting import Autocast, Mode, OpCasts, RulesAlone
-from ..config import OpLists, Policy, load_oplists, make_policy, shipped
+from ..config import OpLists, Policy, levels, load_oplists, make_policy, shipped
+from ..dtypes import dtype_name
 from ..errors import SessionError
 from ..session import Session, Stats, current
 from ..torch_private import get_autocast_depth
@@ -28,14 +29,13 @@ def own_lists(device_type: str) -> OpLists | None:
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def overlay_policy(device_type: str, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
-    """Return the policy of a session whose lists change what torch.autocast does, and say the rest of it."""
-    own = own_lists(device_type)
+def overlay_policy(own: OpLists | None, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
+    """Return the policy of a session that lays `lists` over `own`, the list of what torch.autocast itself does."""
     if own is None and not lists:
-        return replace(make_policy("O0", {}), opt_level=level)
+        return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
     names = [*(() if own is None else own.names), *lists]
     given = {"lists": names, "loss_scale": 1.0, "compute": "native"}
-    made = make_policy("O1" if low is torch.float16 else "O4", given)
+    made = make_policy(levels.find_patching_level(dtype_name(low)).name, given)
     return replace(made, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")
 
 
@@ -98,7 +98,7 @@ class NativeSession(Session):
 
     def begin_region(self) -> None:
         """Take note that a block of torch.autocast begins, an island of plain torch or not."""
-        self.switch.leave_stale()
+        self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
             self.bindings.regions.look_again()
 

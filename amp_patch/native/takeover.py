@@ -35,7 +35,6 @@ from .session import AS_IS, NativeSession, overlay_policy, own_lists
 from .step_checks import StepChecks
 from .whole_script import HAS_REGIONS, WholeScript
 
-PLAIN = "O0"
 ADVICE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")'
 
 
@@ -64,10 +63,12 @@ class Takeover:
         self._level = opt_level
         self._policy = None if opt_level is None else make_policy(opt_level, {})
         self._lists = tuple(lists)
+        self._has_module_rules = bool(lists) and bool(load_oplists(["autocast-cpu", *lists]).modules)
         self._compute = compute
         self._everywhere = everywhere
         self._needs_region = needs_region
-        is_changing = self.changes and opt_level != PLAIN
+        self._disables = self._policy is not None and self._policy.low_dtype is None  # regions run in float32
+        is_changing = self.changes and not self._disables
         self._checks = StepChecks(
             needs_region=needs_region or is_changing, is_everywhere=everywhere, on_plain_step=on_plain_step
         )
@@ -105,8 +106,7 @@ class Takeover:
         self._add(register_optimizer_step_post_hook(self._end_step))
         if self._everywhere:
             self._whole_script.install(self._undo)
-        has_rules = bool(self._lists) and bool(load_oplists(["autocast-cpu", *self._lists]).modules)
-        if has_rules or self._everywhere:
+        if self._has_module_rules or self._everywhere:
             self._add(register_module_forward_pre_hook(self._note_module))
 
     def watch(self) -> Callable[[], None]:
@@ -180,14 +180,14 @@ class Takeover:
 
     def _make(self, device_type: str, low: torch.dtype | None) -> NativeSession:
         is_watched = bool(events.watchers)
-        if self._policy is not None and self._level == PLAIN:
+        if self._policy is not None and self._disables:
             policy = replace(self._policy, description="torch.autocast is disabled")
             return NativeSession(policy, device_type, None, with_all=is_watched)
         own = own_lists(device_type)
         if self._policy is None or self._level is None:
             chosen = low or torch.get_autocast_dtype(device_type)
             level = {} if self._lists else {"level": AS_IS}
-            policy = overlay_policy(device_type, chosen, self._lists, **level)
+            policy = overlay_policy(own, chosen, self._lists, **level)
             autocast = Autocast(device_type, chosen if self._lists else None, own)
             return NativeSession(policy, device_type, autocast, with_all=is_watched)
         lists = (*self._policy.lists, *self._lists)
@@ -215,7 +215,7 @@ class Takeover:
             if session is None or session.device_type != region.device:
                 return original(region)
             try:
-                if self._level == PLAIN:
+                if self._disables:
                     enable_region(region, False)
                 elif self._level is not None:
                     region.fast_dtype = session.policy.low_dtype
@@ -242,7 +242,7 @@ class Takeover:
         if self._whole_script.is_entered and get_backward_id() == -1:  # a checkpoint enters its own in a backward pass
             raise PolicyError(HAS_REGIONS)
         policy = self._policy
-        if policy is not None and self._level != PLAIN and not policy.patch_torch_functions:
+        if policy is not None and not self._disables and not policy.patch_torch_functions:
             raise UnsuitedLevelError(
                 f"{self._level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of"
                 f" torch.autocast and GradScaler, `{ADVICE.format(level=self._level)}` and `with amp.scale_loss(loss,"
@@ -437,20 +437,18 @@ def install(
     """
     names = [lists] if isinstance(lists, (str, os.PathLike)) else list(lists)
     spelled = [os.fspath(one) for one in names]
-    if spelled:
-        load_oplists(["autocast-cpu", *spelled])  # raises for what cannot be read
-    if opt_level is not None and opt_level != PLAIN:
-        level = make_policy(opt_level, {"compute": compute})
-        if everywhere and level.low_dtype is torch.float16:
-            raise PolicyError(
-                f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
-                " use O4, which is bfloat16"
-            )
-    if everywhere and (opt_level == PLAIN or not (opt_level or spelled)):
+    takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)  # raises for lists that cannot be read
+    policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
+    casts_some = bool(spelled) if policy is None else policy.low_dtype is not None
+    if everywhere and not casts_some:
         raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    if everywhere and policy is not None and policy.low_dtype is torch.float16:
+        raise PolicyError(
+            f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
+            " use O4, which is bfloat16"
+        )
     remove()
     check_not_installed()
-    takeover = Takeover(opt_level, spelled, compute, everywhere=everywhere)
     _start(takeover)
     _installed.is_by_install = True
     return takeover

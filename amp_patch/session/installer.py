@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling, op_patches
+from ..casting import DeferredOps, Float32Products, OpCasts, Registration, Switch, WeightCache, compiling, op_patches
 from ..config import OpLists, Policy
 from ..dtypes import LOW_DTYPES
 from ..interrupts import UndoStack
@@ -38,7 +38,7 @@ class Installer:
         self,
         policy: Policy,
         casts: OpCasts | None,
-        products: Products | None,
+        products: Float32Products | None,
         oplists: OpLists | None,
         cache: WeightCache | None,
         registered: Sequence[Registration],

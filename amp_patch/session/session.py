@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ..casting import (
     SMALL_ON_CPU,
     Autocast,
+    Float32Products,
     Mode,
     OpCasts,
-    Products,
     RegionCache,
     Registration,
     Switch,
@@ -109,7 +109,7 @@ class Session:
         self.oplists = _load_lists(policy)
         self.casts: OpCasts | None = None
         self._cache: WeightCache | None = None
-        products: Products | None = None
+        products: Float32Products | None = None
         low = policy.low_dtype
         if low is not None:
             in_float32 = policy.computes_in_float32(device_type)
@@ -121,9 +121,9 @@ class Session:
                 else:
                     self._cache = RegionCache(low, device_type, is_rounded=in_float32)
             if in_float32:
-                products = Products(low, device_type, self._cache)
+                products = Float32Products(low, device_type, self._cache)
             elif longest_attention:
-                products = Products(low, device_type, None, longest_attention)
+                products = Float32Products(low, device_type, None, longest_attention)
             if policy.patch_torch_functions:
                 inside = policy.casts_inside
                 self.casts = OpCasts(
@@ -368,7 +368,7 @@ def _load_lists(policy: Policy) -> OpLists | None:
         )
     casts_some = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        casts_some = casts_some or spelling.entry.rule == "whitelist"
+        casts_some = casts_some or spelling.entry.rule.runs_in == "low"
     if policy.patch_torch_functions and not oplists.is_whole and not casts_some:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(

@@ -45,7 +45,7 @@ def plan_with_ops(
 
 def _lists_recurrent(oplists: OpLists) -> bool:
     """Tell whether recurrent layers run in the low dtype."""
-    return any(spelling.owner is VF and spelling.kind == "whitelist" for spelling in oplists.spellings)
+    return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:

@@ -192,7 +192,7 @@ class RegionHooks:
             return None
         if self.is_inside and (compiling.is_dynamo_compiling() or self.switch.is_in(self.mode)):
             return None  # as most calls: the region of the module that holds this one is open
-        if self.switch.enter_module(self.mode, self):
+        if self.switch.open_for_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
 
@@ -202,21 +202,21 @@ class RegionHooks:
         Returns the positional inputs. If torch does call `enter` afterwards, that does nothing.
         """
         kwargs = get_call_kwargs(frame)
-        if self.switch.enter_module(self.mode, self, frame):
+        if self.switch.open_for_module(self.mode, self, frame):
             args, cast_kwargs = self.cast(module, args, kwargs)
             kwargs.update(cast_kwargs)
         return args
 
     def join(self, frame: types.FrameType) -> None:
         """Open the region of a forward that is under way in `frame`. Its inputs were not cast."""
-        self.switch.enter_module(self.mode, self, frame)
+        self.switch.open_for_module(self.mode, self, frame)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
         if not self.is_inside:
-            self.switch.leave_module(self)
+            self.switch.close_for_module(self)
         elif not compiling.is_dynamo_compiling() and self.switch.has_regions():
-            self.switch.leave_module(self, sys._getframe(1))
+            self.switch.close_for_module(self, sys._getframe(1))
 
 
 class SessionHook:
@@ -272,6 +272,15 @@ class SyncMasters(SessionHook):
             masters.is_compiled = True
         else:
             masters.sync()
+
+
+class HookNewModules(SessionHook):
+    """State-dict and load-state-dict pre-hook of a model: hook the modules that the script has added to it."""
+
+    def __call__(self, *_: Any) -> None:
+        binding = self._target()
+        if binding is not None:
+            binding.hook_new_modules()
 
 
 class Float32StateDict(SessionHook):
