@@ -416,6 +416,7 @@ def make_table(offs, *, loss=0.1, noise=1e-6, ms=10.0, steps=30, skipped=(), pea
         (0.02, {"noise": 0.05}, "not told apart from O0 (loss 20.00% higher, within noise, which is 50% of the loss)"),
         (math.nan, {}, "worse than O0 (the loss is not finite)"),
         (0.0, {"ms": 3.5, "steps": 8}, "as good as O0 (the same loss); time not judged, 8 steps are too few"),
+        (1e-6, {"skipped": range(30)}, "not judged against O0, since nothing was learned (loss less than"),
         (
             math.nan,
             {"skipped": range(30), "peak": 5},

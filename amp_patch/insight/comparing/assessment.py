@@ -69,6 +69,8 @@ class Assessment:
             return f"not judged, {reference} has no finite loss"
         if not math.isfinite(self._difference):
             return f"worse than {reference} (the loss is not finite)"
+        if self._is_all_skipped:
+            return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"

@@ -32,7 +32,7 @@ from .ranking import Ranking
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
-from .verdict import Verdict, find_non_finite, judge
+from .verdict import Verdict, find_non_finite, find_uncompared, judge
 
 _ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
 
@@ -91,6 +91,12 @@ class Tuner:
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
+        uncompared, count = find_uncompared(self._reference)
+        if len(uncompared) == count:
+            raise SessionError(
+                "nothing to tune: no parameter that an optimizer holds has a gradient other than zero. Check that the"
+                " optimizer was made from the parameters of the model that is trained"
+            )
         self._ranking = Ranking(self._reference, self.options.units)
         self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
@@ -243,7 +249,14 @@ class Tuner:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
-        return f"{message}; compared: {count_of(taken, 'step')} from the first weights"
+        message += f"; compared: {count_of(taken, 'step')} from the first weights"
+        uncompared, count = find_uncompared(self._reference)
+        if uncompared:
+            message += (
+                f"; not judged: {len(uncompared)} of {count} parameters, such as {uncompared[0]}, whose gradients are"
+                " (nearly) zero at these weights. Tune from trained weights to judge them"
+            )
+        return message
 
 
 class _EnoughRunsError(Exception):
