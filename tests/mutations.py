@@ -3,15 +3,16 @@
     python tests/mutations.py                     30 edits chosen by seed 0
     python tests/mutations.py --list              show them and run nothing
     python tests/mutations.py --only 7 --jobs 2   one of them, in two processes
-    python tests/mutations.py --near              only the tests of the wing that each breaks
+    python tests/mutations.py --near              only the tests that guard the broken module, then those of its wing
     python tests/mutations.py --tests OTHER       the same edits against another folder of tests
     python tests/mutations.py --wings casting,training --count 60 --save edits.json
     python tests/mutations.py --load edits.json   the same edits again, later, wherever their text stands by then
 
 Edits are made from the syntax tree: a comparison or a condition turned round, `and` for `or`, a constant off by one, a
-statement left out. Each is applied to a copy of the tree. The tests of the wing that it breaks run first, the others
-only if those pass; a run that hangs counts as noticed, a test that fails on the whole package, too, does not count.
-Messages, reports and the command line are left alone: what they say is for people to judge.
+statement left out. Each is applied to a copy of the tree. The test files that name the broken module in their `Guards:`
+line run first, then those of its wing, then all others: each group only if the groups before it pass. A run that hangs
+counts as noticed. A test that fails on the whole package too does not count. Messages, reports and the command line are
+left alone: what they say is for people to judge.
 """
 
 import argparse
@@ -29,6 +30,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+
+from guards import find_guards  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(
@@ -295,17 +300,18 @@ def load(path: Path, edits: list[Edit]) -> list[Edit | str]:
 
 
 def order_tests(edit: Edit, tests: Path) -> Iterator[list[str]]:
-    """The files of tests in two batches: those of the wing, its module's own first, then all others."""
-    wing, module = Path(edit.path).parts[0], Path(edit.path).stem
+    """The test files in three groups: those that guard the broken module, then those of its wing, then all others."""
+    wing = Path(edit.path).parts[0]
     files = sorted(
         tests.rglob("test_*.py"),
         key=lambda path: FOLDERS.index(path.parent.name) if path.parent.name in FOLDERS else -1,
     )
-    home = {"api.py": "session"}.get(edit.path, wing if (tests / wing).is_dir() else None)
-    own = [path for path in files if (path.parent.name == home if home else path.stem == f"test_{module}")]
-    own.sort(key=lambda path: module not in path.stem)
-    for batch in (own, [path for path in files if path not in own]):
-        yield [path.relative_to(tests.parent).as_posix() for path in batch]
+    home = {"api.py": "session"}.get(edit.path, wing)
+    guards = find_guards(edit.path.removesuffix(".py"), tests)
+    of_wing = [path for path in files if path.parent.name == home and path not in guards]
+    others = [path for path in files if path not in guards and path not in of_wing]
+    for group in (guards, of_wing, others):
+        yield [path.relative_to(tests.parent).as_posix() for path in group]
 
 
 def run_tests(folder: Path, names: list[str], jobs: int) -> str | None:
@@ -342,8 +348,8 @@ def find_notice(edit: Edit, tests: Path, jobs: int, is_near: bool) -> str | None
         module = broken / "amp_patch" / edit.path
         source = module.read_bytes()
         module.write_bytes(source[: edit.start] + edit.new.encode() + source[edit.end :])
-        batches = list(order_tests(edit, broken / "tests"))
-        for names in batches[:1] if is_near else batches:
+        groups = list(order_tests(edit, broken / "tests"))
+        for names in groups[:2] if is_near else groups:
             while names and (failed := run_tests(broken, names, jobs)) is not None:
                 if not failed.startswith("tests/"):
                     return failed
@@ -366,7 +372,7 @@ def main() -> None:
     parser.add_argument("--wings", default=",".join(CORE), help="folders of the package, with commas between")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the edits there")
     parser.add_argument("--load", type=Path, metavar="FILE", help="make the edits that were saved there")
-    parser.add_argument("--near", action="store_true", help="run the tests of the broken wing and no others")
+    parser.add_argument("--near", action="store_true", help="run only the tests that guard the broken module, and those of its wing")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes of pytest (default: its own)")
     arguments = parser.parse_args()
     edits = find_edits()

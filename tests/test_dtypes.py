@@ -1,5 +1,7 @@
-"""Names of dtypes, which tensors are ever cast, and the law of `cast_tree`: the same structure and classes, every
-tensor cast, nothing of the caller's changed, and the very object back where nothing in it was cast.
+"""Names of dtypes are read as documented, and `cast_tree` casts every tensor of a structure and nothing else: structure
+and classes stay, the caller's objects stay, and a structure without a tensor to cast is returned as the same object.
+
+Guards: dtypes, casting/tensor_cast.
 """
 
 import collections

@@ -1,4 +1,7 @@
-"""Every error is an `AmpError` and the builtin a caller would catch."""
+"""Every error is an `AmpError` and also the builtin that a caller would catch.
+
+Guards: errors.
+"""
 
 import copy
 import inspect

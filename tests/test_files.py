@@ -1,4 +1,7 @@
-"""A file that is written is there whole, or as it was before."""
+"""A file is written whole, or stays as it was.
+
+Guards: files.
+"""
 
 import errno
 import os

@@ -1,4 +1,8 @@
-"""The undo stack under errors and interrupts, and which calls are under way."""
+"""The undo stack runs each callback once, last in first out, despite errors and interrupts; and running calls are
+recognized.
+
+Guards: interrupts.
+"""
 
 import sys
 import types

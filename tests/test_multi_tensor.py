@@ -1,4 +1,7 @@
-"""Groups of tensors that one kernel takes, and copies between them."""
+"""Tensors are grouped as one kernel takes them, and copies between groups are those of each pair.
+
+Guards: multi_tensor.
+"""
 
 import pytest
 import torch

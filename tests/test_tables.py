@@ -1,4 +1,7 @@
-"""Tables: cells stand below each other, and no line ends in spaces."""
+"""The cells of a table stand below each other, and no line ends in spaces.
+
+Guards: tables.
+"""
 
 from amp_patch.tables import align, format_table
 

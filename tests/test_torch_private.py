@@ -1,4 +1,7 @@
-"""`torch_private` and its two neighbours have every name of torch that is not public, and nobody else uses one."""
+"""Only `torch_private` and its two neighbours use names of torch that are not public, and each such name is answered.
+
+Guards: torch_private, torch_dispatch, torch_distributed.
+"""
 
 import ast
 from collections.abc import Iterator

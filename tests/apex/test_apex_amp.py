@@ -1,5 +1,6 @@
-"""`apex.amp` as scripts know it: its names, and that what it trains is what amp_patch trains with float16 and the list
-`apex`.
+"""`apex.amp` has the names and messages that scripts know, and trains as amp_patch with float16 and the list `apex`.
+
+Guards: apex/amp/*, apex/_core, apex/_forward.
 """
 
 import copy

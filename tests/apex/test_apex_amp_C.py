@@ -1,4 +1,7 @@
-"""`amp_C` and `multi_tensor_applier`: each function against the same thing written for one tensor."""
+"""Each function of `amp_C`, with `multi_tensor_applier`, computes the same as the formula written for one tensor.
+
+Guards: apex/amp_C, apex/updates, apex/multi_tensor_apply/*.
+"""
 
 import pytest
 import torch

@@ -1,8 +1,10 @@
-"""Libraries that build on apex.amp, unmodified, over the stand-in. Seen to work: mmengine(-lite) 0.10.7; DeepSpeed
-0.17.6.
+"""Libraries that build on apex.amp work unmodified with the stand-in. Seen to work: mmengine(-lite) 0.10.7 and
+DeepSpeed 0.17.6.
 
 DeepSpeed 0.18.9 refuses its own amp mode (an assertion in its backward hook), and 0.19 has none. On the CPU it takes no
-float16 gradients, so O2 is run there in bfloat16.
+float16 gradients, so O2 runs there in bfloat16.
+
+Guards: apex/amp/*.
 """
 
 import importlib.metadata

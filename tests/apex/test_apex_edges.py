@@ -1,4 +1,8 @@
-"""What packages reach for beside Apex's functions: its metadata, its extensions, private names, interfaces of 2019."""
+"""Apex's metadata, extensions, private names and interfaces of 2019 are there for packages that use them.
+
+Guards: apex/_metadata, apex/_gone, apex/apex_C, apex/amp_C, apex/fused_adam_cuda, apex/contrib/optimizers/*.
+Guards: apex/optimizers/*.
+"""
 
 import importlib
 import importlib.metadata

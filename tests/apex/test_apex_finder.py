@@ -1,5 +1,7 @@
-"""`import apex` after `amp_patch.apex.install()`: what it gives, beside or before an `apex` that is installed, and that
-nothing is left behind.
+"""After `amp_patch.apex.install()`, `import apex` gives the stand-in, beside or before an installed `apex`, and
+uninstalling leaves nothing behind.
+
+Guards: apex/_finder, apex/_gone, apex/_metadata.
 """
 
 import importlib

@@ -1,4 +1,8 @@
-"""`apex.optimizers.FP16_Optimizer` as scripts of 2019 know it: its attributes, and files of each layout that it had."""
+"""`apex.optimizers.FP16_Optimizer` has the attributes that scripts of 2019 know, and reads files of each layout that it
+had.
+
+Guards: apex/optimizers/*.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""`apex.fp16_utils`, and `FP16_Optimizer`: training in 16 bits by hand is training in float32, but for rounding."""
+"""Training in 16 bits by hand, with `apex.fp16_utils` and `FP16_Optimizer`, is training in float32, up to rounding.
+
+Guards: apex/fp16_utils/*.
+"""
 
 import io
 import pickle

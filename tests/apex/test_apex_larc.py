@@ -1,4 +1,7 @@
-"""LARC: its formula, its life around an optimizer, under schedulers, and under amp."""
+"""LARC follows its formula, around any optimizer, under schedulers, and under amp.
+
+Guards: apex/parallel/*.
+"""
 
 import copy
 import pickle

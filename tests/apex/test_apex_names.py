@@ -1,4 +1,7 @@
-"""Names of Apex beside amp that public code takes: their numbers against torch's own, and how they are imported."""
+"""Names of Apex beside amp that public code uses can be imported as from Apex, and compute the numbers of torch.
+
+Guards: apex/_gone, apex/_autocast_utils, apex/mlp, apex/contrib/*, apex/contrib/xentropy/*, apex/fused_layer_norm_cuda.
+"""
 
 import copy
 import importlib

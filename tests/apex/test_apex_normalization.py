@@ -1,4 +1,7 @@
-"""Apex's layer norms: torch's values, and the dtype that each of them promises, in every mixture and under amp."""
+"""Apex's layer norms have torch's values and the dtype that each of them promises, for every mixture and under amp.
+
+Guards: apex/normalization/*, apex/_autocast_utils.
+"""
 
 import pickle
 

@@ -1,5 +1,6 @@
-"""Apex's optimizers: against torch's, against their formulas in float64, and as optimizers that are copied, resumed and
-put under amp.
+"""Apex's optimizers step as torch's do and as their formulas in float64, also if they are copied, resumed or under amp.
+
+Guards: apex/optimizers/*, apex/updates, apex/amp_C.
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""`apex.parallel` on two processes: what ranks compute together is what one process computes from the joined batch."""
+"""`apex.parallel` on two processes computes what one process computes from the joined batch.
+
+Guards: apex/parallel/*.
+"""
 
 import contextlib
 import copy

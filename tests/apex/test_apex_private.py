@@ -1,5 +1,7 @@
-"""What scripts do with the private names of `apex.amp`: loss scales set by hand, skips seen early, stashes, handles,
-the oldest interface.
+"""Scripts that use the private names of `apex.amp` get what Apex gave: loss scales set by hand, skips seen early,
+stashes, handles, and the oldest interface.
+
+Guards: apex/amp/*, apex/amp/lists/*, apex/_core.
 """
 
 import random

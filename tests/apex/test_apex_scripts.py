@@ -1,7 +1,9 @@
-"""Whole scripts of Apex's kind, run unmodified by `amp-patch run`, against the same scripts over plain torch and over
-amp_patch itself.
+"""Whole scripts written for Apex, run unmodified by `amp-patch run`, train as over plain torch and over amp_patch
+itself.
 
-The references run in this process: the script's source with another module in the place of `apex.amp`.
+The references run in this process: the source of the script with another module in the place of `apex.amp`.
+
+Guards: apex/amp/*, apex/parallel/*, apex/_finder.
 """
 
 import contextlib

@@ -1,5 +1,7 @@
-"""Short attention, computed in float32 where the CPU's 16-bit kernels are slow: nearer to the truth than those, in no
-more memory, and the same in eager mode, in compiled graphs and at every level.
+"""Short attention that is computed in float32 is more accurate than a CPU's 16-bit kernels, needs no more memory, and
+is the same in eager mode, in compiled graphs and at every level.
+
+Guards: casting/attention, hardware.
 """
 
 from collections.abc import Callable

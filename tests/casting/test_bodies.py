@@ -1,5 +1,7 @@
-"""Functions of a user's own that are decorated, registered or listed run in one dtype throughout, as under
+"""A function that the user decorates, registers or lists runs in one dtype throughout, as under
 `torch.amp.custom_fwd(cast_inputs=...)`.
+
+Guards: functions, casting/op_patches, casting/replacement.
 """
 
 import sys

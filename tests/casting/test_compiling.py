@@ -1,5 +1,6 @@
-"""torch.compile and torch.export beside the patches: nothing compiled goes stale, and the casts are inside the
-graphs.
+"""With torch.compile and torch.export, casts are inside the graphs, and a change of patches or regions recompiles them.
+
+Guards: casting/compiling.
 """
 
 import ast

@@ -1,4 +1,7 @@
-"""Functions that torch wrote in Python of other ops, or that fuse several: what a rule for the whole means inside."""
+"""A rule for a function that torch composes of other ops holds for every op inside it.
+
+Guards: casting/replacement.
+"""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
-"""The lists against what they stand for: `autocast-cuda` and `autocast-cpu` against torch.autocast, `apex` against what
-Apex is known to have done.
+"""The lists `autocast-cuda` and `autocast-cpu` do what torch.autocast does, and the list `apex` does what Apex is known
+to have done.
 
-Autocast on the CPU is run as it is. Autocast on CUDA is run on CPU tensors by `emulated_autocast`, which puts CUDA's
-rules into the dispatcher; the dtypes that torch's own test tables for CUDA declare are a second witness.
+Autocast on the CPU runs as it is. Autocast on CUDA runs on CPU tensors through `emulated_autocast`, which puts CUDA's
+rules into the dispatcher. The dtypes in torch's own test tables for CUDA are a second witness.
+
+Guards: casting/wrappers, config/op_namespaces, lists/apex.yaml, lists/autocast-cpu.yaml, lists/autocast-cuda.yaml.
 """
 
 import contextlib

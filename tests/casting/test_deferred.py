@@ -1,4 +1,7 @@
-"""Listed ops of packages that are imported after the session has opened: patched then, and plain again after reset."""
+"""Listed ops of packages that are imported after the session has opened are patched then, and plain again after reset.
+
+Guards: casting/op_patches, patching/import_hook.
+"""
 
 import gc
 import importlib

@@ -1,6 +1,8 @@
-"""Every op of every shipped list, in every spelling, on tiny inputs: results and gradients are those of the same call
-with its arguments cast by hand, and the floating results have the dtype that the rule says. To the bit where products
-are native, and but for rounding where they are computed in float32.
+"""Every op of every shipped list, in every spelling, gives the results and gradients of the same call with its
+arguments cast by hand, in the dtype of its rule: to the bit with native products, and up to rounding with products in
+float32.
+
+Guards: casting/wrappers, casting/float32_products, config/product_names, lists/*.yaml.
 """
 
 from typing import Any

@@ -1,4 +1,8 @@
-"""Products computed in float32: as close to the truth as one rounding allows, wherever they are called from."""
+"""Products that are computed in float32 are as close to the truth as one rounding allows, wherever they are called
+from.
+
+Guards: casting/float32_products, config/product_names, hardware.
+"""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""`Switch`: regions nest, survive exceptions, belong to their thread, and a forked child casts nothing."""
+"""Regions of `Switch` nest, survive exceptions and belong to their thread, and a forked child casts nothing.
+
+Guards: casting/mode.
+"""
 
 import _thread
 import contextlib

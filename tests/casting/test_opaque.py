@@ -1,5 +1,7 @@
-"""Tensors that answer calls by code of their own, as the weights of quantisation libraries do: under amp they get no
-call that they do not get under torch.autocast, and at levels that cast the model they are left alone.
+"""Tensors that answer calls with code of their own, such as quantized weights, get no call under amp that they do not
+get under torch.autocast, and levels that cast the model leave them alone.
+
+Guards: casting/tensor_cast, casting/wrappers, training/model.
 """
 
 import contextlib

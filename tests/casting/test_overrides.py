@@ -1,5 +1,7 @@
-"""What answers calls by itself (`__torch_function__`, function modes, tables of functions, graphs of torch.fx, mocks)
-is given the public name, as in plain torch, and casts happen below it, as those of torch.autocast do.
+"""Code that answers calls by itself (`__torch_function__`, function modes, tables of functions, graphs of torch.fx,
+mocks) is given the public name, as in plain torch, and casts happen below it, as in torch.autocast.
+
+Guards: casting/replacement, casting/op_patches.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
-"""The cache changes only the number of casts: whatever happens to the weights, outputs and gradients are, to the bit,
-those of a model that casts its weights afresh in each forward pass.
+"""The cache changes only the number of casts: whatever happens to the weights, outputs and gradients are bit by bit
+those of a model that casts its weights in each forward pass.
+
+Guards: casting/weight_cache.
 """
 
 import copy

@@ -1,8 +1,10 @@
-"""Weights are edited in every way there is, between forward passes of every kind: each gives, to the bit, what casting
-the weights afresh gives.
+"""After every kind of edit of weights, between forward passes of every kind, the next pass gives bit by bit the result
+of casting the weights again.
 
-The one way that is left out: writing through `p.data` between two forward passes with gradients shows nowhere. It needs
-`amp.refresh()`, which the README says, and which the edit of that kind calls here.
+One edit is left out: writing through `p.data` between two forward passes with gradients shows nowhere. It needs
+`amp.refresh()`, as the README says, and as the edit of that kind calls here.
+
+Guards: casting/weight_cache.
 """
 
 import copy

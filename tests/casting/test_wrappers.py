@@ -1,5 +1,7 @@
-"""What each rule of `OpCasts` does to the arguments of one call: which are cast and to which dtype; all that a rule has
-no business with reaches the op as the very object that was passed. For results see test_every_op.
+"""Each rule of `OpCasts` casts the arguments that it has to, to the right dtype, and passes all others on as the same
+objects. test_every_op compares results.
+
+Guards: casting/wrappers, casting/replacement, casting/tensor_cast, config/op_rules.
 """
 
 import traceback

@@ -1,4 +1,8 @@
-"""What a wrong command line is told, what needs no torch, colour, completion, and Ctrl-C."""
+"""A wrong command line gets an error that says what is wrong; help needs no torch; colour, completion and Ctrl-C behave
+as documented.
+
+Guards: cli/parser, cli/values, cli/completion, cli/main, terminal, __main__.
+"""
 
 import io
 import os

@@ -1,4 +1,7 @@
-"""`amp-patch compare`: unmodified scripts, what it writes, and what it says of runs that fail."""
+"""`amp-patch compare` runs unmodified scripts at each level, writes what it says, and reports runs that fail.
+
+Guards: cli/compare, cli/scripts, cli/recording.
+"""
 
 import functools
 import re

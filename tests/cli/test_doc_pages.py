@@ -1,6 +1,9 @@
-"""The tutorials and the page on NaN: their files are written, their commands run, and the output is what they show.
+"""The commands of the tutorials and of the page on NaN print the output that the pages show.
 
-A block of the language `diff` is applied to the file of its title. In an output, a line of `...` is any lines.
+The test writes the files of a page and runs its commands. A block of the language `diff` is applied to the file in its
+title. In an output, a line of `...` stands for any lines.
+
+Guards: docs/apex.md, docs/insight.md, docs/levels.md, docs/lists.md, docs/nan.md.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""`amp-patch doctor`: exit codes and formats of output."""
+"""`amp-patch doctor` has the documented exit codes and formats of output.
+
+Guards: cli/doctor, doctor/report, doctor/rules.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,8 @@
-"""`amp-patch explain`: unmodified scripts, of Apex and of amp_patch, and scripts that give nothing to explain."""
+"""`amp-patch explain` explains unmodified scripts of Apex and of amp_patch, and says why other scripts give nothing to
+explain.
+
+Guards: cli/explain, cli/recording, script_settings.
+"""
 
 import functools
 import json

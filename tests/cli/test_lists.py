@@ -1,4 +1,8 @@
-"""`amp-patch lists`: what its tasks print, their exit codes, and the hook that runs one of them."""
+"""The tasks of `amp-patch lists`, and the hook that runs one of them, print the documented text and exit codes.
+
+Guards: cli/lists, cli/lists_check, cli/lists_diff, cli/lists_explain, cli/lists_init, cli/lists_printing.
+Guards: cli/lists_show.
+"""
 
 import json
 import os

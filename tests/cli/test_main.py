@@ -1,4 +1,7 @@
-"""The `amp-patch` command: failures of its work, and where the options of commands and of scripts stand."""
+"""A command that fails says so in one line, and options of commands and scripts may stand where the help says.
+
+Guards: cli/main, cli/parser, cli/scripts, __main__.
+"""
 
 import errno
 import os

@@ -1,4 +1,7 @@
-"""Runs that the user has not asked for one by one leave the user's files as they are, and start from them."""
+"""Runs that a command adds by itself leave the user's files as they are, and start from these files.
+
+Guards: scratch/folders, scratch/redirect, cli/scripts.
+"""
 
 import re
 import stat

@@ -1,4 +1,7 @@
-"""`amp-patch run`: a script sees what it sees under python, and `apex` besides."""
+"""Under `amp-patch run` a script sees the same as under python, and `apex` besides.
+
+Guards: cli/run, cli/startup/sitecustomize, apex/_finder.
+"""
 
 import os
 import shutil

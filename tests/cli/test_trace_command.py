@@ -1,4 +1,7 @@
-"""`amp-patch trace`: scripts of Apex and of amp_patch, what is found in them, and scripts that cannot be looked at."""
+"""`amp-patch trace` finds the fault of scripts of Apex and of amp_patch, and says which scripts it cannot trace.
+
+Guards: cli/trace, cli/ranks, cli/recording, insight/agreement.
+"""
 
 import functools
 import json

@@ -1,4 +1,7 @@
-"""`amp-patch tune`: unmodified scripts, and what the command says and leaves."""
+"""`amp-patch tune` tunes unmodified scripts, and prints and keeps what it found.
+
+Guards: cli/tune, cli/scripts, cli/values.
+"""
 
 import functools
 import os

@@ -1,4 +1,7 @@
-"""An `Accelerator` with an opt_level, under Hugging Face's accelerate, unmodified."""
+"""An `Accelerator` with an opt_level trains, saves and resumes under Hugging Face's accelerate, unmodified.
+
+Guards: integrations/accelerate.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Trainers that write torch.autocast themselves, unmodified: explained, traced, and run with a list over autocast's."""
+"""Trainers that use torch.autocast themselves, unmodified, can be explained, traced, and run with a list.
+
+Guards: native/takeover, native/session, insight/naming.
+"""
 
 import logging
 import re

@@ -1,4 +1,8 @@
-"""QLoRA: bitsandbytes' weights of 4 bits (NF4, quantised twice) and optimizers of 8 bits, with peft, unmodified."""
+"""QLoRA trains with the gradients of autocast: bitsandbytes' weights of 4 bits (NF4, quantized twice) and optimizers of
+8 bits, with peft, unmodified.
+
+Guards: casting/tensor_cast, training/groups.
+"""
 
 import pytest
 import torch

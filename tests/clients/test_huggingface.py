@@ -1,4 +1,7 @@
-"""`AmpTrainerMixin` under the Trainer of transformers 5, unmodified."""
+"""`AmpTrainerMixin` trains, saves and resumes under the Trainer of transformers 5, unmodified.
+
+Guards: integrations/huggingface.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""`create_supervised_trainer(amp_mode="apex")` of pytorch-ignite, unmodified, over the stand-in."""
+"""`create_supervised_trainer(amp_mode="apex")` of pytorch-ignite, unmodified, trains with the stand-in.
+
+Guards: apex/amp/*.
+"""
 
 import pytest
 import torch

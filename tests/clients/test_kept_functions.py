@@ -1,4 +1,7 @@
-"""Functions of torch that published packages keep: exchanged for a session where they are, and given back exactly."""
+"""Functions of torch that published packages keep are replaced for a session where they are, and restored exactly.
+
+Guards: patching/references.
+"""
 
 import copy
 import functools

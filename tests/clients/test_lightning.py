@@ -1,4 +1,8 @@
-"""`AmpPrecision` under Lightning, unmodified: under `lightning` and under `pytorch_lightning`."""
+"""`AmpPrecision` trains, clips, accumulates and resumes under Lightning, unmodified: `lightning` and
+`pytorch_lightning`.
+
+Guards: integrations/lightning.
+"""
 
 import importlib
 import logging

@@ -1,4 +1,8 @@
-"""LoRA by peft, unmodified, on models of transformers; with bitsandbytes, on weights of 4 bits (QLoRA)."""
+"""LoRA by peft, unmodified, trains adapters of models of transformers, also on weights of 4 bits by bitsandbytes
+(QLoRA).
+
+Guards: training/model, training/masters.
+"""
 
 import pytest
 import torch

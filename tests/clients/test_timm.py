@@ -1,4 +1,7 @@
-"""timm's training parts, unmodified: its `ApexScaler` over the stand-in for apex, and its models under amp_patch."""
+"""timm's training parts work unmodified: its `ApexScaler` with the stand-in for apex, and its models under amp_patch.
+
+Guards: apex/amp/*.
+"""
 
 import pytest
 import torch

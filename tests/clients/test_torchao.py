@@ -1,4 +1,7 @@
-"""torchao, unmodified: float8 linear layers (emulated), optimizers of 8 bits, frozen weights of int8."""
+"""torchao works unmodified: emulated float8 linear layers, optimizers of 8 bits, frozen weights of int8.
+
+Guards: casting/tensor_cast, training/groups.
+"""
 
 import pytest
 import torch

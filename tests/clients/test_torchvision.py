@@ -1,4 +1,7 @@
-"""Detectors of torchvision, unmodified; its compiled `nms` is ours where its own does not load."""
+"""Detectors of torchvision train unmodified. Where its compiled `nms` does not load, the tests use their own.
+
+Guards: casting/op_patches, lists/float16.yaml.
+"""
 
 import sys
 

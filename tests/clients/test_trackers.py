@@ -1,4 +1,7 @@
-"""What a `Tracker` logs: to a function, to TensorBoard, to what logs as Weights & Biases does."""
+"""A `Tracker` logs steps and skips to a function, to TensorBoard, and to objects that log as Weights & Biases does.
+
+Guards: integrations/trackers.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Every code block of the page on trainers runs as it stands, where its trainer is installed."""
+"""Every code block of the page on trainers runs as it stands, if its trainer is installed.
+
+Guards: docs/trainers.md.
+"""
 
 import re
 from pathlib import Path

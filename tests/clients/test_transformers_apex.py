@@ -1,4 +1,7 @@
-"""The Trainer of transformers 4, unmodified, with `half_precision_backend="apex"`."""
+"""The Trainer of transformers 4, unmodified, trains with `half_precision_backend="apex"`.
+
+Guards: apex/amp/*.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""What lists come to: the rules of one op with their reasons and history, what they do to arguments, and where two
-lists differ.
+"""The explanation of an op names its rules, their reasons and history and the casts that happen; a comparison names
+every op on which two lists differ.
+
+Guards: config/explain, config/op_rules.
 """
 
 import tempfile

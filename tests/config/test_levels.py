@@ -1,4 +1,7 @@
-"""Facts about levels: those that are read without torch are those of the policies, and code asks for nothing else."""
+"""Facts about levels that are read without torch are those of the policies, and code asks for nothing else of a level.
+
+Guards: config/levels, config/shipped.
+"""
 
 import ast
 import shutil

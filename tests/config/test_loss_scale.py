@@ -1,4 +1,7 @@
-"""The property `loss_scale`: numbers, "dynamic", and mappings, in YAML and in Python."""
+"""The property `loss_scale` takes numbers, "dynamic" and mappings, in YAML and in Python, and refuses all else.
+
+Guards: config/policy, config/presets.
+"""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Module rules: which modules a rule covers, and that those run in the dtype it says at every level, forward and
-backward.
+"""A module rule covers the modules that it names, and these run in its dtype at every level, forward and backward.
+
+Guards: config/module_rules, training/rule_regions, training/model_hooks, training/model.
 """
 
 import copy

@@ -1,5 +1,7 @@
-"""Op lists: what a name means, which lists conflict, how files lie over each other, and that no file can do more than
-name functions.
+"""Names on op lists mean the documented ops, conflicts are errors, files extend each other in order, and no file can do
+more than name functions.
+
+Guards: config/op_lists, config/list_file, config/list_names, config/op_names, config/op_rules, config/shipped.
 """
 
 import os

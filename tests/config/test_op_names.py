@@ -1,4 +1,7 @@
-"""Op names by themselves: aliases, in-place twins, and refusals that know of no file."""
+"""The name of an op finds its aliases and in-place variants, also while the op is patched; other names are refused.
+
+Guards: config/op_names, config/op_namespaces.
+"""
 
 import torch
 

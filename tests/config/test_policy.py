@@ -1,4 +1,7 @@
-"""Presets and overrides: the shipped table, users' own levels, and faults with their position."""
+"""Presets, the user's own levels and overrides give the documented policy, and each fault of a file has a position.
+
+Guards: config/policy, config/presets, config/shipped.
+"""
 
 import inspect
 

@@ -1,4 +1,7 @@
-"""Each level trains exactly as a hand-written loop does."""
+"""Each level trains exactly as a hand-written loop does.
+
+Guards: training/optimizer, training/masters, training/model, training/unscaling.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""The JSON Schemas that editors use agree with the readers of lists and presets."""
+"""The JSON Schemas that editors use accept and refuse the same files as the readers.
+
+Guards: lists/schema.json, lists/presets.schema.json, tools/generate_list_schema.py.
+"""
 
 import json
 

@@ -1,5 +1,7 @@
-"""What torch.autocast does, as observed: held against torch's own C++ header and test tables, and against the lists
-that were generated from it.
+"""The rules of torch.autocast, as observed, are those of torch's C++ header and test tables, and those of the lists
+that are generated from them.
+
+Guards: tools/torch_autocast.py, tools/generate_autocast_lists.py, lists/autocast-cpu.yaml, lists/autocast-cuda.yaml.
 """
 
 import re

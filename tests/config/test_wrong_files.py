@@ -1,4 +1,7 @@
-"""Files that people get wrong (`wrong_files.yaml`): each fault is reported once, at its place."""
+"""Each fault of a wrong file (`wrong_files.yaml`) is reported once, at its place.
+
+Guards: config/list_file, config/yaml_nodes, config/look_alikes, config/op_names, config/module_rules, config/presets.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

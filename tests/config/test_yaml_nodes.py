@@ -1,5 +1,6 @@
-"""The YAML reader: text with positions out of a well-formed file, one error type with a position out of
-anything else.
+"""A well-formed YAML file is read as text with positions, and any other file raises one type of error with a position.
+
+Guards: config/yaml_nodes, config/look_alikes.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""What only a device that works on its own shows: syncs, and the same numbers as torch.autocast with its GradScaler, to
-the bit. On CUDA compiled models, too.
+"""A device that works on its own waits as little as promised, and gives bit by bit the numbers of torch.autocast with
+its GradScaler; on CUDA, compiled models train as eager ones.
+
+Guards: training/step_log, training/fused_skip, training/optimizer.
 """
 
 import pytest

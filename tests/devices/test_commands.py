@@ -1,4 +1,7 @@
-"""The commands, on a script that makes everything on the device."""
+"""The commands work on a script that makes everything on the device.
+
+Guards: cli/run, cli/explain, cli/trace, cli/compare, cli/tune.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Every public function once where tensors are made on the device unless something else is said."""
+"""Every public function works where tensors are made on the device by default.
+
+Guards: api, functions, insight/comparing/probes, insight/repair, insight/recent.
+"""
 
 import contextlib
 import functools

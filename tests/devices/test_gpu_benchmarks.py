@@ -1,4 +1,7 @@
-"""`benchmarks/gpu.py`: the day a GPU comes, it runs at the first try."""
+"""The stages of `benchmarks/gpu.py` run at the first try.
+
+Guards: benchmarks/gpu.py.
+"""
 
 import os
 import subprocess

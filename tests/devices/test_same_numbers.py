@@ -1,5 +1,7 @@
-"""Training on the simulated device, whose kernels are those of the CPU, gives what training on the CPU gives: bit by
-bit, at every level, with every kind of optimizer, and however far the device is behind the host.
+"""Training on the simulated device, whose kernels are those of the CPU, gives bit by bit what training on the CPU
+gives, at every level, with every kind of optimizer, and however far the device is behind the host.
+
+Guards: training/gradient_sums, training/unscaling, training/step_log, multi_tensor.
 """
 
 import types

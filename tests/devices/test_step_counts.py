@@ -1,6 +1,8 @@
-"""What one step costs: launches and waits, counted. They fall, or somebody says why they rise.
+"""The launches and waits of a step are those of the table in docs/launches.md and within the promised bounds.
 
-The table of docs/launches.md is what `tools/generate_launches_page.py` counts; what is promised of it stands here.
+`tools/generate_launches_page.py` counts the table.
+
+Guards: training/unscaling, training/step_log, docs/launches.md, tools/generate_launches_page.py.
 """
 
 import contextlib

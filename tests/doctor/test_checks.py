@@ -1,4 +1,8 @@
-"""The rules: each finds its fault in bad code and none in good, in its own examples and in what people write."""
+"""Each rule of the doctor finds its fault in bad code and none in good code: in its own examples and in real code.
+
+Guards: doctor/checkpoint_checks, doctor/import_checks, doctor/loss_checks, doctor/setup_checks, doctor/rules.
+Guards: doctor/script, doctor/tree, doctor/names.
+"""
 
 from pathlib import Path
 

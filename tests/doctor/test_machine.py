@@ -1,5 +1,6 @@
-"""What the doctor says of the machine: verdicts on dtypes, and which package is found under the name apex without
-importing it.
+"""The doctor judges the dtypes of a machine, and finds out which package has the name apex without importing it.
+
+Guards: doctor/machine, doctor/report, hardware.
 """
 
 import importlib

@@ -1,4 +1,8 @@
-"""Which files are read, what is said of those that cannot be, notebooks, places and comments that silence a rule."""
+"""The doctor reads the user's files and notebooks, reports unreadable ones, gives exact places, and obeys comments that
+silence rules.
+
+Guards: doctor/project, doctor/documents.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The examples: each proves what it shows, says so if it is not so, and takes no longer than a machine allows."""
+"""Each example proves what it shows, fails if this is not so, and takes no longer than a machine allows.
+
+Guards: examples/digits.py, examples/mlp.py, examples/paper.py, examples/checkpointing.py, examples/common.py.
+"""
 
 import ast
 import statistics

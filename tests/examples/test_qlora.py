@@ -1,4 +1,7 @@
-"""The example `qlora`: a base that stays what it was, gradients that are autocast's, and that a difference is seen."""
+"""The example `qlora` leaves its base as it was, has the gradients of autocast, and notices a difference.
+
+Guards: examples/qlora.py.
+"""
 
 import contextlib
 

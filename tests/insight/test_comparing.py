@@ -1,4 +1,10 @@
-"""What `insight.compare` finds, against what is known of the runs, and that watched runs are the plain ones."""
+"""`insight.compare` finds the differences that are known to be in its runs, and watched runs are bit by bit the plain
+ones.
+
+Guards: insight/comparing/assessment, insight/comparing/campaign, insight/comparing/comparison.
+Guards: insight/comparing/exponents, insight/comparing/memory, insight/comparing/probes, insight/comparing/summary.
+Guards: insight/comparing/text, insight/runs, insight/record_checks, insight/notebook.
+"""
 
 import copy
 import gc

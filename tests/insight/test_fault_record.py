@@ -1,4 +1,7 @@
-"""The record of a fault: its parts, the flat JSON that users read, and the words that it may hold."""
+"""The record of a fault has the documented parts, flat JSON and words, and a cause and advice for every fault.
+
+Guards: insight/fault_record, insight/causes, insight/json_values.
+"""
 
 import json
 import math

@@ -1,4 +1,8 @@
-"""What recordings say of ops that checkpoints run again, without the hooks of the module that they are of."""
+"""Ops that a checkpoint runs again are recorded with the module and rule of the forward pass, although no hook of the
+module runs.
+
+Guards: insight/naming, insight/sites, insight/rules.
+"""
 
 import functools
 

@@ -1,4 +1,10 @@
-"""What a recording says of a step, and that the step is what it is without one."""
+"""A recording tells for each op of a step its rule, dtypes, casts and place, and the step is bit by bit the same
+without a recording.
+
+Guards: insight/recorder, insight/observe, insight/rules, insight/folding, insight/ops, insight/tensors, insight/naming.
+Guards: insight/sites, insight/recordings, insight/records, insight/record_checks, insight/json_values, insight/text.
+Guards: insight/display, insight/short_dtypes, events.
+"""
 
 import contextlib
 import copy

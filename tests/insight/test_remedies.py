@@ -1,4 +1,8 @@
-"""What is advised helps: a list where lists act, an edit elsewhere, and no remedy under which the loss stands still."""
+"""The advice against a fault helps: a list where lists act, an edit elsewhere, and nothing under which the loss stays
+the same.
+
+Guards: insight/remedies, insight/placing, insight/advice, insight/agreement, insight/causes.
+"""
 
 import math
 

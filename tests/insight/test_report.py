@@ -1,4 +1,8 @@
-"""The page of a recording: it needs nothing else, says what was recorded, and nothing in it is taken for markup."""
+"""The page of a recording needs no other file, shows what was recorded, and takes none of it for markup.
+
+Guards: insight/report/page, insight/report/compared, insight/report/charts, insight/report/tables.
+Guards: insight/report/markup, insight/comparing/summary.
+"""
 
 import html.parser
 import math

@@ -1,4 +1,7 @@
-"""The report in a real browser: Debian's chromium and chromium-driver, without a window."""
+"""The controls of the report work in a real browser: Debian's chromium and chromium-driver, without a window.
+
+Guards: insight/report/tables, insight/report/charts, amp_patch/insight/report/report.js.
+"""
 
 import pytest
 from browsing import needs_a_browser, open_browser, show

@@ -1,4 +1,8 @@
-"""Scripts with a fault that is known: its line and cause are told, and what is advised, applied as it is, repairs."""
+"""For scripts with a known fault, `trace` names its line and cause, and its advice, applied literally, repairs the
+script.
+
+Guards: insight/faults, insight/causes, insight/placing, insight/repair, insight/advice.
+"""
 
 from pathlib import Path
 

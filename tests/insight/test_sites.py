@@ -1,4 +1,7 @@
-"""The role of the code between an op and the script: a module says it itself, so moving its file changes no report."""
+"""A module states the role of its code between an op and the script itself, so moving its file changes no report.
+
+Guards: insight/sites.
+"""
 
 import sys
 import types

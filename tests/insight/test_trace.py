@@ -1,4 +1,9 @@
-"""The first value that does not fit: that it is found, at the op that made it, with its cause and what came of it."""
+"""`trace` finds the first value that does not fit, at the op that made it, with its cause and effect, and lets harmless
+ones pass.
+
+Guards: insight/tracer, insight/faults, insight/step_faults, insight/storages, insight/written, insight/recent.
+Guards: insight/repair, insight/fault_text, insight/placing, insight/ops, insight/tensors.
+"""
 
 import math
 

@@ -1,5 +1,7 @@
-"""Faults in scripts with torch.autocast, or without amp: each is found at its line, and what is advised, done
+"""In scripts with torch.autocast, or without amp, `trace` finds each fault at its line, and its advice, followed
 literally, repairs it.
+
+Guards: insight/faults, insight/step_faults, insight/advice, insight/causes.
 """
 
 import re

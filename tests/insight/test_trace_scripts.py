@@ -1,5 +1,7 @@
-"""Faults as scripts have them that do more than a step: several losses, gradients of gradients, functions of the user,
-numbers that torch refuses, and losses that are left out.
+"""`trace` finds faults in scripts that do more than a step: several losses, gradients of gradients, functions of the
+user, numbers that torch refuses, and losses that are left out.
+
+Guards: insight/tracer, insight/step_faults, insight/recent, insight/written, insight/causes.
 """
 
 import gc

@@ -1,4 +1,10 @@
-"""What tuning finds in models with seeded faults, and that its runs are the training's own."""
+"""Tuning finds the seeded faults of models with as few entries as possible, and its runs are bit by bit the training's
+own.
+
+Guards: insight/tuning/tuner, insight/tuning/options, insight/tuning/float32_run, insight/tuning/shadow.
+Guards: insight/tuning/check, insight/tuning/ranking, insight/tuning/traced, insight/tuning/result, insight/runs.
+Guards: script_settings.
+"""
 
 import math
 import re

@@ -1,4 +1,7 @@
-"""The parts of tuning that need no run: searches, entries, sketches of gradients, verdicts."""
+"""The parts of tuning that need no run find the fewest units and entries, and judge gradients by their sketches.
+
+Guards: insight/tuning/search, insight/tuning/entries, insight/tuning/sketches, insight/tuning/verdict.
+"""
 
 import itertools
 import math

@@ -1,4 +1,7 @@
-"""Trainings by torch.autocast, compared and tuned."""
+"""Trainings under torch.autocast can be compared and tuned.
+
+Guards: native/takeover, script_settings, insight/runs.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Scripts that change weights by hand, or modules between two calls, and that nobody edits."""
+"""Casts and module rules follow weights that a script changes by hand, and modules that it replaces between two calls.
+
+Guards: native/session, training/rule_regions, casting/autocast, casting/weight_cache.
+"""
 
 import copy
 from collections.abc import Callable, Iterator

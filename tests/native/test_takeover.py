@@ -1,4 +1,7 @@
-"""Op lists over the regions of torch.autocast: what changes, what does not, and that torch is found as it was."""
+"""Op lists over the regions of torch.autocast change the ops that they name and nothing else, and torch is restored.
+
+Guards: native/takeover, native/session, native/step_checks, native/roots, native/whole_script, casting/autocast.
+"""
 
 import threading
 import warnings

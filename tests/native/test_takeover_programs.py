@@ -1,6 +1,9 @@
-"""Scripts drawn at random do under op lists what the same scripts do by hand, bit by bit.
+"""Random scripts under op lists do bit by bit the same as scripts in which the lists are applied by hand.
 
 `make fuzz KIND=takeover` runs more of them.
+
+Guards: native/takeover, native/session, native/whole_script, casting/autocast, casting/op_patches.
+Guards: training/rule_regions.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""Scripts with torch.autocast on two ranks: DistributedDataParallel, as they are and under lists."""
+"""Scripts with torch.autocast and DistributedDataParallel on two ranks train as without amp_patch, and lists change all
+ranks alike.
+
+Guards: native/takeover, native/session, native/roots.
+"""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Scripts without mixed precision, in one region from the first call of a model on, wherever that call is."""
+"""A script without mixed precision runs in one region from the first call of a model on, wherever that call is.
+
+Guards: native/whole_script, native/roots.
+"""
 
 import threading
 from collections.abc import Callable, Iterator

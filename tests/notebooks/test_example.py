@@ -1,4 +1,7 @@
-"""The notebook of examples/ runs from top to bottom, and its own checks hold."""
+"""The notebook of examples/ runs from top to bottom, and its own checks hold.
+
+Guards: examples/nan.ipynb.
+"""
 
 from pathlib import Path
 

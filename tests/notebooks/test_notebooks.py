@@ -1,4 +1,8 @@
-"""In a real kernel of IPython: cells run again, display, cells that fail, and what holds models."""
+"""In a real IPython kernel, cells can run again, records are shown as tables, and cells that hold models or fail are
+named.
+
+Guards: insight/notebook, insight/display, session/holders, insight/sites.
+"""
 
 import os
 import re

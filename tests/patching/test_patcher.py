@@ -1,5 +1,6 @@
-"""`Patcher`: all or nothing on the way in, and no trace on the way out, whatever others do to the same names in
-between.
+"""`Patcher` installs all patches or none, and leaves no trace, whatever other code does to the same names in between.
+
+Guards: patching/patcher.
 """
 
 import functools

@@ -1,5 +1,7 @@
-"""References to patched functions outside torch: found wherever a program keeps them, given back exactly, and never by
-running its code.
+"""References to patched functions outside torch are found wherever a program keeps them, without running its code, and
+restored exactly.
+
+Guards: patching/references, patching/pickling, patching/patcher.
 """
 
 import builtins

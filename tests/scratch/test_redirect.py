@@ -1,4 +1,7 @@
-"""Under redirection a script sees its own files as it would see them in place, and what was there before stays."""
+"""Under redirection a script sees its own files as it would see them in place, and the files from before stay.
+
+Guards: scratch/redirect, scratch/view, scratch/system, scratch/libraries, scratch/guard, scratch/folders.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,8 @@
-"""`initialize`: shapes, identity, `enabled=False`, and bad input that changes nothing."""
+"""`initialize` returns the objects that it was given, does nothing with `enabled=False`, and changes nothing if its
+arguments are wrong.
+
+Guards: session/arguments, session/current, hardware, api.
+"""
 
 import inspect
 import re

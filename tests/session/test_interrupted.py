@@ -1,4 +1,8 @@
-"""Ctrl-C at any line of `initialize`, `reset` and a module with a rule: what is left and what comes after."""
+"""After Ctrl-C at any line of `initialize`, `reset` and a module with a rule, the next call finds or makes everything
+right.
+
+Guards: interrupts, session/current, session/session, session/installer, training/rule_regions.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""What is told, where, and how often: lines of `initialize`, overflows, and the user's own logging."""
+"""Each message appears once, where the user looks for it: lines of `initialize`, overflows, and the user's own logging.
+
+Guards: reporting, training/step_log, api.
+"""
 
 import io
 import json

@@ -1,4 +1,7 @@
-"""`scope`: `initialize` for the length of a block."""
+"""`scope` is `initialize` for the length of a block.
+
+Guards: session/current, api.
+"""
 
 import copy
 

@@ -1,4 +1,9 @@
-"""Sessions: switching, adopting, conflicts, undoing, names imported elsewhere, and casts turned off and on."""
+"""Sessions follow each other, adopt objects, refuse conflicts and leave nothing; casts can be turned off and on, and
+names imported elsewhere are patched and restored.
+
+Guards: session/session, session/current, session/bindings, session/holders, session/installer, session/torch_patches.
+Guards: functions.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""Wrong calls of the public functions: each error has its class, names what was given, and says what to do."""
+"""The error of a wrong call of a public function has its class, names the wrong value, and says what to do.
+
+Guards: session/arguments, session/current, errors, functions, api, dtypes.
+"""
 
 import re
 from functools import partial

@@ -1,9 +1,10 @@
-"""What models are made of, construct by construct: with the list `autocast-cpu` training is to the bit that under
-`torch.autocast("cpu", torch.bfloat16)`, and in float16 with a dynamic loss scale it is that in float32 but for
-rounding.
+"""Every construct that models are made of trains under amp as under torch: with the list `autocast-cpu` bit by bit as
+under `torch.autocast("cpu", torch.bfloat16)`, and in float16 with a dynamic loss scale as in float32, up to rounding.
 
-Compared are results, their dtypes, gradients of inputs and weights, and the weights after two steps. Where a list
-cannot say what autocast does, `EXCEPTIONS` says why, and the test that the difference is still there.
+Results, their dtypes, gradients of inputs and weights, and the weights after two steps are compared. Where a list
+cannot do what autocast does, `EXCEPTIONS` gives the reason, and the test checks that the difference still exists.
+
+Guards: casting/wrappers, casting/op_patches, casting/replacement, lists/autocast-cpu.yaml.
 """
 
 import contextlib

@@ -1,4 +1,8 @@
-"""What real training scripts do: penalties, clipping, modules that run other weights than their own."""
+"""Gradient penalties, clipping, and modules that run with weights of another module do under amp what they do without
+it.
+
+Guards: training/gradient_patches, training/unscaling, casting/weight_cache, api.
+"""
 
 import copy
 import math

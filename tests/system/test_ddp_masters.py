@@ -1,4 +1,7 @@
-"""What DistributedDataParallel broadcasts where there are masters: on two ranks, the masters of one, bit by bit."""
+"""DistributedDataParallel on two ranks broadcasts the masters of the first rank, bit by bit.
+
+Guards: training/gradient_patches, torch_distributed, session/torch_patches.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
-"""torch.distributed.checkpoint at every level: saved and loaded, in one process and over ranks, training goes on bit by
-bit as without.
+"""Training that torch.distributed.checkpoint saves and loads, at every level, in one process and over ranks, goes on
+bit by bit as without.
+
+Guards: session/checkpoints, training/groups.
 """
 
 import inspect

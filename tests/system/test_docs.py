@@ -1,6 +1,9 @@
-"""The README and the pages of docs/: blocks run, what is generated is current, links and anchors lead somewhere.
+"""The blocks of the README and of docs/ run, generated parts are current, and links and anchors lead somewhere.
 
-tests/cli/test_doc_pages.py runs the tutorials, test_distributed_page.py and tests/clients/test_trainers_page.py theirs.
+tests/cli/test_doc_pages.py runs the tutorials. test_distributed_page.py and tests/clients/test_trainers_page.py run
+their pages.
+
+Guards: README.md, docs/*, lists/README.md, tools/generate_cli_page.py, tools/draw_figures.py, examples/README.md, api.
 """
 
 import ast

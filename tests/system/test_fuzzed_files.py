@@ -1,4 +1,7 @@
-"""Files from anyone: whatever a list or a saved state holds, it is read, or refused by an error of ours."""
+"""A spoiled list or saved state is read, or refused by an error of amp_patch.
+
+Guards: config/yaml_nodes, config/list_file, session/session.
+"""
 
 import contextlib
 import math

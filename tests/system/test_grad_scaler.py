@@ -1,4 +1,7 @@
-"""A dynamic loss scale with its knobs is torch.amp.GradScaler with the same: scales and skips bitwise, and weights."""
+"""A dynamic loss scale and torch.amp.GradScaler with the same options give bitwise the same scales, skips and weights.
+
+Guards: training/loss_scaler, training/scale_updates.
+"""
 
 import math
 

@@ -1,5 +1,6 @@
-"""Promises of the package as a whole: names are restored, calls enter few frames, weights are never frozen, copies run
-their own; and that the check of every other test can fail.
+"""Calls of patched ops enter few frames; and the check of every test that torch is restored can fail.
+
+Guards: casting/replacement, casting/wrappers, tests/support/torch_state.py.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""Modules import only from lower layers, and importing the package changes nothing."""
+"""Modules import only from lower wings, modules and functions are short, and importing the package changes nothing.
+
+Guards: __init__.
+"""
 
 import ast
 import functools

@@ -1,5 +1,7 @@
-"""The errors that justify `fast.yaml` and `paper.yaml`, measured again on small tensors; and that the measure can tell
-good kernels from bad.
+"""The errors that justify `fast.yaml` and `paper.yaml` are measured again on small tensors, and the measure can tell
+good kernels from bad ones.
+
+Guards: lists/fast.yaml, lists/paper.yaml, tools/list_errors.py, tools/list_error_cases.py.
 """
 
 import list_errors

@@ -1,4 +1,8 @@
-"""Meshes of two dimensions, shards on the host, and checkpoints that go from two ranks to four and back."""
+"""Meshes of two dimensions train as one process, also with shards on the host, and checkpoints can be loaded on another
+number of ranks.
+
+Guards: session/sharding, training/scale_updates, session/checkpoints.
+"""
 
 import pytest
 import torch

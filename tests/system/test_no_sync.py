@@ -1,6 +1,9 @@
-"""Accumulation under `no_sync` on two ranks: at every level what the float32 run gives, bit by bit the same on both.
+"""Accumulation under `no_sync` on two ranks gives at every level what the float32 run gives, bit by bit the same on
+both.
 
-Gradients that nobody has reduced yet are held: neither folded into masters nor dropped.
+Gradients that no rank has reduced yet are kept: neither added to masters nor dropped.
+
+Guards: training/reduction, training/gradient_sums.
 """
 
 import contextlib

@@ -1,5 +1,7 @@
-"""One decision for all ranks: whatever is sharded, and whichever rank overflows, before or after the reduction, all
-skip the same steps, have the same scale and end with the same weights; and the reductions are counted.
+"""All ranks skip the same steps, have the same scale and end with the same weights, whatever is sharded and whichever
+rank overflows, before or after the reduction; and the reductions are counted.
+
+Guards: training/scale_updates, session/sharding, session/arguments, torch_distributed.
 """
 
 import warnings

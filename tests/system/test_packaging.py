@@ -1,4 +1,7 @@
-"""What ships, what it says of itself, and that the files around the package agree with each other."""
+"""The wheel holds exactly the sources, its metadata is right, and the files around the package agree with each other.
+
+Guards: pyproject.toml, setup.py, requirements-*.txt, .ci/run, Makefile, __init__, amp.
+"""
 
 import email.message
 import email.parser

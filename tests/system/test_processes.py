@@ -1,4 +1,7 @@
-"""Worker processes, and TorchScript beside the patches."""
+"""Worker processes see plain torch or train by themselves, and TorchScript works beside the patches.
+
+Guards: casting/mode, casting/op_patches, session/torch_patches.
+"""
 
 import warnings
 

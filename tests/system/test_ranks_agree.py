@@ -1,5 +1,7 @@
-"""Windows given up, gradients that stay on a rank, wrappers out of date, groups beside shards: ranks end alike, or are
-told.
+"""Ranks end alike, or are told: when windows are given up, gradients stay on a rank, wrappers are out of date, or
+groups exist beside shards.
+
+Guards: training/scale_updates, training/reduction, session/sharding, session/bindings.
 """
 
 import contextlib

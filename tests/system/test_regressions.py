@@ -1,4 +1,8 @@
-"""Ways in which training scripts once broke the package, or could have, each as the script would have it."""
+"""Training scripts that once broke the package, or could have, train as their author expects.
+
+Guards: training/first_step, training/groups, training/optimizer, training/step_was_skipped, training/model_hooks.
+Guards: functions.
+"""
 
 import copy
 import functools

@@ -1,4 +1,7 @@
-"""Checkpoint and resume, bitwise: every level, optimizer and order of load calls."""
+"""Checkpoint and resume is bitwise, with every level, optimizer and order of load calls.
+
+Guards: session/session, training/groups, training/loss_scaler, training/model_hooks.
+"""
 
 import pytest
 import torch

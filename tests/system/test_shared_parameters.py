@@ -1,5 +1,7 @@
-"""Parameters that several optimizers step on, that come and go between passes, and passes that nobody steps on: at
-every level what plain torch gives.
+"""Parameters that several optimizers step on, parameters that come and go between passes, and passes without a step
+train at every level as in plain torch.
+
+Guards: training/gradient_sums, training/overflow_flags, training/masters, session/bindings.
 """
 
 import gc

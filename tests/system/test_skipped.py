@@ -1,4 +1,7 @@
-"""The list of tests that no environment ran, made from the reports of all."""
+"""The list of tests that no environment ran is made from the reports of all environments.
+
+Guards: tools/skipped.py.
+"""
 
 import subprocess
 import sys

@@ -1,5 +1,7 @@
-"""Random sequences of everything a training script may do, with the package and by hand (`hand_training.py`): both
-sides do the same, and hold the same bits after each action.
+"""Random sequences of everything that a training script may do hold bit by bit the same values after each action with
+the package and by hand (`hand_training.py`).
+
+Guards: training/gradient_sums, training/overflow_flags, training/step_log, training/scale_loss, session/bindings.
 """
 
 import contextlib

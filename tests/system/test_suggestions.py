@@ -1,4 +1,7 @@
-"""Suggestions: one function makes them all, from what is allowed at each place and from other words for it."""
+""""Did you mean" suggests the word that is meant, from what is allowed at each place and from other words for it.
+
+Guards: errors, synonyms, config/look_alikes.
+"""
 
 import re
 import time

@@ -1,4 +1,7 @@
-"""Training scripts drawn at random do what the same scripts do by hand, bit by bit: `tests/support/run_programs.py`."""
+"""Random training scripts give bit by bit the same results with amp and by hand: `tests/support/run_programs.py`.
+
+Guards: training/gradient_sums, training/overflow_flags, training/scale_updates, training/step_log.
+"""
 
 import os
 

@@ -1,4 +1,8 @@
-"""What a backward pass answers for: the overflow that it added, its own block, and an interrupt in the middle of it."""
+"""A backward pass answers for the overflow that it added and for its own block, and an interrupt in the middle of it
+can be made good.
+
+Guards: training/overflow_flags, training/gradient_sums, training/scale_loss, interrupts.
+"""
 
 import math
 import os

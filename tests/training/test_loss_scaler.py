@@ -1,5 +1,7 @@
-"""`LossScaler` follows the law of Megatron-LM, which is GradScaler's where there is no hysteresis, over any sequence of
+"""`LossScaler` follows the rule of Megatron-LM, which is that of GradScaler without hysteresis, over any sequence of
 steps; unscaling is division, and finds inf and NaN element by element.
+
+Guards: training/loss_scaler, training/unscaling.
 """
 
 import math

@@ -1,5 +1,7 @@
-"""What people do to 16-bit parameters between steps, at the levels with float32 masters: an edit that is taken back, or
-changes nothing, costs a master none of its low bits; one that lasts reaches the elements that it changed, and no other.
+"""An edit of 16-bit parameters between steps reaches the masters of the elements that it changes, and no others; an
+edit that is taken back, or changes nothing, costs a master none of its low bits.
+
+Guards: training/masters, training/model_hooks.
 """
 
 import copy

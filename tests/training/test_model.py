@@ -1,4 +1,7 @@
-"""The model cast: what is cast, what is kept, what goes in and comes out, and state dicts."""
+"""A cast model has the documented dtypes, takes and returns the documented values, and has float32 state dicts.
+
+Guards: training/model, training/model_hooks, training/rule_regions, casting/tensor_cast.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""Optimizers in a session: masters, the replaced methods, schedulers, closures, groups."""
+"""Optimizers in a session step with masters, closures, schedulers, hooks and groups as they do without one.
+
+Guards: training/optimizer, training/groups, training/masters, training/gradient_patches, training/step_was_skipped.
+"""
 
 import copy
 import functools

@@ -1,4 +1,7 @@
-"""`scale_loss`, skips, accumulation and the scalers' state, against float32 or hand-written references."""
+"""`scale_loss`, skipped steps, accumulation and the saved scalers give what float32 or hand-written references give.
+
+Guards: training/scale_loss, training/gradient_sums, training/first_step, training/step_log, training/gradient_patches.
+"""
 
 import contextlib
 import math

@@ -1,5 +1,8 @@
-"""Every reason for which a step is skipped, in the order of the list in `amp_patch.training`; reason 9, other ranks, is
-in `tests/system/test_ranks_agree.py`. The same program without its overflow takes the step.
+"""Each reason in the list of `amp_patch.training` skips the step, and the same program without its overflow takes it.
+
+Reason 9, other ranks, is in `tests/system/test_ranks_agree.py`.
+
+Guards: training/overflow_flags, training/gradient_sums, training/optimizer, training/scale_updates.
 """
 
 import math

@@ -1,8 +1,10 @@
-"""Steps whose flag is still on its way to the host: fused optimizers skip on the device, and counters, messages and
-errors come later.
+"""If the flag of a step is still on its way to the host, fused optimizers skip on the device, and counters, messages
+and errors come later.
 
-On a CPU every flag is there at once. `late` makes the host see flags late, as with a GPU, and counts how often it waits
-for one.
+On a CPU every flag is there at once. `late` shows flags to the host late, as with a GPU, and counts how often the host
+waits for a flag.
+
+Guards: training/step_log, training/fused_skip, training/step_was_skipped, training/optimizer.
 """
 
 import contextlib
