@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
 
-from guards import find_guards  # noqa: E402
+from guards import find_guards
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(
@@ -372,7 +372,9 @@ def main() -> None:
     parser.add_argument("--wings", default=",".join(CORE), help="folders of the package, with commas between")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the edits there")
     parser.add_argument("--load", type=Path, metavar="FILE", help="make the edits that were saved there")
-    parser.add_argument("--near", action="store_true", help="run only the tests that guard the broken module, and those of its wing")
+    parser.add_argument(
+        "--near", action="store_true", help="run only the tests that guard the broken module, and those of its wing"
+    )
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes of pytest (default: its own)")
     arguments = parser.parse_args()
     edits = find_edits()

@@ -1,4 +1,5 @@
-""""Did you mean" suggests the word that is meant, from what is allowed at each place and from other words for it.
+"""Suggestions ("did you mean") give the word that is meant, out of what is allowed at each place and from other words
+for it.
 
 Guards: errors, synonyms, config/look_alikes.
 """
