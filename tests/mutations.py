@@ -349,13 +349,14 @@ def find_notice(edit: Edit, tests: Path, jobs: int, is_near: bool) -> str | None
         source = module.read_bytes()
         module.write_bytes(source[: edit.start] + edit.new.encode() + source[edit.end :])
         groups = list(order_tests(edit, broken / "tests"))
-        for names in groups[:2] if is_near else groups:
+        for group in groups[:2] if is_near else groups:
+            names = group
             while names and (failed := run_tests(broken, names, jobs)) is not None:
                 if not failed.startswith("tests/"):
                     return failed
                 whole = copy_tree(Path(scratch) / "whole", tests)
                 if run_tests(whole, [failed], 0) is None:
-                    return failed
+                    return failed if group is groups[0] else f"{failed}, which does not guard the module"
                 shutil.rmtree(whole)
                 print(f"       fails on the whole package, too, and so is left out: {failed}", flush=True)
                 names = [*(name for name in names if name != failed), "--deselect", failed]
