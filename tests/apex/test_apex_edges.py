@@ -1,7 +1,7 @@
 """Apex's metadata, extensions, private names and interfaces of 2019 are there for packages that use them.
 
 Guards: apex/_metadata, apex/_gone, apex/apex_C, apex/amp_C, apex/fused_adam_cuda, apex/contrib/optimizers/*.
-Guards: apex/optimizers/*.
+Guards: apex/optimizers/fp16_optimizer, apex/amp/rnn_compat, apex/amp/compat.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """`apex.optimizers.FP16_Optimizer` has the attributes that scripts of 2019 know, and reads files of each layout that it
 had.
 
-Guards: apex/optimizers/*.
+Guards: apex/optimizers/fp16_optimizer.
 """
 
 import copy

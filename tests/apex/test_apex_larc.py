@@ -1,6 +1,6 @@
 """LARC follows its formula, around any optimizer, under schedulers, and under amp.
 
-Guards: apex/parallel/*.
+Guards: apex/parallel/LARC.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Names of Apex beside amp that public code uses can be imported as from Apex, and compute the numbers of torch.
 
-Guards: apex/_gone, apex/_autocast_utils, apex/mlp, apex/contrib/*, apex/contrib/xentropy/*, apex/fused_layer_norm_cuda.
+Guards: apex/_gone, apex/_autocast_utils, apex/mlp, apex/contrib/xentropy/*, apex/fused_layer_norm_cuda.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """`apex.parallel` on two processes computes what one process computes from the joined batch.
 
-Guards: apex/parallel/*.
+Guards: apex/parallel/*, apex/apex_C.
 """
 
 import contextlib

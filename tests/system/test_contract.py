@@ -1,7 +1,7 @@
 """Gradient penalties, clipping, and modules that run with weights of another module do under amp what they do without
 it.
 
-Guards: training/gradient_patches, training/unscaling, casting/weight_cache, api.
+Guards: training/gradient_patches, training/unscaling, casting/weight_cache, api, apex/contrib/clip_grad.
 """
 
 import copy
