@@ -9,7 +9,6 @@ data loaders). The script runs as `python script.py` runs it, and no code of thi
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,27 +21,16 @@ from .values import check_lists, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_MAX_": "0"}
-"""What the GNU C library reads before Python starts: give back nothing below 1 GiB, and map no large block by itself,
-which would be given back when it is freed.
-"""
-
 STARTUP = Path(__file__).with_name("startup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
     parser.usage = (
-        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force] [--malloc keep]"
+        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force]"
         " [--quiet] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     )
     add_settings(parser)
-    parser.add_argument(
-        "--malloc",
-        choices=["keep"],
-        help="keep: the GNU C library keeps freed memory instead of returning it to the system, which shortens small"
-        " steps on a CPU, with amp and without",
-    )
     parser.add_argument("--quiet", action="store_true", help="do not print to stderr what was changed in the script")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
@@ -101,11 +89,6 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         for option in _find_options_behind(command):
             note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
             print(f"{parser.prog}: note: {note}", file=sys.stderr)
-    if arguments.malloc is not None:
-        if platform.libc_ver()[0] == "glibc":
-            environment = KEEP_MEMORY | environment
-        else:
-            print(f"{parser.prog}: note: --malloc has no effect without the GNU C library", file=sys.stderr)
     start(line, environment)
 
 

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-class Rule(str, Enum):
+class Rule(StrEnum):
     """What happens to the arguments of an op. A member is its name: it compares, prints and is written to JSON so."""
 
     WHITELIST = "whitelist"
@@ -36,7 +36,6 @@ class Rule(str, Enum):
     INPLACE_ERROR = "inplace_error"
     UNLISTED = "unlisted"
 
-    __str__ = str.__str__
     __repr__ = str.__repr__
 
 

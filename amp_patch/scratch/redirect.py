@@ -141,9 +141,6 @@ def _find_holders() -> Iterator[Any]:
         is_own = name in _OF_SYSTEM or name.startswith(f"{__package__}.")
         if isinstance(getattr(module, "__dict__", None), dict) and not is_own:
             yield module
-    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)
-    if accessor is not None:  # of Python 3.10
-        yield accessor
 
 
 def _follow_imports(view: View, undo: contextlib.ExitStack) -> None:

@@ -153,7 +153,7 @@ def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFix
 
 def test_malloc_is_told_of_where_tensors_are_in_its_memory() -> None:
     told = machine.describe_malloc(CPU, "glibc", {})
-    assert "amp-patch run --malloc keep" in told
+    assert "MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_MAX_=0" in told
     assert told in " ".join(Report([], 0, replace(SOUND, malloc=told)).as_text().split())
     assert machine.describe_malloc(GPU, "glibc", {}) == machine.describe_malloc(CPU, "musl", {}) == ""
     assert machine.describe_malloc(CPU, "glibc", {"MALLOC_TRIM_THRESHOLD_": "1073741824"}) == ""

@@ -15,7 +15,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def _start():  # type: () -> None
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
-    if settings is None or sys.version_info < (3, 10):
+    if settings is None or sys.version_info < (3, 11):
         return
     from importlib.util import find_spec
 
