@@ -114,10 +114,10 @@ def open_session(
     return session
 
 
-def add_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
+def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
     """Bring an optimizer with `num_losses` loss scalers of its own under a session; return the first's number."""
     first = len(session.scalers)
-    session.add_scalers(first + num_losses)
+    session.make_scalers(first + num_losses)
     session.adopt([], [optimizer])
     return first
 

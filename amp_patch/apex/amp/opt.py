@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core import add_optimizer, require_session
+from .._core import bind_optimizer, require_session
 
 
 class OptimWrapper:
@@ -23,7 +23,7 @@ class OptimWrapper:
         self._loss_idx = 0
         self._first_scaler = 0
         if amp_handle.is_active():
-            self._first_scaler = add_optimizer(require_session(), optimizer, num_loss)
+            self._first_scaler = bind_optimizer(require_session(), optimizer, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
