@@ -20,6 +20,7 @@ FLOORS = (
     "native",
     "insight",
     "functions",
+    "saving",
     "api",
     "amp",
     "__init__",
