@@ -39,7 +39,7 @@ class Script(Tree):
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
 
     Attributes:
-        expected: how amp may act in it, by its own calls of `initialize`, or by the calls in files that are read with it.
+        expected: how amp may act in it, by its own calls of `initialize`, or by those in files read with it.
     """
 
     def __init__(self, path: str, text: str) -> None:
