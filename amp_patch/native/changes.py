@@ -16,8 +16,6 @@ from ..script_settings import UnsuitedLevelError
 from ..torch_private import enable_region
 from .session import AS_IS, NativeSession
 
-PLAIN = "O0"
-
 _OTHER_LEVELS = (
     "{level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of torch.autocast and"
     ' GradScaler, `model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")` and `with'
@@ -43,19 +41,23 @@ class Changes:
 
     Attributes:
         policy: the policy of the level; None without one.
+        has_module_rules: the lists have rules for modules.
+
+    Raises PolicyError or OpListError for a level or lists that do not exist or cannot be read.
     """
 
     def __init__(self, level: str | None, lists: Sequence[str], compute: str | None) -> None:
         self.level = level
         self.lists = tuple(lists)
         self.policy = None if level is None else make_policy(level, {})
+        self.has_module_rules = bool(lists) and bool(load_oplists(["autocast-cpu", *lists]).modules)
         self._compute = compute
 
     @property
     def kind(self) -> Kind:
         """What happens to the regions."""
-        if self.level is not None:
-            return Kind.DISABLED if self.level == PLAIN else Kind.LEVEL
+        if self.policy is not None:
+            return Kind.DISABLED if self.policy.low_dtype is None else Kind.LEVEL
         return Kind.LISTS if self.lists else Kind.NOTHING
 
     @property
@@ -67,10 +69,6 @@ class Changes:
     def level_dtype(self) -> torch.dtype | None:
         """The 16-bit dtype of the level, None without one."""
         return None if self.policy is None else self.policy.low_dtype
-
-    def has_module_rules(self) -> bool:
-        """Return whether the lists have rules for modules."""
-        return bool(self.lists) and bool(load_oplists(["autocast-cpu", *self.lists]).modules)
 
     def check_level(self) -> None:
         """Raise UnsuitedLevelError for a level that casts models, which no region can do."""

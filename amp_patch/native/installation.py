@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..config import load_oplists, make_policy
+from ..config import make_policy
 from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
-from .changes import PLAIN
 from .takeover import Takeover
 
 _TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
@@ -54,20 +53,18 @@ def install(
     """
     given = [lists] if isinstance(lists, (str, os.PathLike)) else lists
     names = [os.fspath(path) for path in given]
-    if names:
-        load_oplists(["autocast-cpu", *names])  # raises OpListError before anything is installed
-    if opt_level is not None and opt_level != PLAIN:
-        level = make_policy(opt_level, {"compute": compute})
-        if everywhere and level.low_dtype is torch.float16:
-            raise PolicyError(
-                f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
-                " use O4, which is bfloat16"
-            )
-    if everywhere and (opt_level == PLAIN or not (opt_level or names)):
+    takeover = Takeover(opt_level, names, compute, everywhere=everywhere)  # raises before anything is replaced
+    policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
+    casts_some = bool(names) if policy is None else policy.low_dtype is not None
+    if everywhere and not casts_some:
         raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    if everywhere and policy is not None and policy.low_dtype is torch.float16:
+        raise PolicyError(
+            f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
+            " use O4, which is bfloat16"
+        )
     remove()
     check_not_installed()
-    takeover = Takeover(opt_level, names, compute, everywhere=everywhere)
     _start(takeover)
     _installed.is_by_install = True
     return takeover

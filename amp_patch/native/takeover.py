@@ -81,7 +81,7 @@ class Takeover:
         self._steps.install(self._undo)
         if self._everywhere:
             self._whole_script.install(self._undo)
-        if self._everywhere or self._changes.has_module_rules():
+        if self._everywhere or self._changes.has_module_rules:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
