@@ -101,7 +101,7 @@ class DeferredOps:
                 place, name = spelling.entry.place, spelling.name
                 warn(f"{place}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()")
             path = spelling.owner_name.split(".")
-            self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
+            self._watch.watch(".".join(path[:length]) for length in range(1, len(path) + 1))
 
     def close(self) -> None:
         """Patch nothing any more. Harmless twice."""

@@ -119,7 +119,7 @@ class Session:
         self.bindings.bind_more(models, optimizers, finish)
 
     def patch_ops_again(self) -> None:
-        """Put the patches of ops back in after `patcher.undo()`."""
+        """Install the patches of ops again after `patcher.undo()`."""
         self._installer.patch_ops_again()
 
     def _decide_together(self, overflow_group: Any) -> None:
