@@ -392,6 +392,25 @@ def set_keys(*are_set: bool) -> None:
         torch._C._dispatch_tls_set_dispatch_key_included(key, is_set)
 
 
+def get_forced_setting(config: Any, name: str) -> object:
+    """Return what `force_setting` takes to put back what is in force for a setting of a config module of torch."""
+    entry: Any = getattr(config, "_config", {}).get(name)
+    value: object = entry.env_value_force if hasattr(entry, "env_value_force") else getattr(config, name)
+    return value
+
+
+def force_setting(config: Any, name: str, value: object) -> None:
+    """Set a setting in all threads: `setattr` sets it in the calling thread only, since it is a ContextVar.
+
+    Without the private entry, as in torch 2.6: with `setattr`, which sets it in all threads there.
+    """
+    entry: Any = getattr(config, "_config", {}).get(name)
+    if hasattr(entry, "env_value_force"):
+        entry.env_value_force = value
+    else:
+        setattr(config, name, value)
+
+
 def is_called_from_outside() -> bool:
     """Tell whether the module whose hook asks was called by no other module."""
     frame: types.FrameType | None = sys._getframe(1)

@@ -19,6 +19,8 @@ from ..torch_private import (
     IDLE_DEVICE_TYPES,
     build_dynamo_tables,
     build_function_tables,
+    force_setting,
+    get_forced_setting,
     get_tracing_state,
     has_proxies,
     is_autocast_state_guarded,
@@ -71,9 +73,8 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
     """Have the on-disk caches of a patched process differ from those of others, until it is undone."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
-        before = config.cache_key_tag
-        undo.callback(setattr, config, "cache_key_tag", before)
-        config.cache_key_tag = f"{before}|{tag}"
+        undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))
+        force_setting(config, "cache_key_tag", f"{config.cache_key_tag}|{tag}")
 
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------

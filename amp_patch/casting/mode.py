@@ -204,7 +204,11 @@ class Switch:
                 if around is Mode.OFF:
                     mode = Mode.OFF
                 # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
-                region = Region(self, mode, owner, frame or sys._getframe(2), acts=is_on)
+                frame = frame or sys._getframe(2)
+                for region in regions:
+                    if region.owner is owner and region.frame is frame:
+                        return False  # opened before torch came to this hook
+                region = Region(self, mode, owner, frame, acts=is_on)
                 if around is mode:
                     is_on = False
                 else:

@@ -193,7 +193,10 @@ class RegionHooks:
         return args, kwargs
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
-        """Do the same for a call, run by `frame`, that had begun when the hooks were set. Returns positional inputs."""
+        """Do the same for a call, run by `frame`, that may have begun before the hooks were set.
+
+        Returns the positional inputs. If torch does call `enter` afterwards, that does nothing.
+        """
         kwargs = get_call_kwargs(frame)
         if self.switch.enter_module(self.mode, self, frame):
             args, cast_kwargs = self.cast(module, args, kwargs)

@@ -5,6 +5,7 @@ a module is called that its model did not hold before, and when a model is calle
 """
 
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,8 @@ class RuleRegions:
         self._models: list[_Model] = []
         self._entries: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._here = _ThreadCalls()
+        self._lock = threading.RLock()  # threads may call a new model at once
         self._hooks: weakref.WeakKeyDictionary[nn.Module, RegionHooks] = weakref.WeakKeyDictionary()
 
     # ---- models ------------------------------------------------------------------------------------------------------
@@ -61,14 +64,15 @@ class RuleRegions:
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
-        for known in self._models:
-            if known.root() is root:
-                return known
-        model = _Model(weakref.ref(root), rules, by_name)
-        self._models.append(model)
-        self._entries[root] = model
-        self._update(model)
-        return model
+        with self._lock:
+            for known in self._models:
+                if known.root() is root:
+                    return known
+            model = _Model(weakref.ref(root), rules, by_name)
+            self._models.append(model)
+            self._entries[root] = model
+            self._update(model)
+            return model
 
     def remove(self, model: nn.Module) -> None:
         """Remove the hooks that `add` has set for a model."""
@@ -140,23 +144,25 @@ class RuleRegions:
 
         Returns the positional arguments to use instead, or None.
         """
-        if not self._is_stale and module in self._known:
+        if not self._is_stale and module in self._here.known:
             model = self._entries.get(module)
             if model is not None:
                 self._update_if_changed(model)
             return None
         if is_replica(module):
             return None
-        before = self._hooks.get(module)
-        self._is_stale = False
-        self._forget_dead()
-        for model in self._models:
-            self._update_if_changed(model)
-        self.meet(module)
-        hooks = self._hooks.get(module)
-        if hooks is None or hooks is before:
+        with self._lock:
+            self._is_stale = False
+            self._forget_dead()
+            for model in self._models:
+                self._update_if_changed(model)
+            self.meet(module)
+            hooks = self._hooks.get(module)
+        self._here.known.add(module)
+        if hooks is None:
             return None
-        return hooks.catch_up(module, args, frame)  # torch does not call what is set while it calls hooks
+        # torch does not call hooks that are set, here or by another thread, once it has begun to call those of a module
+        return hooks.catch_up(module, args, frame)
 
     def _forget_dead(self) -> None:
         """Remove the hooks of models that are gone, such as a wrapper of a moment, from what they held."""
@@ -177,8 +183,11 @@ class RuleRegions:
 
     def meet(self, module: nn.Module) -> None:
         """Have the rules cover a module that the script calls by itself, if no model holds it."""
-        if module in self._known:
-            return
+        with self._lock:
+            if module not in self._known:
+                self._meet(module)
+
+    def _meet(self, module: nn.Module) -> None:
         root = module if self._find_root is None else self._find_root(module)
         inside = [self._entries[one] for one in root.modules() if one in self._entries]
         if self._find_root is not None:
@@ -198,7 +207,8 @@ class RuleRegions:
     def _update_if_changed(self, model: "_Model") -> None:
         root = model.root()
         if root is not None and model.children != _children_in(root):
-            self._update(model)
+            with self._lock:
+                self._update(model)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
@@ -269,6 +279,13 @@ class UpdateRules(SessionHook):
         regions: RuleRegions | None = self._target()
         if regions is not None and not compiling.is_compiling():
             regions.update_model(module)
+
+
+class _ThreadCalls(threading.local):
+    """The modules that one thread has called. In the first call of each, its hooks may be newer than the call."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Model:

@@ -5,7 +5,10 @@ backward.
 import copy
 import io
 import pickle
+import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -427,6 +430,10 @@ def test_a_part_that_was_replaced_and_is_called_by_itself_follows_its_rule(write
 class Criterion(nn.Module):
     """Is given to no `initialize`."""
 
+    def __init__(self, parts=None):
+        super().__init__()
+        self.parts = parts
+
     def forward(self, a):
         return (a @ a.T).sum()
 
@@ -442,6 +449,27 @@ def test_a_rule_by_type_acts_in_a_criterion_that_the_script_calls(write):
     loss.backward()
     with pytest.warns(UserWarning, match="'torch.nn.Bilinear' matches no module"):
         optimizer.step()
+
+
+def test_threads_may_call_a_new_module_at_once(write):
+    make("O4", write([f"{{type: {__name__}.Criterion, run: float32}}"]))
+    threads = 4
+    begin = threading.Barrier(threads)
+    parts = nn.ModuleList(nn.Identity() for _ in range(2000))  # so many that deciding their rules takes a while
+
+    def call(criterion):
+        begin.wait()
+        return criterion(batch()).dtype
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(20):
+                dtypes = list(pool.map(call, [Criterion(parts)] * threads))
+                assert dtypes == [torch.float32] * threads
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_class_of_the_script_is_named_with_its_module(tmp_path, monkeypatch):

@@ -69,6 +69,8 @@ def find_changes() -> list[str]:
         torch.set_autocast_enabled("cpu", False)  # so that one test alone fails
         torch.set_autocast_enabled("cuda", False)
         return ["autocast was left enabled"]
+    if getattr(torch.compiler.config, "cache_key_tag", ""):
+        return ["the key of compiled programs was left changed"]
     functions = torch.overrides._get_current_function_mode_stack()
     left = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]  # a default device
     if modes := len(left) + torch._C._len_torch_dispatch_stack():
