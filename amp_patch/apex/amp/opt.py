@@ -1,4 +1,4 @@
-"""`OptimWrapper`: what `amp.init().wrap_optimizer(...)` gives, Apex's interface from before `initialize`."""
+"""`OptimWrapper`: the result of `amp.init().wrap_optimizer(...)`, Apex's interface from before `initialize`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Give the loss times the scale of its scaler: the first loss since the last step has the first, and so on."""
+        """Yield the loss times the scale of its scaler. The first loss after a step has the first scaler, and so on."""
         if not self._amp_handle.is_active():
             yield loss
             return
