@@ -7,6 +7,7 @@ methods of sessions and loss scalers; only this file uses the attributes inside 
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -201,7 +202,6 @@ class OptimizerView:
         session = current.require()
         self._binding = session.bindings.get_optimizer(optimizer)
         self._ledgers = session.ledgers
-        self._open_block: LossBlock | None = None  # between `begin_pass` and `end_pass`
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
@@ -230,27 +230,42 @@ class OptimizerView:
         self._ledgers.prepare_step(self._binding.ledger)
         self._ledgers.resume(self._binding.ledger)
 
-    def begin_pass(self) -> None:
-        """Prepare for a backward pass of a loss that the script multiplies by the scale of the first scaler."""
-        optimizer = self._binding.optimizer
+    def is_next_step_skipped(self) -> bool:
+        """Return whether the next `step()` will be skipped. Waits for the device."""
+        return self._binding.ledger.is_overflow()
+
+
+class HandScaledPass:
+    """Backward passes of a loss that the script itself multiplies by the scale of the first scaler.
+
+    The script calls `begin`, goes backward, and calls `end`. Without `begin`, `end` unscales all gradients.
+
+    Args:
+        optimizer: the optimizer of the loss, bound to a session.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._view = OptimizerView(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._block: LossBlock | None = None
+
+    def begin(self) -> None:
+        """Enter a `scale_loss` block, whose loss does not matter."""
+        optimizer = self._optimizer()
         if optimizer is None:
             return
-        any_loss = torch.ones((), device=self.device)
+        any_loss = torch.ones((), device=self._view.device)
         block = current.require().scale_loss(any_loss, [optimizer], loss_id=0, delay_unscale=False)
         if isinstance(block, LossBlock):
-            self._open_block = block
+            self._block = block
             block.__enter__()
 
-    def end_pass(self, manual: ManualPass) -> None:
-        """Unscale the gradients of that pass, and report an overflow to `manual` and to the next step."""
-        block, self._open_block = self._open_block, None
+    def end(self, manual: ManualPass) -> None:
+        """Unscale the gradients, and report an overflow to `manual` and to the next step."""
+        block, self._block = self._block, None
         if block is None:
-            self.unscale()
+            self._view.unscale()
             return
         block.__exit__(None, None, None)
         if block.found_inf is not None:
             manual.note_overflow(block.found_inf)
-
-    def is_next_step_skipped(self) -> bool:
-        """Return whether the next `step()` will be skipped. Waits for the device."""
-        return self._binding.ledger.is_overflow()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core import OptimizerView, require_session
+from .._core import HandScaledPass, OptimizerView, require_session
 from .scaler import LossScaler
 
 
@@ -88,8 +88,9 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     view = OptimizerView(optimizer)
     view.attach("_amp_stash", AmpOptimizerState(view))
     view.attach("_amp_lazy_init", _masters_exist)
-    view.attach("_prepare_amp_backward", view.begin_pass)
-    view.attach("_post_amp_backward", functools.partial(_post_amp_backward, view))
+    hand_scaled = HandScaledPass(optimizer)
+    view.attach("_prepare_amp_backward", hand_scaled.begin)
+    view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
     if require_session().policy.master_weights:
         view.attach("_master_params_to_model_params", view.push_masters)
 
@@ -98,9 +99,9 @@ def _masters_exist() -> None:
     """Masters exist from `initialize` on."""
 
 
-def _post_amp_backward(view: OptimizerView, scaler: LossScaler) -> None:
+def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
     """Unscale after a pass, and report an overflow to `scaler.update_scale()` and the next `step()`."""
-    view.end_pass(scaler.open_pass(view.device))
+    hand_scaled.end(scaler.open_pass(device))
 
 
 def show_skip(optimizer: Any) -> None:
