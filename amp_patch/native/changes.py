@@ -98,12 +98,14 @@ class Changes:
         if self.policy is None or self.level is None:
             dtype = low or torch.get_autocast_dtype(device_type)
             policy = _lay_over(own, dtype, self.lists)
+            # without lists, the session only watches, and regions of either dtype are alike
             autocast = Autocast(device_type, dtype if self.lists else None, own)
         elif self.kind is Kind.DISABLED:
             policy = replace(self.policy, description="torch.autocast is disabled")
-            autocast = None
+            autocast = None  # `adapt` disables each region, so there is nothing to cast in
         else:
             lists = (*self.policy.lists, *self.lists)
+            # the script's GradScaler scales the loss, not the session
             made = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
             policy = replace(made, description=f"{self.level} in the regions of torch.autocast")
             autocast = Autocast(device_type, policy.low_dtype, own)
@@ -119,7 +121,7 @@ def own_lists(device_type: str) -> OpLists | None:
 def _lay_over(own: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
     """Return the policy of lists on top of torch.autocast's own."""
     level = "autocast" if lists else AS_IS
-    if own is None and not lists:
+    if own is None and not lists:  # no list describes the autocast of this device
         return replace(make_policy("O0", {}), opt_level=level)
     names = [*(() if own is None else own.names), *lists]
     overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}

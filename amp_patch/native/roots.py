@@ -56,7 +56,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Only classes of libraries are wrappers. A model of the script may have its only child under such a name.
     """
-    for name in _WRAPPED * 2:
+    for name in _WRAPPED * 2:  # twice, because wrappers nest in either order
         children = dict(get_own_children(module).items())  # a scripted module's children are no dict
         inner = children.get(name)
         if inner is not None and len(children) == 1 and _is_of_library(module):

@@ -124,6 +124,7 @@ class ScriptSteps:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             enclosing = self._scaler_step
             this = self._scaler_step = _ScalerStep(scaler.is_enabled())
+            # other optimizers: GradScaler.step itself unscales first
             if self._unscales_first and this.is_scaling and reads_found_inf(optimizer):
                 with contextlib.suppress(RuntimeError):  # the script has unscaled them
                     scaler.unscale_(optimizer)
@@ -136,6 +137,7 @@ class ScriptSteps:
                     enclosing.has_stepped = True
                 return result
 
+            # GradScaler has found an overflow, and skipped the optimizer: no hook has seen the step
             session = find_session()
             if not has_own_amp():
                 self._checks.end_step(optimizer, is_open=session is not None)

@@ -61,6 +61,7 @@ class NativeSession(Session):
         self._steps_taken = self._steps_skipped = 0
         self._seen_low: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
+        # ops that torch casts by itself are wrapped only to be watched, or because of module rules
         if autocast is not None and self.casts is not None and (with_all or has_rules):
             alone = RulesAlone(self.switch)
             self.casts.by_torch = OpCasts(alone, self.casts.low, device_type, None, autocast=autocast)
@@ -70,6 +71,7 @@ class NativeSession(Session):
     def note_model(self, model: nn.Module) -> None:
         """Count a module as a model, and apply module rules to it."""
         self._models = [reference for reference in self._models if reference() is not None]
+        # a model may be noted again: it may have got new parts
         if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
             if self.oplists is not None and self.oplists.modules:

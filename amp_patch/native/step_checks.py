@@ -50,6 +50,7 @@ class StepChecks:
     def note_region(self, low: torch.dtype) -> None:
         """Record a region that begins, with the dtype that the script gives it."""
         self._has_amp = True
+        # evaluation between two steps needs no loss scale
         if low is not torch.float16 and torch.is_grad_enabled():
             self._has_wide_region = True
 
@@ -73,7 +74,7 @@ class StepChecks:
             is_changing: something runs differently from the script.
             is_scaling: an enabled GradScaler takes the step.
         """
-        if self.is_waiting and not self._stepped_at:
+        if self.is_waiting and not self._stepped_at:  # once: the script may take many such steps
             self._stepped_at = find_line()
             self._on_plain_step(
                 f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"

@@ -180,7 +180,7 @@ class Takeover:
                 self._changes.adapt(region, session)
                 session.note_region(region.fast_dtype)
                 return original(region)
-            finally:
+            finally:  # the script may enter the same object again, or read its attributes
                 region.fast_dtype = dtype
                 enable_region(region, True)
 
@@ -211,7 +211,8 @@ class Takeover:
         if session is None:
             return None
         changed_args = None
-        if session.bindings.regions is not None:  # module rules may choose criteria, too
+        if session.bindings.regions is not None:  # for criteria, too: module rules may choose them
+            # the caller's frame, in which torch calls this hook, tells when the call is over
             changed_args = session.bindings.regions.begin_call(module, args, sys._getframe(1))
         if model is not None:
             session.note_model(model)

@@ -87,14 +87,14 @@ class WholeScript:
         torch's cache of weights is off, since no step would clear it. The region does not begin inside of a block that
         ends before it: `autocast(enabled=False)`, a backward pass, or a trace.
         """
-        if self._here.region is not None or device_type == "meta":
+        if self._here.region is not None or device_type == "meta":  # meta tensors compute nothing
             return
         if torch.is_autocast_enabled(device_type):
             raise PolicyError(HAS_REGIONS)
         if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
             return
         region = torch.autocast(device_type, self._low, cache_enabled=False)
-        region.__enter__()
+        region.__enter__()  # not a `with`: the region outlives this call
         self._here.region, self._here.is_in_mode = region, self._here.modes > 0
 
     def close(self) -> None:
@@ -107,6 +107,7 @@ class WholeScript:
     def leave_for_step(self) -> None:
         """Disable the region until `come_back`: some optimizers multiply matrices."""
         region = self._here.region
+        # only the flag: the block stays open, because other blocks may be open inside of it
         if region is not None and torch.is_autocast_enabled(region.device):
             torch.set_autocast_enabled(region.device, False)
             self._here.is_left = True
@@ -144,7 +145,7 @@ class WholeScript:
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            self._here.modes = max(self._here.modes - 1, 0)
+            self._here.modes = max(self._here.modes - 1, 0)  # the mode may have begun before the installation
             if not self._here.is_in_mode:
                 return
             self._here.is_in_mode = self._here.modes > 0
@@ -159,6 +160,7 @@ class WholeScript:
         @functools.wraps(original)
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            # without tensors, the checkpoint does not show its device; the model's own call enters the region then
             if tensors and not compiling.is_dynamo_compiling() and not self._has_own_amp():
                 self.enter(tensors[0].device.type)
             return original(function, *args, **kwargs)

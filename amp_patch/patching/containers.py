@@ -135,7 +135,7 @@ def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
     """Return the objects that the values refer to, directly or through up to two containers. Runs no code of theirs."""
     layer = gc.get_referents(*values)
     contents = [value for value in layer if id(value) not in visited]
-    for _ in range(2):
+    for _ in range(2):  # as deep as the tables of torchao and functorch nest
         layer = gc.get_referents(*[value for value in layer if type(value) in _KEEPERS and id(value) not in visited])
         contents += layer
     return contents

@@ -37,6 +37,7 @@ def redirect(
         replacements.update(own)
     if not replacements:
         return []
+    # first, so that a copy from an earlier session holds the originals that are searched for next
     _rewrite(_search_for_retired(), models, with_modules=False)
     search = Search(replacements, _packages_of(replacements.values()))
     search.run(models, with_modules=with_modules)

@@ -92,8 +92,9 @@ class Search:
                 evidence.add(id(module))
             if not is_passed_over:
                 packages.setdefault(top, []).append((name, module))
-        self._search_tables_of_torch()
+        self._search_tables_of_torch()  # otherwise, torch itself is passed over
         for package, modules in packages.items():
+            # to search a single module costs no more than this check
             if len(modules) > 1 and not any(_holds_any(module, evidence) for _, module in modules):
                 continue
             for name, module in modules:

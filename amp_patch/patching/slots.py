@@ -96,7 +96,7 @@ class Entry(Slot):
             return self._container[self.key] if self.key < list.__len__(self._container) else ABSENT
         if type(self._container) is set:
             return self.key if set.__contains__(self._container, self.key) else ABSENT
-        if self._is_key:
+        if self._is_key:  # deleted meanwhile by the program, it must not come back
             return self.key if dict.__contains__(self._container, self.key) else ABSENT
         return dict.get(self._container, self.key, ABSENT)
 
@@ -136,11 +136,14 @@ def _set_of_layer(layer: Any, name: str, value: Any) -> None:
 
 
 def _set_function(partial: Any, name: str, value: Any) -> None:
+    # `func` is read-only, but a partial that is unpickled gets its state like this
     state = (value, partial.args, partial.keywords, vars(partial) or None)
     functools.partial.__setstate__(partial, state)  # type: ignore[attr-defined]
 
 
+# type.__setattr__, because a metaclass may override it
 _OF_CLASS = _Access(lambda owner, name: attributes_of(owner).get(name, ABSENT), type.__setattr__)
+# not setattr, which nn.Module overrides
 _OF_LAYER = _Access(lambda layer, name: vars(layer).get(name, ABSENT), _set_of_layer)
 _OF_FUNCTION = _Access(getattr, setattr, is_public=False)
 _OF_PARTIAL = _Access(getattr, _set_function, is_public=False)

@@ -92,6 +92,7 @@ class Folders:
         if keep and os.path.isdir(files):
             _prune(files)
             here = files + os.path.realpath(os.curdir)
+            # the working directory's files become the folder itself, so everything moves out of it first
             beside = root + ".part"
             os.rename(root, beside)
             here, files = here.replace(root, beside, 1), files.replace(root, beside, 1)

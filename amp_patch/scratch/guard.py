@@ -61,7 +61,7 @@ def guard(view: View) -> Callable[[], None]:
 
 def _check_event(event: str, arguments: tuple[Any, ...]) -> None:
     view = _InForce.view
-    if view is None:
+    if view is None:  # no run is in progress, but the hook stays
         return
     if event == "open":
         path, _, flags = arguments

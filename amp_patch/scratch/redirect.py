@@ -169,6 +169,6 @@ def _give(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
         _swap(taker.owner, taker.name, replacement, undo)
         _swap_references([replacement], undo)
         return
-    if isinstance(original, types.BuiltinFunctionType):
+    if isinstance(original, types.BuiltinFunctionType):  # a builtin in a class is not bound to instances
         replacement = staticmethod(replacement)
     _swap(taker.owner, taker.name, replacement, undo)

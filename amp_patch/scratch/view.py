@@ -88,7 +88,7 @@ class View:
         """Return the location of a script's path. Without `follow`, a link at its end is not followed."""
         text = os.fsdecode(path)
         if not text:
-            return Location(text, path, True)  # there is no such file
+            return Location(text, path, True)  # the system raises FileNotFoundError for it
         is_plain = dir_fd is None
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
@@ -167,7 +167,7 @@ class View:
     def is_hidden(self, path: str) -> bool:
         """Return whether the file from before at a located path was removed, or a folder around it."""
         marks = self._find_marks()
-        while marks:
+        while marks:  # nearly always there are none, and no path is hashed
             if _mark_of(path) in marks:
                 return True
             if path == os.sep:
@@ -306,7 +306,7 @@ class View:
         chmod(part, stat.S_IMODE(about.st_mode))
         utime(part, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(FileExistsError):
-            link(part, target)
+            link(part, target)  # not rename, which would replace the copy of another process
         unlink(part)
 
     def hide(self, path: str) -> None:

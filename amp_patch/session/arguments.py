@@ -39,6 +39,7 @@ def as_enabled(enabled: Any) -> bool:
 def as_models(models: Any) -> list[nn.Module]:
     """Return the first argument of `initialize`, a module or an iterable, as a list. Raises ArgumentTypeError."""
     result = [models]
+    # nn.Sequential is iterable, and a class may be, too
     if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
         result = list(models)
     for model in result:
@@ -129,7 +130,7 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             types.add(tensor.device.type)
-    types.discard("meta")
+    types.discard("meta")  # of weights that are offloaded, or loaded later
     if len(types) > 1:
         raise ModelError(
             f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
@@ -263,6 +264,7 @@ def choose_policy(
             told += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", told)
+    # a second time, because only a made policy says whether functions are patched
     if laid_over := find_lists_to_lay_over(policy):
         policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)
     return policy

@@ -300,7 +300,7 @@ def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
     if any(model in models for model in given):
         return True
     if models:
-        models.clear()
+        models.clear()  # this list would keep them alive
         gc.collect()
     return bool(session.models())
 
@@ -308,7 +308,7 @@ def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
 def reset() -> None:
     """Close the session in force, if there is one. See `amp_patch.reset`."""
     with state.lock:
-        if state.session is not None and state.session.is_whole:
+        if state.session is not None and state.session.is_whole:  # an interrupted one has to be closed in any case
             state.session.check_that_no_block_runs()
         state.is_disabled = False
         _close()

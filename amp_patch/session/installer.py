@@ -96,6 +96,7 @@ class Installer:
         patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()
+        # after all patches, which the references lead to
         self.redirect(self._bindings.models(), with_modules=True)
         if self._bindings.regions is not None:
             _add_step_hook(self._bindings.on_step, undo)
@@ -149,5 +150,5 @@ class Installer:
 
 
 def _add_step_hook(hook: Callable[[Optimizer, Any, Any], None], undo: UndoStack) -> None:
-    undo.callback(remove_step_hook, None, hook)
+    undo.callback(remove_step_hook, None, hook)  # first, so that an interrupt leaves no hook behind
     register_optimizer_step_post_hook(hook)

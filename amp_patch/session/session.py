@@ -147,11 +147,12 @@ class Session:
             try:
                 self.undo.close()
             except BaseException:
-                self.undo.close()
+                self.undo.close()  # the stack still holds the callbacks that have not run
                 raise
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
+        # a fork inherits blocks that only the parent can leave
         if self.process_id == os.getpid() and self.bindings.ledgers.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
@@ -238,7 +239,7 @@ class Session:
         seen: set[int] = set()
         for model in self.models():
             for parameter in model.parameters():
-                if id(parameter) in seen:
+                if id(parameter) in seen:  # tied weights count once
                     continue
                 seen.add(id(parameter))
                 if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -310,6 +311,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     is_rounded = policy.computes_in_float32(device_type)
     if autocast is not None:
         return RegionCache(low, device_type, is_rounded=is_rounded)
+    # the first uses of a small weight take a plain cast, because a look-up costs as much
     smallest = SMALL_ON_CPU if policy.get_longest_attention(device_type) else 0
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 
