@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch_state import enable_torch_function
+
 import amp_patch
 
 PACKAGE = Path(amp_patch.__path__[0])
@@ -58,10 +60,12 @@ def choose(count: int, sample: int, seed: str) -> list[int]:
 
 
 def interrupted_at(position: int, action: Callable[[], Any], **options: Any) -> bool:
-    """Run `action` with an interrupt at a place; tell whether it came."""
+    """Run `action` with an interrupt at a place; return whether it came."""
     try:
         with Interrupt(position, **options):
             action()
     except KeyboardInterrupt:
+        # A trace function may raise between the body of a `with` and its exit, where no signal is handled.
+        enable_torch_function()
         return True
     return False

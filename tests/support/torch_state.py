@@ -71,6 +71,9 @@ def find_changes() -> list[str]:
         return ["autocast was left enabled"]
     if getattr(torch.compiler.config, "cache_key_tag", ""):
         return ["the key of compiled programs was left changed"]
+    if not torch._C._is_torch_function_enabled():
+        enable_torch_function()
+        return ["subclasses of Tensor were left without their overrides"]
     functions = torch.overrides._get_current_function_mode_stack()
     left = [mode for mode in functions if not isinstance(mode, torch.utils._device.DeviceContext)]  # a default device
     if modes := len(left) + torch._C._len_torch_dispatch_stack():
@@ -82,6 +85,11 @@ def find_changes() -> list[str]:
     if not changes:
         seen_unchanged[:] = values
     return changes
+
+
+def enable_torch_function() -> None:
+    """Let subclasses of Tensor override functions in this thread, as they do in torch."""
+    torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
 
 
 def _find_changes() -> list[str]:
