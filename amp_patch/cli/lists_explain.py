@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the dtype that a list is named after; bfloat16, whose list lies over that of float16, if it was read."""
+    """Return the dtype that a list is named after: bfloat16 if its list was read, which extends the list of float16."""
     for name in names:
         if name in LOW_NAMES:
             return name

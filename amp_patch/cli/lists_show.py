@@ -1,4 +1,4 @@
-"""`amp-patch lists show`: what lists come to."""
+"""`amp-patch lists show`: prints the merged lists."""
 
 import argparse
 from collections.abc import Iterator
@@ -96,7 +96,7 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that follow each entry, neutral entries too."""
+    """Return the spellings that each entry decides, also of neutral entries."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
@@ -104,7 +104,7 @@ def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[co
 
 
 def _lost(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
-    """Return the spellings of an entry's op that later files put elsewhere."""
+    """Return the spellings of an entry's op that later files decide."""
     held = {(spelling.owner_name, spelling.name) for spelling in spellings}
     return [".".join(key) for key in config.op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
 
