@@ -25,11 +25,20 @@ def find_root(module: nn.Module) -> nn.Module:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals.get("self")
+            owner = _read_self(frame)
             if isinstance(owner, nn.Module) and owner is not root and _holds(owner, root):
                 root = owner
         frame = frame.f_back
     return unwrap(root)
+
+
+def _read_self(frame: types.FrameType) -> object:
+    """Return `self` of a call. Before Python 3.13, `f_locals` keeps all variables alive until the call is over."""
+    variables = frame.f_locals
+    owner: object = variables.get("self")
+    if sys.version_info < (3, 13):
+        variables.clear()
+    return owner
 
 
 def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:

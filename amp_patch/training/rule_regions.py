@@ -144,8 +144,10 @@ class RuleRegions:
 
         Returns the positional arguments to use instead, or None.
         """
-        if not self._is_stale and module in self._here.known:
-            model = self._entries.get(module)
+        model = self._entries.get(module)
+        if model is not None and self._belongs_elsewhere(module, model):
+            self._known.discard(module)
+        elif not self._is_stale and module in self._here.known:
             if model is not None:
                 self._update_if_changed(model)
             return None
@@ -163,6 +165,15 @@ class RuleRegions:
             return None
         # torch does not call hooks that are set, here or by another thread, once it has begun to call those of a module
         return hooks.catch_up(module, args, frame)
+
+    def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
+        """Return whether a module that the script called by itself is now called by a model that holds it.
+
+        Asked only while a rule awaits a module of its name: it looks through all calls that are under way.
+        """
+        if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
+            return False
+        return self._find_root(module) is not model.root()
 
     def _forget_dead(self) -> None:
         """Remove the hooks of models that are gone, such as a wrapper of a moment, from what they held."""
