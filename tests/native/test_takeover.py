@@ -349,7 +349,7 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
 @pytest.mark.parametrize("match", ["text", "text.0"])
 def test_a_rule_acts_in_a_part_that_the_script_has_called_by_itself_before(match: str, tmp_path: Path) -> None:
     encoder, x = Encoder("text"), torch.ones(1, 2)
-    with native.install(lists=write(tmp_path, f"modules: [{{match: {match}, run: float32}}]")):
+    with native.install(lists=write_list(tmp_path, f"modules: [{{match: {match}, run: float32}}]")):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 encoder.text(x)  # such as a check of shapes
