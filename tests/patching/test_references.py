@@ -113,7 +113,9 @@ def describe(module):
         value = pending.pop()
         is_own = isinstance(value, OWN) or getattr(value, "__module__", None) == module.__name__
         if is_own and id(value) not in held and value is not vars(builtins):
-            inner = [vars(value)] if isinstance(value, nn.Module) else gc.get_referents(value)
+            # from Python 3.13 on, the values are not among the referents of the namespace of an object
+            is_layer = isinstance(value, nn.Module)
+            inner = [vars(value), *vars(value).values()] if is_layer else gc.get_referents(value)
             inner = [one for one in inner if type(one) is not dict or one]  # which a function has once it is asked for
             held[id(value)] = list(map(id, inner))
             pending += inner
