@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .casting import cast_tree
-from .config import make_policy
+from .config import DEFAULT_LEVEL, make_policy
 from .errors import ArgumentTypeError, ModelError, refuse_unknown
 from .events import tell
 from .functions import (
@@ -28,7 +28,7 @@ from .saving import load_state_dict, state_dict
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
 from .session import current as _current
 from .torch_private import without_overrides
-from .training import UnscaledBlock
+from .training import UnscaledBlock, remove_step_was_skipped, set_step_was_skipped
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -65,7 +65,7 @@ def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool | str = True,
-    opt_level: str = "O1",
+    opt_level: str = DEFAULT_LEVEL,
     cast_model_type: torch.dtype | str | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
@@ -143,7 +143,7 @@ def initialize(
     if not is_enabled:
         _current.disable()
         for optimizer in _as_optimizers_of_any(optimizers):
-            vars(optimizer)["step_was_skipped"] = False  # for loops that ask
+            set_step_was_skipped(optimizer, False)  # for loops that ask
         return returned
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
@@ -335,7 +335,7 @@ def disable_casts() -> Iterator[None]:
 @refuse_unknown
 @contextlib.contextmanager
 def session(
-    opt_level: str = "O1",
+    opt_level: str = DEFAULT_LEVEL,
     *,
     device: torch.device | str | None = None,
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
@@ -406,7 +406,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
         _current.end_scope(opened, was_disabled=was_disabled)
         if opened is None and not was_disabled:
             for optimizer in _as_optimizers_of_any(optimizers):
-                vars(optimizer).pop("step_was_skipped", None)
+                remove_step_was_skipped(optimizer)
 
 
 def reset() -> None:

@@ -1,4 +1,4 @@
-"""Dtypes by name, and which tensors may be cast."""
+"""Names of dtypes, and the test whether a tensor may be cast."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,13 +13,13 @@ LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 """The 16-bit dtypes a session may run in."""
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-"""The dtypes that are ever cast. float64, complex, integer, float8 and quantised tensors pass through, which is
-torch.autocast's rule too.
+"""The dtypes that are ever cast. float64, complex, integer, float8 and quantized tensors stay as they are, as under
+torch.autocast.
 """
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
-"""Most tensors are of one of these, and none of these is opaque. A tuple, since Dynamo of torch 2.6 cannot look for a
-class in a frozenset.
+"""The classes of most tensors; none of them is opaque. A tuple, because Dynamo of torch 2.6 cannot look a class up in a
+frozenset.
 """
 
 _BY_NAME = {
@@ -65,17 +65,16 @@ def round_to_float32(number: float) -> float:
 
 
 def is_castable(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is float16, bfloat16 or float32, and not opaque."""
+    """Return whether `tensor` is float16, bfloat16 or float32, and not opaque."""
     return tensor.dtype in CASTABLE and not is_opaque(tensor)
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Tell whether `tensor` shows a castable dtype, but keeps its values in another form, as the weights of
-    quantisation libraries do.
+    """Return whether a tensor has a castable dtype but stores its values in another form, as quantized weights do.
 
-    Such classes answer every operation themselves (`__torch_dispatch__`), a cast by what they like. Those that torch
-    defines, such as DTensor, are cast like plain tensors, unless they wrap an opaque one or are sparse weights, which
-    know no cast. So is any class that answers none itself, as subclasses of Parameter do.
+    Such classes handle every op themselves (`__torch_dispatch__`), so a cast may return anything. Classes that torch
+    defines, such as DTensor, are not opaque, unless they wrap an opaque tensor or are sparse weights, which cannot be
+    cast. Classes that handle no op, such as subclasses of Parameter, are not opaque.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:

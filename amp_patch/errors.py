@@ -25,7 +25,7 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""Characters of a message about a file, which quotes what is wrong there: the middle of a longer one is left out."""
+"""The length limit of a message about a file, which may quote the file. The middle of a longer one is left out."""
 
 
 class _Located(Exception):
@@ -148,7 +148,7 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
 
     Args:
         prefix: put before each word that is suggested.
-        cutoff: how alike words must be spelled, as `difflib` counts it; 1.0 for the same but for what does not matter.
+        cutoff: the required similarity of the spelling, as `difflib` counts it.
     """
     if not isinstance(word, str):
         return ""
@@ -182,19 +182,19 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 MAX_WORD = 100
-"""Characters of a word that a suggestion is made for, and of a word that is suggested for being spelled alike."""
+"""The length limit of words that get a suggestion, and of words that are suggested for their spelling."""
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
-    """Return the allowed words that are meant by one, as `did_you_mean` finds them."""
+    """Return the allowed words that a word means, as in `did_you_mean`."""
     if len(word) > MAX_WORD:
         return ()
     by_folded: dict[str, str] = {}
     for name in allowed:
         key = _fold(name)
-        other = by_folded.get(key)
-        # of two that differ in case only, the one that looks more like the word
-        if other is None or _compare(word, name) >= _compare(word, other):
+        known = by_folded.get(key)
+        # of two names that differ in case only, keep the one that looks more like the word
+        if known is None or _compare(word, name) >= _compare(word, known):
             by_folded[key] = name
     folded = _fold(word)
     if folded in by_folded:
@@ -214,8 +214,8 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
 def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     """Return the name that `difflib.get_close_matches` would find.
 
-    Lists have thousands of names, and a comparison of two words takes long. So the names with the most letters in
-    common come first, and the search ends where no name can be closer than the best.
+    Lists have thousands of names, and comparing two words is slow. So the names that share the most letters come first,
+    and the search ends when no remaining name can be closer than the best.
     """
     letters = _count_letters(word)
     bounds = []
@@ -236,13 +236,13 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     return closest
 
 
-def _compare(word: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, word, other).ratio()
+def _compare(word: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, word, name).ratio()
 
 
 @functools.lru_cache(maxsize=8192)
 def _count_letters(word: str) -> int:
-    """Return a number with a bit for each letter of a word; two numbers have the bits of shared letters in common."""
+    """Return a number with a bit for each letter of a word, the same bits for the same letters."""
     bits = 0
     for letter in word:
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
@@ -254,5 +254,5 @@ def _count_letters(word: str) -> int:
 
 @functools.lru_cache(maxsize=8192)
 def _fold(word: str) -> str:
-    """Return a word without what does not matter: case, and hyphens and underscores inside it."""
+    """Return a word without case, and without hyphens and underscores inside it."""
     return re.sub(r"(?<=[^_])[-_ ]+(?=[^_])", "", word.casefold())

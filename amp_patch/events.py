@@ -1,4 +1,4 @@
-"""What a session tells to those who watch it: in each step, not in each op, and nothing while nobody watches."""
+"""Events of a session, and their listeners. Events happen per step, not per op, and cost nothing without listeners."""
 
 import threading
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from typing import Any
 
 
 class Watcher:
-    """Somebody who is told, and does nothing about it by default. What it raises leaves the call that told it."""
+    """Base class of listeners. Exceptions propagate to the caller."""
 
     def session_opened(self, session: Any) -> None:
         """A session is in force, or has more models."""
 
     def session_closing(self, session: Any) -> None:
-        """A session is about to undo what it has done."""
+        """A session is about to undo its changes."""
 
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
-        """A `scale_loss` block begins: the loss that was passed to it, and what it is about to give."""
+        """A `scale_loss` block begins. `scaled_loss` is the value of its `as` name."""
 
     def values_scaled(self) -> None:
-        """Values have been multiplied by a loss scale outside of a block, for gradients of their own."""
+        """Values were multiplied by a loss scale outside a block, for separate gradients."""
 
     def step_begun(self, optimizer: Any) -> None:
         """`step` of a bound optimizer has been called, with no closure: gradients are there, and unscaled."""
@@ -32,7 +32,7 @@ watchers: list[Watcher] = []
 
 
 class _Number:
-    """How many events were told so far."""
+    """The number of events so far."""
 
     value = 0
 
@@ -41,7 +41,7 @@ number = _Number()
 
 
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
-    """Tell all watchers of an event, in a region in which casts are off: what they compute is none of the script's."""
+    """Call a method of all watchers inside `region`, in which casts are off: they do not compute for the script."""
     if watchers:
         number.value += 1
         with region:
@@ -53,16 +53,16 @@ _local = threading.local()
 
 
 def count_watching_modes() -> int:
-    """Return how many dispatch modes of this thread only watch: everything is to run as it does without them."""
+    """Return the number of dispatch modes in this thread that only watch, and must not change how anything runs."""
     return getattr(_local, "modes", 0)
 
 
 def add_watching_modes(number: int) -> None:
-    """Count so many more, or with a negative number fewer."""
+    """Change that number: a negative `number` lowers it."""
     _local.modes = count_watching_modes() + number
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:
-    """Have a watcher told from now on; returns what ends that, once or twice."""
+    """Add a watcher. Return the function that removes it, which is harmless twice."""
     watchers.append(watcher)
     return lambda: watchers.remove(watcher) if watcher in watchers else None

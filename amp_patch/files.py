@@ -1,4 +1,4 @@
-"""Output files: each is written whole, or stays as it was before."""
+"""Atomic writes: a file is written whole, or stays as it was."""
 
 import contextlib
 import errno
@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 
 _NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
-"""How renaming fails where the file alone may be written: in a folder of somebody else, or mounted by itself."""
+"""Errors of renaming if the file may be written but its folder may not, or the file is a mount point."""
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file in UTF-8. It is written beside its place and renamed, so that after a full disk or a killed process
-    the old file is still there, whole; a file in a folder that may not be written is overwritten.
+    """Write a file in UTF-8. A temporary file beside it is written and renamed, so the old file survives a full disk or
+    a killed process. If the folder may not be written, the file is overwritten in place.
 
-    What is no regular file, such as /dev/stdout or a pipe, is written to as it is; a link stays one. Raises OSError,
-    which names the path.
+    Anything but a regular file, such as /dev/stdout or a pipe, is written to directly. A link stays a link. Raises
+    OSError with the path.
     """
     place = Path(os.path.realpath(path))
     data = content
@@ -41,7 +41,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the OSError that `write_file` would, as far as that is known before; nothing is changed."""
+    """Raise the OSError that `write_file` would raise, as far as it can be known before. Changes nothing."""
     place = Path(os.path.realpath(path))
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -57,7 +57,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _replace(place: Path, data: bytes, was_there: bool) -> None:
-    """Write a new file beside a place, and have it take that place."""
+    """Write a new file beside `place`, and rename it to `place`."""
     beside = _make_beside(place.parent)
     try:
         beside.write_bytes(data)
@@ -65,12 +65,12 @@ def _replace(place: Path, data: bytes, was_there: bool) -> None:
             shutil.copymode(place, beside)
         os.replace(beside, place)
     finally:
-        with contextlib.suppress(OSError):  # it has taken the place
+        with contextlib.suppress(OSError):  # it was renamed
             beside.unlink()
 
 
 def _make_beside(folder: Path) -> Path:
-    """Make an empty file of a new name, short whatever the name of the other, and through no link."""
+    """Create an empty file with a short new name. O_EXCL follows no link."""
     beside = folder / f".amp-patch-{os.getpid()}-{os.urandom(4).hex()}.part"
     os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     return beside

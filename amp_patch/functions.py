@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .config import OpRule
 from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .session import current as _current
 
@@ -21,7 +22,7 @@ def half_function(function: Function) -> Function:
         ...     mix(torch.ones(2), torch.ones(2)).dtype
         torch.bfloat16
     """
-    return _decorate(function, "whitelist")  # type: ignore[no-any-return]
+    return _decorate(function, OpRule.WHITELIST)  # type: ignore[no-any-return]
 
 
 def float_function(function: Function) -> Function:
@@ -35,7 +36,7 @@ def float_function(function: Function) -> Function:
         ...     spread(torch.ones(2, 2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    return _decorate(function, "blacklist")  # type: ignore[no-any-return]
+    return _decorate(function, OpRule.BLACKLIST)  # type: ignore[no-any-return]
 
 
 def promote_function(function: Function) -> Function:
@@ -49,21 +50,21 @@ def promote_function(function: Function) -> Function:
         ...     blend(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    return _decorate(function, "promote")  # type: ignore[no-any-return]
+    return _decorate(function, OpRule.PROMOTE)  # type: ignore[no-any-return]
 
 
-_NAMES = {"whitelist": "half", "blacklist": "float", "promote": "promote"}
+_NAMES = {OpRule.WHITELIST: "half", OpRule.BLACKLIST: "float", OpRule.PROMOTE: "promote"}
 
 
-def _decorate(function: Any, kind: str) -> Any:
+def _decorate(function: Any, rule: OpRule) -> Any:
     if isinstance(function, staticmethod):
-        return staticmethod(_decorate(function.__func__, kind))
+        return staticmethod(_decorate(function.__func__, rule))
     if isinstance(function, classmethod):
-        return classmethod(_decorate(function.__func__, kind))
+        return classmethod(_decorate(function.__func__, rule))
     if not callable(function):
         raise ArgumentTypeError(
-            f"{_NAMES[kind]}_function decorates a function, not {type(function).__name__}: pass the function itself, or"
-            f" its module and name to register_{_NAMES[kind]}_function"
+            f"{_NAMES[rule]}_function decorates a function, not {type(function).__name__}: pass the function itself, or"
+            f" its module and name to register_{_NAMES[rule]}_function"
         )
     casts: Any = None
     cast_function = function
@@ -75,7 +76,7 @@ def _decorate(function: Any, kind: str) -> Any:
         if opened is None or opened.casts is None:
             return function(*args, **kwargs)
         if casts is not opened.casts:
-            casts, cast_function = opened.casts, opened.casts.wrap(kind, function)
+            casts, cast_function = opened.casts, opened.casts.wrap(rule, function)
         return cast_function(*args, **kwargs)
 
     return wrapper
@@ -94,7 +95,7 @@ def register_half_function(module: Any, name: str) -> None:
         ...     layers.mix(torch.ones(2), torch.ones(2)).dtype
         torch.bfloat16
     """
-    _register(module, name, "whitelist")
+    _register(module, name, OpRule.WHITELIST)
 
 
 def register_float_function(module: Any, name: str) -> None:
@@ -110,7 +111,7 @@ def register_float_function(module: Any, name: str) -> None:
         ...     layers.mix(torch.ones(2).bfloat16(), torch.ones(2).bfloat16()).dtype
         torch.float32
     """
-    _register(module, name, "blacklist")
+    _register(module, name, OpRule.BLACKLIST)
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -126,7 +127,7 @@ def register_promote_function(module: Any, name: str) -> None:
         ...     layers.mix(torch.ones(2), torch.ones(2).bfloat16()).dtype
         torch.float32
     """
-    _register(module, name, "promote")
+    _register(module, name, OpRule.PROMOTE)
 
 
 def check_owner(owner: Any, name: Any, function: str) -> None:
@@ -142,8 +143,8 @@ def check_owner(owner: Any, name: Any, function: str) -> None:
     raise ArgumentTypeError(f"{function} takes {wrong}: write {function}({place}, {given!r})")
 
 
-def _register(module: Any, name: str, kind: str) -> None:
-    check_owner(module, name, f"register_{_NAMES[kind]}_function")
+def _register(module: Any, name: str, rule: OpRule) -> None:
+    check_owner(module, name, f"register_{_NAMES[rule]}_function")
     owner = getattr(module, "__name__", module)
     if not hasattr(module, name):
         raise ArgumentValueError(
@@ -153,7 +154,7 @@ def _register(module: Any, name: str, kind: str) -> None:
         raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered: name a function")
     registered = _current.state.registered
     registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
-    registered.append((module, name, kind))
+    registered.append((module, name, rule))
 
 
 def is_patched(owner: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the hardware has instructions for: whether it multiplies 16-bit values, or torch would imitate that slowly."""
+"""The instructions of the hardware: does it multiply 16-bit values, or does torch imitate that slowly?"""
 
 import platform
 
@@ -14,7 +14,7 @@ _BFLOAT16_FLAGS = CPU_FLAGS[:3]
 
 
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Tell whether devices of a type train in a 16-bit dtype by instructions made for it, as the hardware says.
+    """Return whether devices of a type have instructions for products in a 16-bit dtype.
 
     On a CPU only bfloat16 may be: oneDNN must take it (which follows ONEDNN_MAX_CPU_ISA and
     `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions too, since oneDNN imitates them by
@@ -32,8 +32,8 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
-    """Return up to how many queries times keys attention is faster in float32 than in the kernels of a 16-bit dtype,
-    with its backward pass and the casts; 0: at no length, or this was not measured on such hardware.
+    """Return the largest number of queries times keys at which attention is faster in float32 than in 16-bit kernels,
+    including the backward pass and the casts. 0 if there is none, or such hardware was not measured.
 
     torch's bfloat16 attention for CPUs takes up to six times as long in backward as its float32 one: it calls oneDNN
     for each of many small products. Measured with AVX512_BF16 (torch 2.13.0, heads of 64): 0.45 of the time at 64x64,
@@ -52,15 +52,13 @@ def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
 def as_device_type(device: torch.device | str | None) -> str:
     """Return the type of a device, such as "cuda"; for None, of the accelerator if there is one, else "cpu".
 
-    Raises ArgumentValueError, or ArgumentTypeError for what names no device.
+    Raises ArgumentValueError for an unknown device, and ArgumentTypeError for an argument of another type.
     """
     if device is None:
-        found = None
+        accelerator = None
         if torch.accelerator.is_available():
-            found = torch.accelerator.current_accelerator()
-        if found is None:
-            return "cpu"
-        return found.type
+            accelerator = torch.accelerator.current_accelerator()
+        return "cpu" if accelerator is None else accelerator.type
     if not isinstance(device, (torch.device, str)):
         raise ArgumentTypeError(
             f"device={device!r} is neither text nor a torch.device: pass one such as 'cuda' or 'cpu', or leave it out"
@@ -77,7 +75,7 @@ def as_device_type(device: torch.device | str | None) -> str:
 
 
 def explain_products(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence on products computed in float32, with cost and remedy where the hardware is the reason."""
+    """Return a sentence on products computed in float32, with cost and remedy if the hardware is the reason."""
     name = str(dtype).removeprefix("torch.")
     told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
     if has_low_products(device_type, dtype):
@@ -94,7 +92,7 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence on products that torch imitates, since `compute="native"` asks for kernels of the dtype."""
+    """Return a sentence on products that torch imitates because `compute="native"` asks for 16-bit kernels."""
     name = str(dtype).removeprefix("torch.")
     return (
         f"this {device_type.upper()} has no fast {name} products, and compute='native' has torch imitate them, on most"
@@ -103,7 +101,7 @@ def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return which instructions for 16-bit products torch sees on this CPU, of those that it can tell about."""
+    """Return the instructions for 16-bit products, of `CPU_FLAGS`, that torch sees on this CPU."""
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))
 
 

@@ -1,4 +1,4 @@
-"""Many tensors in few kernels: groups of one device and dtype, and copies by ops that no list casts."""
+"""Ops on many tensors in few kernels, grouped by device and dtype. No list casts these ops."""
 
 import operator
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from torch import Tensor
 from .torch_private import foreach_copy_
 
 Group = tuple[list[Tensor], ...]
-"""Rows of equal length: the tensors of each are of one dtype, those of the first are on one device."""
+"""Rows of equal length. The tensors of a row have one dtype; the tensors of the first row are on one device."""
 
 clone = torch.ops.aten.clone.default
-"""Returns a copy, in the dtype of the tensor whatever a list says of `clone`."""
+"""Returns a copy in the dtype of the tensor, whatever rule `clone` has in a list."""
 
 eq = torch.ops.aten.eq.Tensor
 where = torch.ops.aten.where.self
-"""Those of torch, whatever a list says of them."""
+"""torch's own `eq` and `where`, whatever rules they have in a list."""
 
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 

@@ -1,9 +1,8 @@
-"""What the user is told: the package's logger, and a handler that shows it on stdout, where scripts and log scrapers
-look for Apex's messages. A console handler of the user's own, such as that of `logging.basicConfig`, shows them in its
-place, so that no line comes twice.
+"""Messages to the user: the package's logger, and a handler that shows messages on stdout, where scripts and log
+scrapers look for Apex's messages. If the user has a console handler, such as that of `logging.basicConfig`, it shows
+them instead, so no line appears twice.
 
-The stand-in for Apex prints instead, as Apex did: a script that configures logging must not lose the lines it looks
-for, or get them twice.
+The stand-in for Apex prints, as Apex did: a script that configures logging must not lose lines, or get them twice.
 """
 
 import logging
@@ -21,7 +20,7 @@ logger = logging.getLogger("amp_patch")
 
 
 class _StdoutHandler(logging.StreamHandler[Any]):
-    """Writes to what sys.stdout is at the moment, unless another handler shows the record there or on stderr."""
+    """Writes to the current sys.stdout, unless another handler shows the record there or on stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -41,14 +40,14 @@ class _StdoutHandler(logging.StreamHandler[Any]):
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Tell whether a handler writes where people look: to stdout or stderr, or to a console of rich."""
+    """Return whether a handler writes to stdout, stderr, or a console of rich."""
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
-    return stream is not None and any(stream is one for one in streams)
+    return stream is not None and any(stream is console for console in streams)
 
 
 def _other_handlers() -> Iterator[logging.Handler]:
-    """Yield the handlers that see the package's records, but for its own."""
+    """Yield the handlers that get the package's records, except its own."""
     level: logging.Logger | None = logger
     while level is not None:
         for handler in level.handlers:
@@ -85,18 +84,18 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 
 def tells_parameters() -> bool:
-    """Tell whether each overflow is reported with its parameters, for which every step waits for the device."""
+    """Return whether each overflow is reported with its parameters. Every step then waits for the device."""
     return _verbosity > 1 and not _is_printing
 
 
 def say(message: str, *args: object) -> None:
-    """Give one informational line, in a distributed run on rank 0 only."""
+    """Log a line at level INFO, in a distributed run on rank 0 only."""
     if not find_rank():
         say_on_every_rank(message, *args)
 
 
 def say_once(message: str) -> None:
-    """Give one informational line unless it was given before in this process, in a distributed run on rank 0 only."""
+    """Log a line at level INFO once in this process, in a distributed run on rank 0 only."""
     if message not in _said:
         if _is_printing or logger.isEnabledFor(logging.INFO):
             _said.add(message)
@@ -104,13 +103,13 @@ def say_once(message: str) -> None:
 
 
 def say_loudly(message: str, *args: object) -> None:
-    """Give one line at the level of warnings, in a distributed run on rank 0 only."""
+    """Log a line at level WARNING, in a distributed run on rank 0 only."""
     if not find_rank():
         logger.warning(message, *args)
 
 
 def say_on_every_rank(message: str, *args: object) -> None:
-    """Give one informational line, whatever the rank."""
+    """Log a line at level INFO on every rank."""
     if _is_printing:
         print(message % args)
     else:
@@ -118,7 +117,7 @@ def say_on_every_rank(message: str, *args: object) -> None:
 
 
 def warn(message: str) -> None:
-    """Warn of something wrong, at the line that called the package; in a distributed run the rank is named."""
+    """Issue a warning at the line that called the package. In a distributed run it names the rank."""
     rank = find_rank()
     if rank is not None:
         message = f"rank {rank}: {message}"
@@ -126,7 +125,7 @@ def warn(message: str) -> None:
 
 
 def find_rank() -> int | None:
-    """Return the rank of this process among several, or None: of its process group, or as its launcher says."""
+    """Return the rank of this process, from its process group or its launcher; None if there is only one process."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
@@ -137,7 +136,7 @@ def find_rank() -> int | None:
 
 
 def _find_stacklevel() -> int:
-    """Return the `stacklevel` by which a warning of the caller points at the code that called the package."""
+    """Return the `stacklevel` with which a warning points at the code that called the package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "amp_patch",

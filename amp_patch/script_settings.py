@@ -1,4 +1,4 @@
-"""What a command lays over the arguments of a script's own `amp.initialize` call."""
+"""The level and lists of a command, which replace the arguments of a script's own `amp.initialize` call."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,25 +11,26 @@ _OF_LEVELS = frozenset(
 
 
 class NoRegionError(SessionError):
-    """A script has neither `amp.initialize` nor `torch.autocast`, so nothing says where casts may act."""
+    """A script has neither `amp.initialize` nor `torch.autocast`, so there is no place for casts."""
 
 
 class UnsuitedLevelError(PolicyError):
-    """A level that was laid over a script cannot be: the regions of `torch.autocast` do not have it, or nothing scales
-    the loss. The script is not at fault.
+    """A script cannot run at the level of a command: regions of `torch.autocast` cannot take the level, or nothing
+    scales the loss. The script is not at fault.
     """
 
 
 class Settings(NamedTuple):
-    """`opt_level` takes the place of the script's; `lists` are laid over its own, later ones winning. Levels that patch
-    no functions take the module rules alone, and lists without any are left out there.
+    """`opt_level` replaces the script's level. `lists` are laid over the script's lists; later ones win.
+
+    Levels that patch no functions use only the module rules of lists, and ignore lists without any.
     """
 
     opt_level: str | None = None
     lists: tuple[str, ...] = ()
 
     def lay_over(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the given arguments that go with it, and the names of those that do not."""
+        """Return the level to use, the arguments that fit it, and the names of the arguments that do not."""
         level = self.opt_level or opt_level
         kept: dict[str, Any] = {}
         dropped: list[str] = []
@@ -44,17 +45,17 @@ class Settings(NamedTuple):
 
 
 def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
-    """Return what to say of a level that takes the place of the script's, and of arguments that went with it."""
+    """Return the message about a replaced level, and about the arguments that were dropped with it."""
     told = f"amp: told to use opt_level {level} instead of {opt_level}"
     if dropped:
         told += f", without the script's {', '.join(dropped)}"
     return told
 
 
-class _InForce:
+class _CommandSettings:
     """Holds the settings of the process."""
 
     settings = Settings()
 
 
-in_force = _InForce()
+in_force = _CommandSettings()

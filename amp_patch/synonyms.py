@@ -1,7 +1,7 @@
-"""Other words for ops and for the words of lists, where a message cannot show all that is allowed or a newcomer would
-not know the one that is meant: what `errors.did_you_mean` knows besides the spelling.
+"""Synonyms of ops and of words in lists. `errors.did_you_mean` suggests them besides names with a similar spelling.
 
-Where a word has several meanings, the names that are allowed in its place decide.
+They help where a message cannot show all allowed words, or a newcomer does not know the right one. If a word has
+several meanings, the names that are allowed at that place decide.
 """
 
 _ROWS = """
@@ -72,4 +72,4 @@ def _read(rows: str) -> dict[str, tuple[str, ...]]:
 
 
 SYNONYMS = _read(_ROWS)
-"""From another word to the names that may be meant, of those that are allowed."""
+"""The names that another word may mean."""

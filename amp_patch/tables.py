@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 
 def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = 2) -> list[str]:
-    """Return rows of equally many cells as lines whose cells stand below each other, `gap` spaces apart.
+    """Return rows of equally many cells as lines with aligned columns, `gap` spaces apart.
 
-    The first `left` columns are set to the left, by default all, and the others to the right.
+    The first `left` columns (by default all) are aligned to the left, the others to the right.
     """
     cells = list(rows)
     widths = _find_widths(cells)
@@ -28,7 +28,7 @@ def _find_widths(cells: Sequence[Sequence[str]]) -> list[int]:
 
 
 def format_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return rows as one text, aligned, below their heading and a line of dashes."""
+    """Return a heading, a line of dashes and rows as one text with aligned columns."""
     cells = [heading, *rows]
     dashes = ["-" * width for width in _find_widths(cells)]
     return "\n".join(align([heading, dashes, *cells[1:]], left))
@@ -42,7 +42,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
-    """Return what texts are sorted by if block.9 is to come before block.10."""
+    """Return a sort key by which block.9 comes before block.10."""
     key = []
     for part in re.findall(r"\d+|[^\d.]+", text):
         if part.isdecimal():
@@ -53,6 +53,6 @@ def natural_order(text: str) -> list[tuple[int, str]]:
 
 
 def star_numbers(texts: Iterable[str]) -> str:
-    """Return texts that differ in numbers alone as one, with `*` for each number in which they differ."""
+    """Return texts that differ only in numbers as one text, with `*` for each number in which they differ."""
     parts = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
     return "".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

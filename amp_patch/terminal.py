@@ -1,4 +1,4 @@
-"""What a terminal is shown: colour where it wants some, and none in a file, a pipe or a notebook.
+"""Output to a terminal: colour if it supports it, and none in a file, a pipe or a notebook.
 
 NO_COLOR and FORCE_COLOR, set to anything, decide (https://no-color.org, https://force-color.org), the former first.
 """
@@ -9,15 +9,15 @@ import sys
 from typing import TextIO
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-# what a terminal obeys or cannot show: control characters but for tabs and new lines, turns of the direction of text,
-# and halves of characters
+# Characters that a terminal executes or cannot show: control characters except tabs and new lines, changes of the text
+# direction, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 BOLD, RED = "1", "1;31"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Tell whether what reads a stream shows colour."""
+    """Return whether the reader of a stream shows colour."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -28,19 +28,19 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:
-    """Return text for a stream, in a style if that shows colour."""
+    """Return text for a stream, in a style if the stream shows colour."""
     return f"\x1b[{style}m{text}\x1b[0m" if wants_colour(stream) else text
 
 
 def make_printable(text: str) -> str:
-    """Return text without colours, in which other control characters are written as Python does in a string: a terminal
-    shows it, and obeys nothing in it.
+    """Return text without colours, and with control characters escaped as in a Python string. A terminal executes
+    nothing in it.
     """
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _STYLE.sub("", text))
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], _STYLE.sub("", text))
 
 
 def print_report(text: str) -> None:
-    """Print text to stdout, at once; a line above a line of dashes, the head of a table, is bold."""
+    """Print text to stdout and flush it. The heading of a table (the line above dashes) is bold."""
     lines = make_printable(text).split("\n")
     for number, below in enumerate(lines[1:]):
         if re.fullmatch(r"-{3,}(  +-+)*", below):

@@ -1,6 +1,6 @@
-"""What `torch_private` is, for what `insight` sees of ops: names that are not public, and what is lost without each.
+"""The private names of torch's dispatcher and autograd by which `insight` observes ops. See `torch_private`.
 
-All were seen in torch 2.13.0; a missing one fails the import of this module, and with it `insight`.
+All exist in torch 2.13.0. If one is missing, importing this module fails, and so does `insight`.
 """
 
 import operator
@@ -14,33 +14,34 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _aten = torch.ops.aten
 
-# The node of autograd that runs in this thread, how many nodes the thread has made, and the number of one.
-# Without them: ops of the backward pass are not told to the calls that they are of.
+# The autograd node that runs in this thread, the number of nodes that the thread has made, and the number of a node.
+# Without them: ops of the backward pass cannot be matched with the calls of the forward pass.
 get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def as_called() -> AbstractContextManager[None]:
-    """Return a block in which torch answers for this thread as where the op was called, that a mode is shown.
+    """Return a block in which the thread-local state is that of the code that called the op.
 
-    Without it: no region of torch.autocast is seen from below ops, and so no list is offered for what is on none.
+    A dispatch mode runs below autocast. Without it: no mode sees regions of torch.autocast, so no list is offered for
+    unlisted ops.
     """
     guard: AbstractContextManager[None] = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
     return guard
 
 
 def find_backward(node: Any) -> Callable[..., Any] | None:
-    """Return the `backward` that a node of a torch.autograd.Function calls, None for a node of torch's own.
+    """Return the `backward` that the node of a torch.autograd.Function calls, or None for torch's own nodes.
 
-    Without the class that a node has: a fault in such a function is told at the line of its forward pass.
+    Without the class of the node: a fault in such a function is reported at the line of its forward pass.
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return backward if callable(backward) else None
 
 
-# By which ops tensors are copied to another dtype, and which of those that are no views make no number.
-# Without one: casts of that kind are not counted, or rows say nothing.
+# Ops that copy tensors to another dtype, and ops that return no view but compute nothing.
+# Without one: such casts are not counted, or a report has a row without a result.
 TO_COPY = _aten._to_copy
 COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
 WITHOUT_KERNEL = frozenset(
@@ -49,46 +50,50 @@ WITHOUT_KERNEL = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops that read nothing of their first argument, which they write. Without one: what was in memory before is looked at.
+# Ops that overwrite their first argument without reading it. Without one: uninitialized memory is checked for faults.
 OVERWRITES = frozenset(
     {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_}
     | {_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_}
 )
 
 
-# The smallest and the largest element, and a copy: these run for every op, and no list reaches them as ops of torch's.
+# The smallest and the largest element, and a copy. They run for every op; as overloads of aten, no list patches them.
 find_range = _aten.aminmax.default
 clone = _aten.clone.default
 
 
 def find_written(function: Any) -> frozenset[int]:
-    """Return the positions of the arguments that an op writes. Without the schema: in-place ops are their own cause."""
+    """Return the positions of the arguments that an op writes. Without the schema: in-place ops look like causes."""
     arguments = enumerate(function._schema.arguments)
-    return frozenset(index for index, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    writes = set()
+    for index, argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.add(index)
+    return frozenset(writes)
 
 
 def is_mutable(function: Any) -> bool:
-    """Tell whether an op writes an argument."""
+    """Return whether an op writes an argument."""
     return bool(function._schema.is_mutable)
 
 
 def is_random(function: Any) -> bool:
-    """Tell whether an op draws random numbers."""
+    """Return whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
 def leave_mode(mode: TorchDispatchMode) -> bool:
-    """Take a mode off the stack of this thread, with others above it too; False if it is not there.
+    """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
 
-    Without it: a mode of the user's own that was entered later, and not left, is taken off in the place of this.
+    Without it: a user's mode that was entered later, and not left, would be taken off instead.
     """
-    if not any(one is mode for one in _get_current_dispatch_mode_stack()):
+    if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False
     above = []
     while (top := _get_current_dispatch_mode_stack()[-1]) is not mode:
-        TorchDispatchMode.__exit__(top, None, None, None)  # not what its class does at the end of a block
+        TorchDispatchMode.__exit__(top, None, None, None)  # not the __exit__ of its class: its block goes on
         above.append(top)
     mode.__exit__(None, None, None)
-    for one in reversed(above):
-        TorchDispatchMode.__enter__(one)
+    for other_mode in reversed(above):
+        TorchDispatchMode.__enter__(other_mode)
     return True

@@ -1,14 +1,12 @@
-"""What `torch_private` is, for torch.distributed: names that are not public, each with what it is for and what is lost
-without it.
-"""
+"""The private names of torch.distributed that the package uses. See `torch_private`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Where DistributedDataParallel, when it is made and where its Join ends, gives all ranks the states of one. Absent
-# where torch was built without torch.distributed. Without it: masters are rounded to what 16-bit parameters hold then.
+# The function by which DistributedDataParallel gives all ranks the states of one, when it is made and when its Join
+# ends. Absent if torch was built without torch.distributed. Without it: masters are rounded to 16 bits there.
 SYNC_MODULE_STATES = (torch.nn.parallel.distributed, "_sync_module_states")
 
 
@@ -31,9 +29,9 @@ def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: 
 
 
 def get_reduced_dtypes(module: Any) -> set[str]:
-    """Return the names of the dtypes of the parameters that a DistributedDataParallel was made for, as C++ calls them.
+    """Return the C++ names of the dtypes of the parameters that a DistributedDataParallel was made for.
 
-    Empty without it: wrappers that were made before their model was cast then reduce nothing, without a warning.
+    Empty without it: a wrapper that was made before its model was cast reduces nothing, and nobody warns.
     """
     read: Any = getattr(module, "_get_ddp_logging_data", dict)
     return set(filter(None, read().get("dtypes", "").split(", ")))
@@ -47,17 +45,17 @@ def get_mp_policy(module: Any) -> Any:
 
 
 def get_unsharded_gradients(module: Any) -> list[Tensor]:
-    """Return the whole gradients that a module of `fully_shard` holds of passes which were not reduced. Without it:
-    sums over passes of different loss scales are wrong.
+    """Return the whole gradients that a module of `fully_shard` holds from passes that were not reduced. Without it:
+    sums over passes with different loss scales are wrong.
     """
-    found: dict[int, Tensor] = {}  # by identity: from torch 2.15 on, both places name the same gradient
+    gradients: dict[int, Tensor] = {}  # by identity: from torch 2.15 on, both attributes hold the same gradient
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad):
                 if gradient is not None:
-                    found[id(gradient)] = gradient
-    return [getattr(gradient, "_local_tensor", gradient) for gradient in found.values()]
+                    gradients[id(gradient)] = gradient
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in gradients.values()]
 
 
 # The helpers of torch.distributed.checkpoint that name the parameters of an optimizer after the model's. Without them:
@@ -67,8 +65,8 @@ GET_OPTIM_STATE_DICT, LOAD_OPTIM_STATE_DICT = "_get_optim_state_dict", "_load_op
 
 
 def init_optim_state(optimizer: Any) -> None:
-    """Have an optimizer make its state by a step of length 0, as those helpers do. Without it: they do so themselves,
-    from 16-bit parameters.
+    """Make an optimizer create its state by a step of length 0, as those helpers do. Without it: they create it
+    themselves, from 16-bit parameters.
     """
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 

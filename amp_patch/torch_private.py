@@ -1,7 +1,8 @@
-"""Every name of torch that is not public: with `torch_distributed` and `torch_dispatch` the only place that takes one.
+"""The private names of torch that the package uses. `torch_distributed` and `torch_dispatch` hold the others; no other
+module may use one.
 
-Each says what it is for, and what is lost where torch has it no more; all were seen in torch 2.6.0, 2.13.0,
-2.14.1 and 2.15.0. A missing name fails the import of this module, unless its comment says otherwise.
+Each comment says what the name is for, and what amp_patch would lose without it. All names exist in torch 2.6.0,
+2.13.0, 2.14.1 and 2.15.0. If one is missing, importing this module fails, unless its comment says otherwise.
 """
 
 import functools
@@ -57,19 +58,19 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 READ_IN_PLACE = frozenset({"_version"})
-"""`Tensor._version` goes up with each edit in place, except by fused optimizers. Hot paths read it themselves. Without
-it: copies of weights are made anew at each use.
+"""Attributes that hot paths read without a function from here. `Tensor._version` counts edits in place, except edits by
+fused optimizers. Without it: every use of a weight makes a new copy.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# How many hold a tensor and a storage, by the storage's address: whether a graph still needs a copy of a weight.
-# Without them: copies are never refreshed in place, only replaced.
+# The reference counts of a tensor and of the storage at an address. They show whether a graph still needs a copy of a
+# weight. Without them: copies are never refreshed in place, only replaced.
 get_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def get_tensor_uses(tensor: Tensor) -> int:
-    """Count the holders of a tensor in C++. See `get_storage_uses`."""
+    """Return the reference count of a tensor in C++. See `get_storage_uses`."""
     return cast(int, tensor._use_count())  # type: ignore[attr-defined]
 
 
@@ -79,7 +80,7 @@ def get_storage_address(tensor: Tensor) -> int:
 
 
 view_negated: Callable[[Tensor], Tensor] = torch._neg_view
-"""The same memory read with the other sign; of a lazy negative, the memory as it is. Without it: scale a copy."""
+"""Returns a view with the opposite sign; of a lazy negative, the memory itself. Without it: scale a copy."""
 
 
 def get_sparse_values(gradient: Tensor) -> Tensor:
@@ -87,43 +88,44 @@ def get_sparse_values(gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
-# A block in which tensors' own `__torch_function__` is not asked: their attributes are read as they are, and no cast is
-# theirs to answer. Without it: a class that knows a few functions raises where it is asked for its dtype.
+# A block in which torch does not call the `__torch_function__` of tensor subclasses: attributes and casts are torch's
+# own. Without it: a class that handles only a few functions raises an error when its dtype is read.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
-# `__torch_dispatch__` of classes that answer nothing themselves. Without it: subclasses of Parameter count as opaque.
+# `__torch_dispatch__` of classes that handle no op. Without it: subclasses of Parameter count as opaque.
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
 def get_local_tensor(tensor: Tensor) -> Any:
-    """Return what a DTensor keeps on this rank; None for other tensors, and without the name."""
+    """Return the local tensor of a DTensor on this rank. None for other tensors, and without the name."""
     return getattr(tensor, "_local_tensor", None)
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
-# What a module itself holds. Without them: `named_parameters(recurse=False)` and the like, five times slower.
+# The contents of one module. Without them: `named_parameters(recurse=False)` and the like, five times slower.
 get_own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
 get_own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
 
-# Without it: a copied module keeps the rules of the module that it was copied from.
+# The forward pre-hooks of a module. Without them: a copied module keeps the rules of its original.
 get_forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
 
-# What runs every call of a module. Without it: a rule acts in the module that enters the first region of torch.autocast
-# from its second call on.
+# The code that runs every call of a module. Without it: in the module that enters the first region of torch.autocast, a
+# rule acts only from the second call on.
 MODULE_CALL: types.CodeType = nn.Module._call_impl.__code__
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Tell whether a module is one of the copies that DataParallel makes for each call, which share the hooks of the
-    original. Without it: each call adds hooks.
+    """Return whether DataParallel made a module for one call. Such copies share the hooks of the original.
+
+    Without it: each call adds hooks.
     """
     return bool(getattr(module, "_is_replica", False))
 
 
 def get_call_kwargs(frame: types.FrameType) -> dict[str, Any]:
-    """Return the keyword arguments of the module call whose hooks a frame runs. What is written there, forward gets.
+    """Return the keyword arguments of the module call whose hooks a frame runs. `forward` gets changes made to them.
 
     Without it: keyword arguments of the first call under a rule keep their dtype.
     """
@@ -138,10 +140,10 @@ _HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
 
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
-    """Remove a hook from a module, wherever it is registered. Harmless without it.
+    """Remove a hook from every table of a module that holds it, if any.
 
-    An interrupt may come before `register_forward_hook` and the like have returned a handle. Without the names: hooks
-    stay on a model after an interrupted `initialize`.
+    An interrupt may come before functions such as `register_forward_hook` have returned a handle. Without the names:
+    hooks stay on a model after an interrupted `initialize`.
     """
     for table in [getattr(module, name) for name in _HOOK_TABLES]:
         for key, value in list(table.items()):
@@ -164,7 +166,7 @@ def remove_global_hooks(*removed: Callable[..., Any]) -> None:
 BatchNormBase = _BatchNorm
 """The base class of all batch normalization layers. Without it: a tuple of the public ones, which misses subclasses."""
 
-# What torch.nn.SyncBatchNorm asks of its input, for a class that runs its code and is none. Without them: no check.
+# The checks of torch.nn.SyncBatchNorm on its input, for a class that runs its code. Without them: no check.
 check_sync_batchnorm_dim: Any = nn.SyncBatchNorm._check_input_dim
 check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -189,8 +191,8 @@ def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
-    """Have a hook that was just registered run first. Without it: others see weights of the step before, or rename what
-    it looks for.
+    """Make a hook that was just registered run first. Without it: other hooks see weights of the previous step, or
+    rename keys that this hook looks for.
     """
     getattr(owner, hooks).move_to_end(handle.id, last=False)
 
@@ -207,41 +209,42 @@ def remove_step_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> N
 
 
 def reads_found_inf(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer's kernels skip by a flag on the device, as torch's fused ones do. False without it."""
+    """Return whether the kernels of an optimizer skip by a flag on the device, as fused ones do. False without it."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
-    """Tell whether an LR scheduler has put a function of its own around a bound `step`. False without it."""
+    """Return whether an LR scheduler has put a function of its own around a bound `step`. False without it."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def mark_step_called(optimizer: Optimizer) -> None:
-    """Have LR schedulers believe that `step` was called, though it was skipped. Without it: they warn once."""
+    """Tell LR schedulers that `step` was called, although it was skipped. Without it: they warn once."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 # ---- autograd and tracing --------------------------------------------------------------------------------------------
 
-# Whether torch.jit.trace or torch.func is at work, which must see the casts of weights.
-# Without them: traces hold weights as constants, and transforms get no gradient of them.
+# Whether torch.jit.trace or torch.func is active. Both must see the casts of weights.
+# Without them: traces hold weights as constants, and transforms compute no gradients of them.
 get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
-# How many TorchDispatchModes are at work in this thread: fake tensors, make_fx, selective checkpoints, counters...
-# Without it: they see stored copies of weights instead of casts, and fake copies are taken for real ones.
+# The number of active TorchDispatchModes in this thread: fake tensors, make_fx, selective checkpoints, counters...
+# Without it: they see stored copies of weights instead of casts, and fake copies are used as real ones.
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# Where a trace of torch.jit starts, below what Dynamo wraps for good. Without it: patch torch.jit.trace.
+# The function in which a trace of torch.jit starts; Dynamo wraps the public one for good. Without it: patch that.
 JIT_TRACE = (torch.jit._trace, "_trace_impl")
 
-# Which backward pass is running, and what its thread calls at its end. Without them: reducing must be asked for.
+# The id of the running backward pass, and the function that queues a callback for its end. Without them: the user must
+# ask for gradients to be reduced.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def is_engine_thread() -> bool:
-    """Tell whether this is a thread of the autograd engine: they run the backward code of a device, and its hooks."""
+    """Return whether this is a thread of the autograd engine: they run the backward code of a device, and its hooks."""
     return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -250,29 +253,29 @@ is_region_enabled: Callable[[Any], bool] = operator.attrgetter("_enabled")
 
 
 def get_autocast_depth() -> int:
-    """Return how many blocks of torch.autocast this thread is in, those that disable it among them.
+    """Return the number of torch.autocast blocks around this thread, including blocks that disable it.
 
-    Without it, a module rule would act inside of `autocast(enabled=False)` in the module.
+    Without it: a module rule acts inside `autocast(enabled=False)` in the module.
     """
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
 def enable_region(region: Any, is_enabled: bool) -> None:
-    """Have an instance of torch.autocast enable casts, or disable them, when it is entered."""
+    """Set whether an instance of torch.autocast enables or disables casts when it is entered."""
     region._enabled = is_enabled
 
 
 # ---- ops and dispatch ------------------------------------------------------------------------------------------------
 
-# The namespace through which recurrent layers call their kernels, and op lists patch them. Without it: no op of theirs.
+# The namespace through which recurrent layers call their kernels. Without it: op lists cannot patch them.
 VF: types.ModuleType = torch._VF
 
-# What torch.nn.functional takes functions in C++ from, as do graphs of torch.fx and nested tensors. Without it: their
-# calls are not cast.
+# The module from which torch.nn.functional, graphs of torch.fx and nested tensors take functions in C++. Without it:
+# calls in such graphs are not cast.
 C_NN: types.ModuleType = torch._C._nn
 
-# Tables of torch whose keys are functions, by module. Without them: its tensor classes do not know patched functions.
+# Tables of torch with functions as keys, by module. Without them: torch's tensor classes reject patched functions.
 FUNCTION_TABLES = {
     "torch.masked.maskedtensor._ops_refs": "_MASKEDTENSOR_FUNCTION_TABLE",
     "torch.nn.utils._expanded_weights.expanded_weights_impl": "HANDLED_FUNCTIONS",
@@ -281,19 +284,19 @@ FUNCTION_TABLES = {
 
 
 def build_function_tables() -> None:
-    """Have those tables built whose keys torch takes in one module and makes a table of in another, later."""
+    """Build the tables that torch builds late, from functions that it has imported earlier."""
     importlib.import_module("torch.masked.maskedtensor._ops_refs")
 
 
-# Python functions count as ops when they name one of these modules as theirs. Without them: lists say they are no ops.
+# Python functions count as ops if one of these is their module. Without them: lists reject them as no ops.
 PYTHON_OP_MODULES = frozenset({"torch.functional", "torch.nn.functional", "torch._tensor", "torch._lowrank"})
 PYTHON_OP_MODULES |= {"torch._lobpcg"}
 C_MODULE = "torch._C"
-"""What functions in C++ that are no ops name as their module."""
+"""The module of functions in C++ that are no ops."""
 
 
-# The kernels that torch runs most attention on a CPU by, forward and backward. Without them: short attention keeps
-# float32 operands for backward.
+# The kernels for most attention on a CPU, forward and backward. Without them: short attention saves float32 operands
+# for backward.
 flash_attention: Callable[..., tuple[Tensor, Tensor]]
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -301,12 +304,12 @@ flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_fo
 
 
 def chooses_flash_attention(*args: Any, **kwargs: Any) -> bool:
-    """Tell whether torch runs a call of scaled_dot_product_attention by these kernels. See `flash_attention`."""
+    """Return whether torch runs a call of scaled_dot_product_attention by these kernels. See `flash_attention`."""
     return torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.FLASH_ATTENTION.value
 
 
 def has_cpu_flag(flag: str) -> bool:
-    """Tell whether torch sees an instruction set, such as "avx512_bf16", on this CPU. False where it cannot tell."""
+    """Return whether torch sees an instruction set, such as "avx512_bf16", on this CPU. False where it cannot tell."""
     probe = getattr(torch.cpu, f"_is_{flag}_supported", None)
     if probe is not None:
         return bool(probe())
@@ -315,7 +318,7 @@ def has_cpu_flag(flag: str) -> bool:
 
 
 def onednn_takes_bfloat16() -> bool:
-    """Tell whether oneDNN has products of bfloat16 values for this CPU; follows ONEDNN_MAX_CPU_ISA. False where it
+    """Return whether oneDNN has products of bfloat16 values for this CPU; follows ONEDNN_MAX_CPU_ISA. False where it
     cannot tell: products are then computed in float32, which is right everywhere.
     """
     answer = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
@@ -328,9 +331,9 @@ DYNAMO = "torch._dynamo"
 
 
 def build_dynamo_tables() -> None:
-    """Import Dynamo, and have it build its tables of torch functions by what torch's names hold now.
+    """Import Dynamo, and make it build its tables from the functions that torch's names hold now.
 
-    Without it: it has no rule for functions that are patched by then.
+    Without it: Dynamo has no rule for functions that are patched when it builds them.
     """
     import torch._dynamo.trace_rules as trace_rules
 
@@ -339,7 +342,7 @@ def build_dynamo_tables() -> None:
 
 
 def has_proxies() -> bool:
-    """Tell whether make_fx records what runs here. Without it: the region of a whole script is lost in a trace."""
+    """Return whether make_fx records this code. Without it: the region of a whole script is lost in a trace."""
     module: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return module is not None and module.get_proxy_mode() is not None
 
@@ -350,15 +353,15 @@ def mark_constant(function: Callable[[], Any]) -> None:
 
 
 def is_tracing_graph() -> bool:
-    """Tell whether Dynamo is at work in this thread. False without it: patches that come then fail the compilation."""
+    """Return whether Dynamo is active in this thread. False without it: patches made meanwhile fail the compilation."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
 
 
 IDLE_DEVICE_TYPES = ("ipu", "maia")
-"""Device types that torch keeps an autocast state for, which Dynamo guards, and no longer runs on.
+"""Device types with an autocast state, which Dynamo guards, that torch no longer runs on.
 
-Without any: `IDLE_KEYS` do, and without those, code that was compiled inside a region is also run outside of it.
+Without any: `IDLE_KEYS` take their place. Without those: code that was compiled inside a region also runs outside it.
 """
 
 IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
@@ -366,7 +369,7 @@ IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
 
 
 def is_autocast_state_guarded(device_type: str) -> bool:
-    """Tell whether Dynamo guards the autocast state of a device type that is not in use: torch 2.6 does not yet."""
+    """Return whether Dynamo guards the autocast state of an unused device type. In torch 2.6 it does not."""
     from torch._C._dynamo.guards import GlobalStateGuard
 
     guard = GlobalStateGuard()
@@ -379,7 +382,7 @@ def is_autocast_state_guarded(device_type: str) -> bool:
 
 @functools.cache  # torch takes one registration for each key
 def pass_keys_through() -> torch.library.Library:
-    """Have ops run as ever where a thread has `IDLE_KEYS` set: without, they raise. Lasts until the process ends."""
+    """Let ops run in threads with `IDLE_KEYS` set; they would raise errors. Lasts until the process ends."""
     library = torch.library.Library("_", "IMPL")
     for key in IDLE_KEYS:
         library.fallback(torch.library.fallthrough_kernel, key)
@@ -393,7 +396,7 @@ def set_keys(*are_set: bool) -> None:
 
 
 def get_forced_setting(config: Any, name: str) -> object:
-    """Return what `force_setting` takes to put back what is in force for a setting of a config module of torch."""
+    """Return the value with which `force_setting` restores a setting of one of torch's config modules."""
     entry: Any = getattr(config, "_config", {}).get(name)
     value: object = entry.env_value_force if hasattr(entry, "env_value_force") else getattr(config, name)
     return value
@@ -412,7 +415,7 @@ def force_setting(config: Any, name: str, value: object) -> None:
 
 
 def is_called_from_outside() -> bool:
-    """Tell whether the module whose hook asks was called by no other module."""
+    """Return whether no other module called the module whose hook calls this."""
     frame: types.FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None and calls < 2:
@@ -423,7 +426,7 @@ def is_called_from_outside() -> bool:
 
 def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
     """Return the device type and dtype of the `torch.amp.custom_fwd(cast_inputs=...)` that decorates a function, or
-    None. Without the closure of torch's decorator it is taken for one that casts nothing.
+    None. Without the closure of torch's decorator: such functions count as undecorated.
     """
     while function is not None:
         code = getattr(function, "__code__", None)
@@ -446,7 +449,7 @@ PATH_TAKERS: tuple[tuple[object, str, int, str, str], ...] = (
     (torch.UntypedStorage, "from_file", 0, "filename", "map"),
     (torch, "from_file", 0, "filename", "map"),
 )
-"""What opens a file by its path in C++: torch.save, torch.load(mmap=True), torch.jit, profiles. Each with its owner,
-the position and the name of the path, and what becomes of the file. Without them: reruns of a script would write over
-what torch.save wrote before.
+"""Functions that open a file by its path in C++, for torch.save, torch.load(mmap=True), torch.jit and profiles: owner,
+name, position and name of the path, and how the file is used. Without them: repeated runs of a script overwrite files
+of torch.save.
 """

@@ -32,6 +32,7 @@ NOT_OF_TORCH = {
     "_keep_in_fp32_modules_strict",
     "_make",
     "_name_",
+    "_value_",
 }
 REFLECTION = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 

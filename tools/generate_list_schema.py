@@ -11,8 +11,9 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, INPLACE_CHOICES, KEYS, MEANINGS, NAME, RULES, VERSION
+from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS, TYPE_NAME
+from amp_patch.config.op_rules import RULE_KEYS
 from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
 from amp_patch.config.shipped import lists_dir, shipped_names
 from amp_patch.dtypes import DTYPE_WORDS
@@ -129,18 +130,13 @@ def _keys() -> dict[str, Any]:
             "A shipped list, or a path relative to this file, or several of those. They are read first,"
             " so this file wins. null: the file stands alone, also where other lists come before it.",
         ),
-        "inplace_blacklist": {
-            "enum": list(INPLACE_CHOICES),
-            "description": "What the in-place twin of a blacklisted op does to a 16-bit tensor: compute in the tensor's"
-            " own dtype (the default), or raise.",
-        },
         "modules": {
             "description": "Parts of a model that run in one dtype whatever the ops' lists say. The last rule that"
             " covers a module counts.",
             "type": ["array", "null"],
             "items": _definition("module"),
         },
-        **{rule: _definition("ops", MEANINGS[rule]) for rule in RULES},
+        **{rule: _definition("ops", rule.meaning) for rule in RULE_KEYS},
     }
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.config.op_lists import RULES, Rule, find_spellings
+from amp_patch.config.op_lists import find_spellings
+from amp_patch.config.op_rules import RULE_KEYS, OpRule
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _LOW, _OTHER = torch.bfloat16, torch.float16
 
 # Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
-_UNSEEN: dict[str, dict[str, Rule]] = {"cuda": {"_cudnn_rnn": Rule.WHITELIST}, "cpu": {}}
+_UNSEEN: dict[str, dict[str, OpRule]] = {"cuda": {"_cudnn_rnn": OpRule.WHITELIST}, "cpu": {}}
 # F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the
 # former is meant.
 _NAMES = {"max_pool3d": "torch.max_pool3d"}
@@ -89,12 +90,14 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         function = next((function for function in below if function in functions), None)
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
-    rules |= {name: Rule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
-    rules |= {f"torchvision.ops.{name}": Rule.BLACKLIST for name in _OF_TORCHVISION}
-    return {rule.value: ops for rule in RULES if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))}
+    rules |= {name: OpRule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
+    rules |= {f"torchvision.ops.{name}": OpRule.BLACKLIST for name in _OF_TORCHVISION}
+    return {
+        rule.value: ops for rule in RULE_KEYS if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))
+    }
 
 
-def get_overload_rules(device_type: str) -> dict[str, Rule]:
+def get_overload_rules(device_type: str) -> dict[str, OpRule]:
     """Return the rule of every overload that autocast has a kernel for on a device type.
 
     An example is {"pow.Tensor_Scalar": "blacklist"}. An overload whose kernel could not be understood is left out, and
@@ -170,27 +173,27 @@ def _plain(value: Any) -> object:
     return tuple(_plain(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _observe(overload: str, device_type: str) -> Rule | None:
+def _observe(overload: str, device_type: str) -> OpRule | None:
     """Return the rule of one overload, or None if what it does is none of the known things."""
     name, _, variant = overload.partition(".")
     op = getattr(getattr(torch.ops.aten, name), variant or "default")
     try:
         first = _outcome(op, device_type, (_OTHER,))
         if isinstance(first, _Seen) and first.cast_to in (_LOW, torch.float32):
-            return Rule.WHITELIST if first.cast_to is _LOW else Rule.BLACKLIST
+            return OpRule.WHITELIST if first.cast_to is _LOW else OpRule.BLACKLIST
         kinds = [kind for argument in op._schema.arguments if "Tensor" in (kind := str(argument.type))]
         is_sequence = kinds[:1] == ["List[Tensor]"]
         if is_sequence or len(kinds) > 1:  # with one tensor there is nothing to promote
             mixed = _outcome(op, device_type, (_LOW, torch.float32))
             if isinstance(mixed, _Seen) and mixed.cast_to is torch.float32:
-                return Rule.SEQUENCE_PROMOTE if is_sequence else Rule.PROMOTE
+                return OpRule.SEQUENCE_PROMOTE if is_sequence else OpRule.PROMOTE
         plain = _outcome(op, device_type, (_OTHER,), is_on=False)
     except NotImplementedError:
         return None
     if isinstance(first, _Seen) and isinstance(plain, _Seen):
         # the same but for a dtype of the result, which such ops compute in
-        return Rule.BLACKLIST if (first.function, first.arguments) != (plain.function, plain.arguments) else None
-    return Rule.BANNED if isinstance(plain, _Seen) else None
+        return OpRule.BLACKLIST if (first.function, first.arguments) != (plain.function, plain.arguments) else None
+    return OpRule.BANNED if isinstance(plain, _Seen) else None
 
 
 def _outcome(op: Any, device_type: str, dtypes: tuple[torch.dtype, ...], is_on: bool = True) -> Exception | None:

@@ -181,12 +181,12 @@ class ManualPass:
         Passes since the last update count, too. Ranks that decide together must call this equally often. Waits for the
         device if the scale is dynamic.
         """
-        self._scaler.note(self._found_inf)
+        self._scaler.add_found_inf(self._found_inf)
         found_inf = self._scaler.found_inf
         assert found_inf is not None
         session = current.state.session
         if session is not None and any(self._scaler is scaler for scaler in session.scalers):
-            found_inf = session.decisions.judge({self._scaler: found_inf})[self._scaler]
+            found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
         return self._scaler.is_dynamic and bool(found_inf)
@@ -201,7 +201,7 @@ class OptimizerView:
     def __init__(self, optimizer: Optimizer) -> None:
         session = current.require()
         self._binding = session.bindings.get_optimizer(optimizer)
-        self._ledgers = session.ledgers
+        self._gradients = session.gradients
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
@@ -216,23 +216,22 @@ class OptimizerView:
             for group in optimizer.param_groups:
                 yield [(next(model_parameters), parameter) for parameter in group["params"]]
 
-    def push_masters(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the masters to the model's parameters."""
-        self._binding.push_masters()
+        self._binding.copy_masters_to_parameters()
 
     @property
     def has_scaled_gradients(self) -> bool:
         """Whether gradients carry a loss scale."""
-        return self._ledgers.is_scaled
+        return self._gradients.is_scaled
 
     def unscale(self) -> None:
         """Divide gradients by the loss scale that they carry."""
-        self._ledgers.prepare_step(self._binding.ledger)
-        self._ledgers.resume(self._binding.ledger)
+        self._gradients.unscale(self._binding.flags)
 
     def is_next_step_skipped(self) -> bool:
         """Return whether the next `step()` will be skipped. Waits for the device."""
-        return self._binding.ledger.is_overflow()
+        return self._binding.flags.will_skip()
 
 
 class HandScaledPass:

@@ -4,11 +4,11 @@ from . import compiling as compiling
 from . import op_patches as op_patches
 from .autocast import Autocast as Autocast
 from .autocast import RulesAlone as RulesAlone
+from .float32_products import Float32Products as Float32Products
 from .mode import Mode as Mode
 from .mode import Switch as Switch
 from .op_patches import DeferredOps as DeferredOps
 from .op_patches import Registration as Registration
-from .products import Products as Products
 from .tensor_cast import cast_tree as cast_tree
 from .weight_cache import SMALL_ON_CPU as SMALL_ON_CPU
 from .weight_cache import RegionCache as RegionCache

@@ -1,6 +1,6 @@
 """`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
 
-torch computes attention without double backward. So where autograd alone records it, it is one node here, too.
+torch's attention has no double backward. So if only autograd records a call, it is one node here, too.
 """
 
 import math
@@ -18,7 +18,7 @@ from .compiling import is_recorded
 
 @dataclass(slots=True)
 class Attention:
-    """One call of `torch.nn.functional.scaled_dot_product_attention`, whose arguments these are."""
+    """The arguments of one call of `torch.nn.functional.scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -31,8 +31,8 @@ class Attention:
     enable_gqa: bool = False
 
     def is_short(self, low: torch.dtype, longest: int) -> bool:
-        """Tell whether all operands are of dtype `low`, there are at most `longest` queries times keys, and neither a
-        dropout nor a mask that is added.
+        """Return whether all operands have the dtype `low`, there are at most `longest` queries times keys, and the
+        call has no dropout and no additive mask.
         """
         if self.dropout_p or self.enable_gqa:
             return False
@@ -44,21 +44,20 @@ class Attention:
             if operand.__class__ not in PLAIN_CLASSES and is_opaque(operand):
                 return False
         queries, keys = self.query.shape, self.key.shape
-        # else torch itself takes another kernel
+        # with other numbers of heads, or other head sizes, torch itself takes another kernel
         is_even = queries[1] == keys[1] and queries[3] == keys[3] == self.value.shape[3]
         return is_even and queries[2] * keys[2] <= longest
 
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
-        """Return the result rounded to the dtype of the operands. Saves for backward what the 16-bit kernel does: 16
-        bits, also of the result.
+        """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        `original` is torch's function.
+        Saves 16-bit values for backward, including the result, as the 16-bit kernel does.
         """
         query, key, value = self.query, self.key, self.value
         how = (self.attn_mask, self.dropout_p, self.is_causal)
         if is_recorded() and chooses_flash_attention(query, key, value, *how, scale=self.scale):
             options = {"is_causal": self.is_causal, "scale": self.scale}
-            added = None  # the mask as what is added to scores
+            added = None  # the mask in additive form
             if self.attn_mask is not None:
                 added = torch.zeros_like(self.attn_mask, dtype=torch.float32).masked_fill_(~self.attn_mask, -math.inf)
             rounded: Tensor = _Recorded.apply(query, key, value, added, options)  # type: ignore[no-untyped-call]
@@ -67,9 +66,9 @@ class Attention:
 
 
 class _Recorded(torch.autograd.Function):
-    """torch's attention for CPUs on 16-bit operands and their masks, computed in float32. Saves 16 bits for backward.
+    """torch's attention for CPUs on 16-bit operands, computed in float32. Saves 16-bit values for backward.
 
-    What is changed in place before backward, operand or result, raises RuntimeError there, as torch's own does.
+    If an operand or the result is changed in place before backward, that raises RuntimeError, as in torch.
     """
 
     @staticmethod
@@ -85,7 +84,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, rounded, logsumexp, mask = ctx.saved_tensors
-        # no name for the float32 operands, so that they are freed before the gradients are cast
+        # The float32 operands have no names, so they are freed before the gradients are cast.
         of_query, of_key, of_value = flash_attention_backward(
             *(gradient.float(), query.float(), key.float(), value.float(), rounded.float(), logsumexp),
             dropout_p=0.0,

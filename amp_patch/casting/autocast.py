@@ -1,9 +1,9 @@
-"""`Autocast`: the regions of `torch.autocast`, for a session that stands over them.
+"""`Autocast`: the regions of `torch.autocast`, for a session whose lists act inside them.
 
-torch keeps the state: whether autocast is enabled in a thread, and in which dtype. So every question that a script asks
-of torch has the answer that it has without us, and nested regions, decorators, checkpoints, autograd's threads and
-`torch.set_autocast_enabled` need no code here. Ops whose rule is torch's own are left to torch. An op whose rule is
-another casts by that rule and runs with autocast disabled.
+torch keeps the state: whether autocast is enabled in a thread, and in which dtype. So torch answers every question of a
+script as it does without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
+`torch.set_autocast_enabled` need no code here. torch casts the ops that have the same rule in the lists as in torch. An
+op with another rule casts by that rule, and runs with autocast disabled.
 """
 
 import functools
@@ -23,28 +23,28 @@ class Autocast:
 
     Args:
         device_type: such as "cuda".
-        low: regions in another dtype are left to torch; None: all are alike, since nothing is cast in them.
-        own: the list of what torch itself does, or None where there is no such list.
+        low: regions in another dtype are left to torch. None: all regions count, because nothing is cast in them.
+        own: the list of torch's own rules, or None if there is none for the device type.
     """
 
     def __init__(self, device_type: str, low: torch.dtype | None, own: op_lists.OpLists | None) -> None:
         self.device_type = device_type
         self.low = low
         self.own = own
-        self._paths = frozenset() if own is None else frozenset(one.entry.path for one in own.spellings)
+        self._paths = frozenset() if own is None else frozenset(spelling.entry.path for spelling in own.spellings)
 
     def is_here(self) -> bool:
-        """Tell whether this thread is in a region of autocast in which the session acts."""
+        """Return whether this thread is in a region of autocast in which the session casts."""
         if not torch.is_autocast_enabled(self.device_type):
             return False
         return self.low is None or torch.get_autocast_dtype(self.device_type) is self.low
 
     def leaves(self, entry: op_lists.OpEntry) -> bool:
-        """Tell whether an entry says what torch itself does."""
+        """Return whether an entry states torch's own rule."""
         return entry.path in self._paths
 
     def pause(self) -> bool:
-        """Disable autocast in this thread, and tell whether there is something to `resume`."""
+        """Disable autocast in this thread. Return whether there is something to `resume`."""
         if not self.is_here():
             return False
         torch.set_autocast_enabled(self.device_type, False)
@@ -55,7 +55,7 @@ class Autocast:
         torch.set_autocast_enabled(self.device_type, True)
 
     def run_without(self, original: Callable[..., Any], switch: "Switch | RulesAlone") -> Callable[..., Any]:
-        """Return `original` run with autocast disabled where the casts of a switch act: its arguments are cast."""
+        """Return `original` run with autocast disabled while the casts of a switch are active."""
         leaves_some = isinstance(switch, RulesAlone)
 
         @functools.wraps(original)
@@ -77,20 +77,20 @@ class Autocast:
 
 
 class RulesAlone:
-    """The switch of ops that are left to torch: on while a region of ours, such as a module rule's, is open."""
+    """The switch of ops that torch casts: on while a region of the session, such as a module rule's, is open."""
 
-    regions = 1  # so that each call asks
+    regions = 1  # not 0, so wrappers ask for the mode in every call
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
 
     @property
     def on(self) -> bool:
-        """Whether some thread has a region of ours open."""
+        """Whether some thread has a region of the session open."""
         return self._switch.on and self._switch.has_regions()
 
     def mode_here(self) -> Mode:
-        """Return how casts act in this thread now, but for lists, which do not."""
+        """Return how casts act in this thread now. Lists do not count, so BY_LISTS becomes OFF."""
         mode = self._switch.mode_here()
         return Mode.OFF if mode is Mode.BY_LISTS else mode
 
@@ -99,5 +99,5 @@ class RulesAlone:
         return self._switch.region(mode)
 
     def is_on_here(self) -> bool:
-        """Tell whether casts act in this thread now."""
+        """Return whether casts are active in this thread now."""
         return self.mode_here() is not Mode.OFF

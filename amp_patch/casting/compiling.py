@@ -1,8 +1,9 @@
-"""Living beside torch.compile: tables built before the patches go in, and compiled code forgotten when they come or go.
+"""Works with torch.compile: tables are built before patches are installed, and compiled code is dropped when patches
+change.
 
-Dynamo guards patched functions but not patched Tensor methods, its rule tables are built from names at first use, and
-the on-disk cache keys on graphs that look the same with and without casts. So: build the tables first, forget compiled
-code at each change, and tag the cache key.
+Dynamo guards patched functions but not patched Tensor methods. It builds its rule tables from names at first use. The
+on-disk cache keys on graphs, which look the same with and without casts. So: build the tables first, drop compiled code
+at each change, and tag the cache key.
 """
 
 import contextlib
@@ -32,45 +33,45 @@ from ..torch_private import (
 )
 
 is_at_work = is_tracing_graph
-"""Whether Dynamo is at work, also while it runs code of ours as it is."""
+"""Whether Dynamo is at work, even while it runs a function of this package untraced."""
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 """Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
 
 
 def is_traced() -> bool:
-    """Tell whether what runs here is being recorded by a tracer, a compiler or an exporter."""
+    """Return whether a tracer, a compiler or an exporter records this code."""
     return is_dynamo_compiling() or bool(get_tracing_state()) or is_compiling() or has_proxies()
 
 
 def is_recorded() -> bool:
-    """Tell whether autograd records a graph here, and no function transform, tracer or compiler does."""
+    """Return whether autograd records a graph here, and no function transform, tracer or compiler does."""
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
 
 
 def prime() -> None:
-    """Have torch build its tables of functions now, Dynamo's among them, while every name is torch's own."""
+    """Make torch build its tables of functions, including Dynamo's, while every name holds torch's own function."""
     torch.overrides.get_overridable_functions()
     build_function_tables()
     build_dynamo_tables()
 
 
 def run_eagerly() -> Callable[[], object]:
-    """Have what is compiled run as it was written, until what is returned is called."""
+    """Run compiled functions uncompiled. Return a function that ends this."""
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
 
 
 def forget_compiled_code() -> None:
-    """Drop what torch.compile has compiled in this process; it no longer knows which casts are in force."""
+    """Drop what torch.compile has compiled in this process. The code holds casts that may no longer be active."""
     if DYNAMO in sys.modules:
         torch.compiler.reset()
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Have the on-disk caches of a patched process differ from those of others, until it is undone."""
+    """Give this process its own on-disk caches of compiled code, until `undo` is closed."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))
@@ -79,17 +80,17 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------
 
-# Code that is compiled inside a region must not run outside of it, nor the other way round. Dynamo can neither follow
-# how a thread's region is found nor guards patched Tensor methods. But it guards the autocast state of the thread, for
-# every kind of device. The state of one that torch lists and no longer runs on says which region is open. Dynamo of
-# torch 2.6 does not guard it, but the dispatch keys of the thread: there, two unused keys say which region is open.
+# Code that is compiled inside a region must not run outside it, nor the other way round. Dynamo cannot trace how a
+# thread's region is found, and does not guard patched Tensor methods. But it guards the autocast state of the thread
+# for every device type. So the state of a device type that torch lists but no longer runs on shows the open region.
+# Dynamo of torch 2.6 guards the dispatch keys of the thread instead: there, two unused keys show the region.
 
 _SIGNS = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
 
 
 def _find_idle_device() -> tuple[str, torch.dtype] | None:
-    """Return a device type that torch has an autocast state for but no code for, and its autocast dtype. Return None if
+    """Return a device type that torch has an autocast state but no code for, and its autocast dtype. Return None if
     torch lists none any more, or Dynamo does not guard it.
     """
     for name in IDLE_DEVICE_TYPES:
@@ -105,9 +106,9 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Have Dynamo guard what it compiles in this thread from now on by the mode of that name.
+    """Make Dynamo guard code that it compiles in this thread by the mode of that name.
 
-    Names no module of torch: Dynamo would trace a frame that does, and finds that this one changes what it guards.
+    The body names no module of torch. Dynamo would trace such a frame, and find that it changes what Dynamo guards.
     """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS.get(mode_name, (False, False)))
@@ -118,7 +119,7 @@ def show_region(mode_name: str) -> None:
 
 
 def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
-    """Have Dynamo call `function` while it traces, instead of tracing it, and take the result for a constant."""
+    """Make Dynamo call `function` while it traces, instead of tracing it, and treat the result as a constant."""
     mark_constant(function)
     return function
 
@@ -137,4 +138,4 @@ def _tell_of_break() -> str:
 _has_told = False
 
 tell_of_break = assume_constant(_tell_of_break)
-"""Say once, while Dynamo traces, that it can follow no region."""
+"""Warn once, while Dynamo traces, that its graph breaks at regions."""

@@ -1,7 +1,7 @@
-"""`Switch`: whether the casts of a session act, in the process and in the thread that asks, and which way.
+"""`Switch`: whether the casts of a session are active, in the process and in the calling thread, and in which mode.
 
-Patches are process-wide; a region in which they act otherwise belongs to the thread that opened it. The hot path reads
-two plain attributes; only while some thread has a region open does anybody look at thread-local state.
+Patches are process-wide. A region belongs to the thread that opened it. The hot path reads two plain attributes. It
+reads thread-local state only while some thread has a region open.
 """
 
 import contextlib
@@ -32,109 +32,135 @@ class Mode(Enum):
 _MODES = {mode.name: mode for mode in Mode}
 
 
-class Regions(Protocol):
+class AutocastRegions(Protocol):
     """The regions of `torch.autocast` that a switch follows; see `Autocast`."""
 
     def is_here(self) -> bool:
-        """Tell whether this thread is in one."""
+        """Return whether this thread is in one."""
 
     def pause(self) -> bool:
-        """Disable autocast in this thread, and tell whether there is something to `resume`."""
+        """Disable autocast in this thread. Return whether there is something to `resume`."""
 
     def resume(self) -> None:
         """Enable autocast again."""
 
 
 class Region(contextlib.ContextDecorator):
-    """Where a mode holds in one thread; a `with` block opens and closes it.
+    """The part of one thread's run in which a mode applies: from `open` to `close`, or a `with` block.
+
+    Args:
+        owner: identifies the region for `Switch.close_for_module`.
+        frame: the call that the region lasts as long as. Once that call is over, however it ended, the region is stale.
+            None for a region that lasts until it is closed.
+        pauses: disable autocast while the region is open, if its mode is FLOAT32: torch casts no unlisted op then.
+        is_active: whether casts are active where the region opens. Blocks of torch.autocast inside it decide for
+            themselves.
 
     Attributes:
-        mode: how casts act in it.
-        owner: by which `leave_module` finds it.
-        frame: of the call that it lasts as long as: once that is over, however it ended, the region is stale. None for
-            one that lasts until it is left.
-        acts: whether casts act where it is opened. Blocks of torch.autocast inside of it decide for themselves.
-        depth: the number of such blocks around it.
-        has_paused: autocast was in force and is disabled for its length.
+        depth: the number of blocks of torch.autocast around the region.
+        has_paused: whether autocast was enabled, and is disabled while the region is open.
     """
 
     def __init__(
         self,
         switch: "Switch",
         mode: Mode,
+        *,
         owner: object = None,
         frame: types.FrameType | None = None,
-        *,
-        acts: bool = True,
+        pauses: bool = True,
+        is_active: bool = True,
     ) -> None:
         self.mode = mode
         self.owner = owner
         self.frame = frame
-        self.acts = acts
+        self.pauses = pauses
+        self.is_active = is_active
         self.depth = 0
         self.has_paused = False
         self._switch = switch
 
-    def __enter__(self) -> None:
+    def open(self) -> None:
+        """Open the region in this thread, inside the regions that are open there."""
         if is_dynamo_compiling():
             compiling.tell_of_break()
-        self._switch.pause(self)
-        self._switch.add(self)
+        autocast = self._switch.autocast
+        if autocast is not None and self.pauses and self.mode is Mode.FLOAT32:
+            self.has_paused = autocast.pause()
+        self._switch._push(self)
+
+    def close(self) -> None:
+        """Close the region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
+        try:
+            self._switch._remove(self)
+        except BaseException:  # an interrupt
+            self._switch._remove(self)
+            raise
+
+    __enter__ = open
 
     def __exit__(self, *error: object) -> None:
-        self._switch.leave(self)
+        self.close()
 
 
-class _OfThread(threading.local):
-    """What each thread has of its own: its open regions, innermost last."""
+class _ThreadRegions(threading.local):
+    """The open regions of each thread, innermost last."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
 
 
 class Switch:
-    """On after `turn_on`, until `turn_off` or a fork; `region(Mode.OFF)` turns the casts of one thread off for
-    a while.
+    """Says whether the casts of a session are active, and how: on from `turn_on` to `turn_off` or a fork.
+
+    Every region opens with `Region.open` and closes with `Region.close`. `open_for_module` and `close_for_module` find
+    the region for the call of a module; `close_stale` closes what an interrupt left open.
 
     Args:
-        autocast: where casts act while no region is open; None: everywhere.
+        autocast: the regions in which casts are active while none of ours is open; None: everywhere.
+
+    Attributes:
+        on: whether casts may be active at all.
+        regions: the number of open regions of all threads, plus 1 with `autocast`. At 0, all threads cast by the lists.
     """
 
     __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "autocast", "on", "regions")
 
-    def __init__(self, autocast: Regions | None = None) -> None:
+    def __init__(self, autocast: AutocastRegions | None = None) -> None:
         self.autocast = autocast
         self.on = False
-        self.regions = 0 if autocast is None else 1  # open regions of all threads, and those of autocast as one
-        self._open: list[Region] = []  # the same, in the order in which they were opened
-        self._local = _OfThread()
+        self.regions = 0 if autocast is None else 1
+        self._open: list[Region] = []  # of all threads, in the order in which they were opened
+        self._local = _ThreadRegions()
         self._lock = threading.RLock()
         self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
-        _switches[:] = [*(one for one in _switches if one() is not None), weakref.ref(self)]
+        _switches[:] = [*(reference for reference in _switches if reference() is not None), weakref.ref(self)]
 
     def __deepcopy__(self, memo: Any) -> "Switch":
-        return self  # a copied model is under the same session
+        return self  # a copied model belongs to the same session
 
     def __reduce__(self) -> tuple[type["Switch"], tuple[()]]:
-        return Switch, ()  # a saved one is under none
+        return Switch, ()  # a saved one belongs to none
 
     def turn_on(self) -> None:
-        """Let the casts act."""
+        """Make casts active."""
         self.on = True
 
     def turn_off(self) -> None:
-        """Make every wrapper of this session call straight through, for good: also those that cannot be taken out."""
+        """Make every wrapper of this session call straight through, for good: also those that cannot be removed."""
         self.on = False
         for region in reversed(self._local.regions):
             region.has_paused = False
-            self.leave(region)
+            region.close()
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
 
     def has_regions(self) -> bool:
-        """Tell whether some thread has a region open."""
+        """Return whether some thread has a region open."""
         return bool(self._open)
 
     def is_on_here(self) -> bool:
-        """Tell whether casts act in this thread now."""
+        """Return whether casts are active in this thread now."""
         return self.mode_here() is not Mode.OFF
 
     def mode_here(self) -> Mode:
@@ -143,22 +169,20 @@ class Switch:
             return Mode.OFF
         if not self.regions:
             return Mode.BY_LISTS
-        if is_dynamo_compiling():  # which can trace no thread-locals
+        if is_dynamo_compiling():  # which cannot trace thread-locals
             return _MODES[self._get_name()]
         if not self._open:
             return self._mode_outside()
         return self._find_mode()
 
     def _mode_outside(self) -> Mode:
-        """Return how casts act in this thread outside of all regions."""
+        """Return how casts act in this thread outside all regions."""
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
-        regions = self._local.regions
-        if regions and regions[-1].frame is not None:
-            self.leave_stale()
-        if regions:
-            return regions[-1].mode if self._is_in_force(regions[-1]) else Mode.OFF
+        innermost = self._find_innermost()
+        if innermost is not None:
+            return innermost.mode if self._is_in_force(innermost) else Mode.OFF
         # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
         # was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
@@ -167,90 +191,101 @@ class Switch:
                     return self._open[-1].mode
         return self._mode_outside()
 
+    def _find_innermost(self) -> Region | None:
+        """Return the innermost region of this thread that is not stale."""
+        regions = self._local.regions
+        if regions and regions[-1].frame is not None:
+            self.close_stale()
+        return regions[-1] if regions else None
+
     def _is_in_force(self, region: Region) -> bool:
-        """Tell whether the innermost region acts. It does not in a block of `autocast(enabled=False)` inside of it."""
+        """Return whether the innermost region applies here. It does not in an `autocast(enabled=False)` inside it."""
         if self.autocast is None or self.autocast.is_here():
             return True
-        return region.acts and region.depth == get_autocast_depth()
+        return region.is_active and region.depth == get_autocast_depth()
 
-    def region(self, mode: Mode) -> Region:
-        """Return a block in which the casts of this thread act as `mode` says. Nests, and survives exceptions."""
-        return Region(self, mode)
-
-    def pause(self, region: Region) -> None:
-        """In a region of float32, keep autocast from casting what is on no list of ours."""
-        region.has_paused = region.mode is Mode.FLOAT32 and self.autocast is not None and self.autocast.pause()
-
-    def enter(self, mode: Mode, owner: object = None) -> Region:
-        """Open a region and return what `leave` needs to close it; for what is no `with` block. Leaves autocast be."""
-        region = Region(self, mode, owner)
-        self.leave_stale()
-        self.add(region)
-        return region
-
-    def enter_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module, and tell whether its inputs are to be cast: they are where casts
-        act, and act otherwise than around it. Called by a forward pre-hook; `leave_module` closes it. `frame`: what
-        calls the forward, if that is not what calls the hook.
-        """
-        if is_dynamo_compiling():
-            compiling.tell_of_break()
-        with self._lock:  # no more of this does Dynamo trace: it leaves the call to Python
-            is_on = self.is_on_here()
-            if self.on:
-                self.leave_stale()
-                regions = self._local.regions
-                around = regions[-1].mode if regions else None
-                if around is Mode.OFF:
-                    mode = Mode.OFF
-                # the frame is that of the whole forward, however it ends, which calls the hook, which calls this
-                frame = frame or sys._getframe(2)
-                for region in regions:
-                    if region.owner is owner and region.frame is frame:
-                        return False  # opened before torch came to this hook
-                region = Region(self, mode, owner, frame, acts=is_on)
-                if around is mode:
-                    is_on = False
-                else:
-                    self.pause(region)
-                self.add(region)
-            return is_on
+    def is_in(self, mode: Mode) -> bool:
+        """Return whether the innermost region of this thread has a mode."""
+        innermost = self._find_innermost()
+        return innermost is not None and innermost.mode is mode
 
     def is_autocast_here(self) -> bool:
-        """Tell whether torch.autocast is in force in this thread, or held back by a region of float32."""
+        """Return whether torch.autocast is enabled in this thread, or paused by a region."""
         if self.autocast is None or self.autocast.is_here():
             return self.autocast is not None
         depth = get_autocast_depth()
         return any(region.has_paused and region.depth == depth for region in self._local.regions)
 
-    def is_in(self, mode: Mode) -> bool:
-        """Tell whether the innermost region of this thread has a mode."""
-        regions = self._local.regions
-        if regions and regions[-1].frame is not None:
-            self.leave_stale()
-        return bool(regions) and regions[-1].mode is mode
+    # ---- regions -----------------------------------------------------------------------------------------------------
 
-    def leave_module(self, owner: object, frame: types.FrameType | None = None) -> None:
-        """Close the innermost region of an owner that is open in this thread, if there is one, and if it lasts as long
-        as the call of `frame`, where that is given.
+    def region(self, mode: Mode, *, pauses: bool = True) -> Region:
+        """Return a region, not yet open, in which the casts of this thread act as `mode` says. See `Region`."""
+        return Region(self, mode, pauses=pauses)
+
+    def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
+        """Open a region for the forward of a module. Return whether to cast the inputs: casts are active, and act
+        otherwise than outside the region.
+
+        Args:
+            owner: identifies the region for `close_for_module`.
+            frame: the call of the forward. By default the caller's caller: torch, which calls the forward pre-hook that
+                calls this.
+        """
+        if is_dynamo_compiling():
+            compiling.tell_of_break()
+        with self._lock:  # Dynamo does not trace beyond this: it leaves the call to Python
+            is_active = self.is_on_here()
+            if not self.on:
+                return False
+            self.close_stale()
+            regions = self._local.regions
+            outer = regions[-1].mode if regions else None
+            if outer is Mode.OFF:
+                mode = Mode.OFF
+            if frame is None:
+                frame = sys._getframe(2)
+            for region in regions:
+                if region.owner is owner and region.frame is frame:
+                    return False  # opened before torch came to this hook
+            is_change = outer is not mode
+            Region(self, mode, owner=owner, frame=frame, pauses=is_change, is_active=is_active).open()
+            return is_active and is_change
+
+    def close_for_module(self, owner: object, frame: types.FrameType | None = None) -> None:
+        """Close the innermost region of an owner in this thread, if there is one. With `frame`, close it only if it
+        lasts as long as that call.
         """
         with self._lock:
             for region in reversed(self._local.regions):
                 if region.owner is owner:
-                    if frame is not None and region.frame is not frame:
-                        return
-                    self.leave(region)
+                    if frame is None or region.frame is frame:
+                        region.close()
                     return
 
-    def leave(self, region: Region) -> None:
-        """Close a region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
-        try:
-            self._remove(region)
-        except BaseException:  # an interrupt
-            self._remove(region)
-            raise
+    def close_stale(self) -> None:
+        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one.
+
+        Blocks of torch.autocast call this when they begin. If as many blocks are open as around the region, they are
+        the same ones, and autocast is enabled in them again. Otherwise they are over, and have restored autocast.
+        """
+        regions = self._local.regions
+        while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
+            if regions[-1].has_paused and get_autocast_depth() != regions[-1].depth:
+                regions[-1].has_paused = False
+            regions[-1].close()
+
+    def _push(self, region: Region) -> None:
+        """Enter a region as the innermost of this thread. Only `Region.open` calls this."""
+        if self.autocast is not None:
+            region.depth = get_autocast_depth()
+        self._local.regions.append(region)
+        with self._lock:  # Dynamo does not trace beyond this: it fails in autograd functions at what follows
+            self._open.append(region)
+            self.regions = len(self._open) + (self.autocast is not None)
+        compiling.show_region(region.mode._name_)
 
     def _remove(self, region: Region) -> None:
+        """Remove a region from this thread, if it is there. Only `Region.close` calls this."""
         regions = self._local.regions
         if region in regions:
             regions.remove(region)
@@ -263,40 +298,15 @@ class Switch:
         with self._lock:
             if region in self._open:
                 self._open.remove(region)
-            self._count()
-
-    def leave_stale(self) -> None:
-        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one.
-
-        Called where a block of torch.autocast begins, too. So as many blocks as there were around a region are the same
-        blocks, and autocast is enabled in them again; else they are over, and have put their own state back.
-        """
-        regions = self._local.regions
-        while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
-            if regions[-1].has_paused and get_autocast_depth() != regions[-1].depth:
-                regions[-1].has_paused = False
-            self.leave(regions[-1])
-
-    def add(self, region: Region) -> None:
-        """Open a region in this thread, inside of those that are open there."""
-        if self.autocast is not None:
-            region.depth = get_autocast_depth()
-        self._local.regions.append(region)
-        with self._lock:  # no more of this does Dynamo trace, which fails in autograd functions at what comes after
-            self._open.append(region)
-            self._count()
-        compiling.show_region(region.mode._name_)
-
-    def _count(self) -> None:
-        self.regions = len(self._open) + (self.autocast is not None)
+            self.regions = len(self._open) + (self.autocast is not None)
 
 
 _switches: "list[weakref.ref[Switch]]" = []
-"""Those of this process. A WeakSet would run code of Python's as each is freed: Ctrl-C in there is lost."""
+"""The switches of this process. A WeakSet would run Python code as each is freed, and a Ctrl-C in there is lost."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
-    """Return a function that gives the name of the mode in this thread, and does not keep the switch alive."""
+    """Return a function that returns the name of the mode in this thread. It does not keep the switch alive."""
 
     def get_name() -> str:
         switch = reference()

@@ -1,5 +1,5 @@
-"""Patches of ops: one for every listed spelling and registration, also where their package is imported later; and
-replacements of what surrounds the ops.
+"""Patches of ops: one for every listed spelling and registration, even if its package is imported later. And
+replacements of torch's functions around ops, such as checkpoints and tracers.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..config import OpLists, op_lists
+from ..config import OpLists, OpRule, op_lists
 from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
@@ -20,37 +20,37 @@ from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .replacement import Op, run_in_region
+from .replacement import OpFunction, run_in_region
 from .tensor_cast import cast_tree, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
 Registration = tuple[Any, str, str]
-"""Owner, name and kind of a function that the user registered."""
+"""Owner and name of a function that the user registered, and the name of its rule."""
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, and for the user's registrations in their place."""
+    """Yield a patch for every listed spelling, or for the user's registration of the same name."""
     known = {(id(owner), name) for owner, name, _ in registered}
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in known:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.place)
-    for owner, name, kind in registered:
-        if kind != "neutral":  # taken off whatever list it was on
-            yield plan_op(owner, name, kind, casts)
+            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
+    for owner, name, rule in registered:
+        if rule != OpRule.NEUTRAL:  # taken off whatever list it was on
+            yield plan_op(owner, name, rule, casts)
     if casts.autocast is not None and casts.autocast.own is not None:
         known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.own.spellings:
             if (id(spelling.owner), spelling.name) not in known:  # these lists leave it alone, and torch would not
-                yield plan_op(spelling.owner, spelling.name, "neutral", casts)
+                yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 
 
 _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch, and the same where graphs of torch.fx and nested tensors refer to a public function."""
+    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module."""
     for patch in planned:
         yield patch
         for owner, second in _SECOND_PLACES:
@@ -58,21 +58,22 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
-def plan_op(owner: Any, name: str, kind: str, casts: OpCasts, place: str = "") -> Patch:
-    """Return the patch that has `owner.name` follow the rule `kind`, which stands in `place`."""
-    note = f"Patched by amp_patch until amp_patch.reset(): {kind}, {place or 'registered'}."
-    return Patch(owner, name, lambda original: casts.wrap(kind, original), note)
+def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
+    """Return the patch by which `owner.name` follows a rule. `location`: where a list file states it."""
+    note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
+    return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
 
 class DeferredOps:
-    """The listed ops of one session whose package is not imported yet: patched when it is, until this is closed.
+    """The listed ops of one session whose packages are not imported yet. Patches each op when its package is imported,
+    until `close`.
 
     Args:
         oplists: the lists of the session.
-        overridden: owner and name of the functions that the user registered, to which the lists do not apply.
+        overridden: owner and name of the functions that the user registered; the lists do not apply to them.
         casts: makes the replacements.
-        patcher: takes the patches.
-        lock: held while the patcher is at work. Imports happen in any thread.
+        patcher: installs the patches.
+        lock: held while the patcher is at work, because imports happen in any thread.
     """
 
     def __init__(
@@ -95,32 +96,34 @@ class DeferredOps:
         return len(self._spellings)
 
     def open(self) -> None:
-        """Wait for the packages that are not imported yet, and warn of functions that the script does not have."""
+        """Watch for the packages that are not imported yet, and warn of functions that the script lacks."""
         for spelling in tuple(self._spellings):
             if spelling.owner_name == "__main__":
-                place, name = spelling.entry.place, spelling.name
-                warn(f"{place}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()")
+                location, name = spelling.entry.location, spelling.name
+                warn(
+                    f"{location}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()"
+                )
             path = spelling.owner_name.split(".")
             self._watch.watch(".".join(path[:length]) for length in range(1, len(path) + 1))
 
     def close(self) -> None:
-        """Patch nothing any more. Harmless twice."""
+        """Stop patching. Harmless twice."""
         self._watch.close()
         with self._lock:
             self._spellings.clear()
 
     def look_again(self, module_name: str) -> None:
-        """Patch what is not patched yet under a module that was imported.
+        """Patch the deferred ops of a module that was imported.
 
-        Runs inside the user's import, so it raises nothing: it warns once of an op that cannot be patched or does not
-        exist.
+        Runs inside the user's import, so it raises nothing. It warns once of an op that does not exist or cannot be
+        patched.
         """
         if os.getpid() != self._process_id:
             return  # in a forked child nothing is patched
         functions: dict[int, Callable[..., Any]] = {}
         problems: list[tuple[op_lists.Spelling, str]] = []
         with self._lock:
-            concerned = [one for one in self._spellings if f"{one.owner_name}.".startswith(f"{module_name}.")]
+            concerned = [known for known in self._spellings if f"{known.owner_name}.".startswith(f"{module_name}.")]
             for spelling in concerned:
                 try:
                     owner = op_lists.find_owner(spelling)
@@ -130,7 +133,7 @@ class DeferredOps:
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
                 except Exception as exc:
-                    at = f"{spelling.entry.place}: {spelling.entry.op!r}"
+                    at = f"{spelling.entry.location}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
                 self._spellings.remove(spelling)
             stuck = references.redirect([(self._patcher, functions)], ())
@@ -143,7 +146,7 @@ class DeferredOps:
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Returns its replacement, by the id of the original; nothing for an op that is left alone."""
+        """Patch an op. Return its replacement by the id of the original, or nothing for an op that is left alone."""
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
             return {}
@@ -152,19 +155,19 @@ class DeferredOps:
             if replacement is held:
                 # the module imported another patched function by this name: it gets one wrapper, not two
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.place)])
+        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.location)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
-# ---- what surrounds the ops ------------------------------------------------------------------------------------------
+# ---- torch's functions around ops ------------------------------------------------------------------------------------
 
 
 def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
-    """Make the recomputation in backward see the casts as the forward saw them, whatever region either runs in."""
+    """Run the recomputation in backward in the mode of its forward, whatever region backward runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The forward notes its mode itself, because the checkpoint may enter the region of a whole script first.
-        # Dynamo cannot trace a function that notes something.
+        # The forward stores its mode itself, because the checkpoint may enter the region of a whole script first.
+        # Dynamo cannot trace a function that stores something, so under Dynamo the mode is read here.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -181,8 +184,9 @@ def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) ->
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
-    """Yield patches of user-defined autograd functions with `torch.amp.custom_fwd(cast_inputs=...)`, and of decorators
-    for those to come. These functions get the casts that they ask torch.autocast for, and run as plain torch.
+    """Yield patches of user-defined autograd functions with `torch.amp.custom_fwd(cast_inputs=...)`, and of the
+    decorators, for functions defined later. Such functions get the casts that they ask torch.autocast for, and their
+    bodies run without casts.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
@@ -207,7 +211,7 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class, of those that a class inherits from, that holds a static method of that name; not torch's."""
+    """Return the class in the MRO of `kind` that defines a static method of that name, or None if that is torch's."""
     for owner in kind.__mro__:
         if name in vars(owner):
             is_static = isinstance(vars(owner)[name], staticmethod)
@@ -216,7 +220,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """The decorator of functions that are defined while casts act. What it returns acts in this session alone."""
+    """Return `custom_fwd` for functions that are defined while casts are active. They cast in this session only."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -241,12 +245,12 @@ def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone
     return custom_bwd
 
 
-def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
+def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype) -> OpFunction:
     switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
     in_region = run_in_region(original, Mode.OFF, switch)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if switch.mode_here() in (Mode.OFF, Mode.FLOAT32):  # torch casts nothing where autocast is disabled, either
+        if switch.mode_here() in (Mode.OFF, Mode.FLOAT32):  # torch casts nothing while autocast is disabled, either
             return original(*args, **kwargs)
         result = in_region(*[cast_tree(value, cast) for value in args], **cast_tree(kwargs, cast))
         if args and isinstance(args[0], torch.autograd.function.FunctionCtx):
@@ -256,7 +260,7 @@ def _cast_as_decorated(original: Op, casts: OpCasts, dtype: torch.dtype) -> Op:
     return forward
 
 
-def _run_as_forward(original: Op, switch: Switch | RulesAlone) -> Op:
+def _run_as_forward(original: OpFunction, switch: Switch | RulesAlone) -> OpFunction:
     """Run a backward without casts if its forward ran so."""
     in_region = run_in_region(original, Mode.OFF, switch)
 
@@ -268,7 +272,7 @@ def _run_as_forward(original: Op, switch: Switch | RulesAlone) -> Op:
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Recurrent layers refuse an input of another dtype than their weights before the patched op can cast both."""
+    """Let recurrent layers accept an input of another dtype than their weights: the patched op casts both later."""
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         weight = get_first_weight(module)
@@ -280,7 +284,7 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """The TorchScript compiler reads the source of what it compiles, which then casts nothing."""
+    """Compile TorchScript without patches: its compiler reads the source of torch's functions, which casts nothing."""
 
     def script(*args: Any, **kwargs: Any) -> Any:
         with patcher.suspended():
@@ -290,7 +294,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """A trace must record the casts of the weights; a cached copy would be recorded as a constant."""
+    """Trace without the weight cache: a trace must record the casts, and would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():
@@ -300,7 +304,7 @@ def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Cal
 
 
 def invalidate_too(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Low copies of weights last as long as those of torch.autocast."""
+    """Invalidate cached weights when torch clears its own cache."""
 
     def clear_autocast_cache() -> None:
         original()

@@ -1,9 +1,9 @@
-"""What stands in the place of an op: a plain function, of one shape whatever the rule of the op.
+"""The replacement of an op: a plain function, which has the same form for every rule.
 
-Arguments may answer a call themselves, by `__torch_function__`, or a TorchFunctionMode may. torch gives them the
-function that was called, and they compare it with its public name (`func is F.linear`), or look it up in a table. That
-name holds a replacement: it is the replacement they are given, before anything is cast. When they call it in turn, with
-overrides disabled, it casts; so casts happen below overrides, as those of torch.autocast do.
+Arguments may handle a call themselves, by `__torch_function__`, and so may a TorchFunctionMode. torch passes them the
+function that was called. They compare it with its public name (`func is F.linear`) or look it up in a table, and that
+name holds the replacement. So they get the replacement, before anything is cast. When they call it with overrides
+disabled, it casts. Casts therefore happen below overrides, as in torch.autocast.
 """
 
 import functools
@@ -20,26 +20,28 @@ from .autocast import RulesAlone
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 
-Op = Callable[..., Any]
+OpFunction = Callable[..., Any]
 
-Call = tuple[Op, Sequence[Any], dict[str, Any]]
+PreparedCall = tuple[OpFunction, Sequence[Any], dict[str, Any]]
 """A function, and the arguments to call it with."""
 
-Rule = Callable[[tuple[Any, ...], dict[str, Any], Mode], Call]
-"""What is to be called in place of an op with these arguments, where casts act in that mode. It is never OFF."""
+PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
+"""Returns the call to make in place of an op called with these arguments, in that mode. The mode is never OFF."""
 
 ALWAYS = object()
-"""For `passing`: the rule is asked about every call."""
+"""For `passing`: every call is prepared."""
 
 
-def replace(original: Op, rule: Rule, switch: Switch | RulesAlone, public: "PublicOp", passing: object) -> Op:
-    """Return what stands in the place of `original`.
+def replace(
+    original: OpFunction, prepare: PrepareCall, switch: Switch | RulesAlone, public: "PublicOp", passing: object
+) -> OpFunction:
+    """Return the replacement of `original`.
 
     Args:
-        rule: asked where casts act and some tensor is not in the dtype `passing`, or some are in a list.
-        switch: whether casts act.
+        prepare: called if casts are active and some tensor does not have the dtype `passing`, or some are in a list.
+        switch: whether casts are active.
         public: the public name of the op.
-        passing: where all tensors have this dtype, the op is called as it is; None means any dtype, if all have it.
+        passing: if all tensors have this dtype, the op is called as it is; None means any dtype that all have.
     """
     has_overrides, off, by_lists, may_pass = public.has_overrides, Mode.OFF, Mode.BY_LISTS, passing is not ALWAYS
 
@@ -66,14 +68,14 @@ def replace(original: Op, rule: Rule, switch: Switch | RulesAlone, public: "Publ
                     break
             else:
                 return original(*args, **kwargs)
-        function, args, kwargs = rule(args, kwargs, mode)  # type: ignore[assignment]
+        function, args, kwargs = prepare(args, kwargs, mode)  # type: ignore[assignment]
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def run_in_region(original: Op, mode: Mode, switch: Switch | RulesAlone) -> Op:
-    """Return `original` run in a region of that mode, in which are all the functions that it calls."""
+def run_in_region(original: OpFunction, mode: Mode, switch: Switch | RulesAlone) -> OpFunction:
+    """Return `original` run in a region of that mode. Functions that it calls are inside the region."""
 
     def in_region(*args: Any, **kwargs: Any) -> Any:
         with switch.region(mode):
@@ -83,22 +85,20 @@ def run_in_region(original: Op, mode: Mode, switch: Switch | RulesAlone) -> Op:
 
 
 class Replacements:
-    """One replacement for each original and rule, under all the names of the original: a function that torch has twice
-    stays one.
-    """
+    """One replacement for each original and rule. A function that torch has under two names gets one replacement."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int], tuple[Op, Op]] = {}
+        self._made: dict[tuple[str, int], tuple[OpFunction, OpFunction]] = {}
 
-    def get(self, kind: str, original: Op, make: Callable[[], Op]) -> Op:
-        """Return the replacement of `original` under the rule `kind`; make it where there is none yet."""
-        key = kind, id(original)
+    def get(self, rule: str, original: OpFunction, make: Callable[[], OpFunction]) -> OpFunction:
+        """Return the replacement of `original` under a rule. Make it if there is none yet."""
+        key = rule, id(original)
         if key not in self._made:
-            self._made[key] = original, make()  # with the original, which is kept alive
+            self._made[key] = original, make()  # the original too: while it lives, its id is not reused
         return self._made[key][1]
 
     def clear(self) -> None:
-        """Drop all references, so that replacements without other holders are freed at once."""
+        """Drop all references, so that replacements that nothing else holds are freed at once."""
         self._made.clear()
 
 
@@ -106,27 +106,27 @@ class PublicOp:
     """One op by its public name.
 
     Args:
-        name: of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
+        name: the name of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
         original: torch's function; None for functions that are not torch's, which are never overridden.
-        takes_lists: whether it takes tensors in lists, which may answer, too.
+        takes_lists: whether the op takes tensors in lists, which may handle the call, too.
 
     Attributes:
-        has_overrides: tells of a tuple or list of arguments whether one of them, or a mode, may handle the call. It is
-            not asked while Dynamo traces, which knows overrides by itself.
+        has_overrides: takes the arguments as a tuple or list, and returns whether one of them, or a mode, may handle
+            the call. Not used while Dynamo traces, because Dynamo handles overrides itself.
     """
 
     __slots__ = ("_by_torch", "_function", "_is_operator", "has_overrides")
 
-    def __init__(self, name: str, original: Op | None, *, takes_lists: bool = False) -> None:
-        self._function: Callable[[], Op | None] = lambda: None
+    def __init__(self, name: str, original: OpFunction | None, *, takes_lists: bool = False) -> None:
+        self._function: Callable[[], OpFunction | None] = lambda: None
         self._is_operator = name.startswith("__")
         self._by_torch = original if original is not None and _names_public(original) else None
         self.has_overrides: Callable[[Sequence[Any]], bool] = _find_none
         if original is not None:
             self.has_overrides = _has_some_in_lists if takes_lists or name in _TAKE_LISTS else has_torch_function
 
-    def lead_to(self, function: Op) -> Op:
-        """Set the function that the name holds, and return it. It is held weakly, since it refers to this object."""
+    def lead_to(self, function: OpFunction) -> OpFunction:
+        """Set the function that the name holds, and return it. It is held weakly, because it holds this object."""
         self._function = weakref.ref(function)
         return function
 
@@ -142,11 +142,11 @@ class PublicOp:
             raise
 
 
-def _names_public(original: Op) -> bool:
-    """Tell whether torch's function itself hands a call over by its public name, which it looks up.
+def _names_public(original: OpFunction) -> bool:
+    """Return whether torch's function itself looks up its public name, and hands calls over by that.
 
-    Methods in C do, and functions in Python that are not decorated. So torch decides in which form the arguments are
-    handed over, and by which of several names (`Tensor.matmul` for `@`).
+    Methods in C do, and undecorated functions in Python. For them torch decides in which form the arguments are handed
+    over, and by which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
@@ -166,7 +166,7 @@ def _has_some_in_lists(values: Sequence[Any]) -> bool:
     return has_torch_function(values)
 
 
-# finds nothing, without a frame; Dynamo of torch 2.6 calls no bound method of a builtin
+# False for every argument, and enters no frame. Not a bound method of a builtin, which Dynamo of torch 2.6 cannot call.
 _find_none: Callable[[Sequence[Any]], bool] = functools.partial(operator.is_, None)
 
 

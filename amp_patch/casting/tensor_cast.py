@@ -1,10 +1,10 @@
-"""Casting tensors: one, those in the arguments of an op, and those in whatever a model takes or returns."""
+"""Casts of a single tensor, of the arguments of an op, and of the inputs and outputs of a model."""
 
 import copy
 import dataclasses
 import operator
 import types
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,36 +14,48 @@ from ..dtypes import CASTABLE, PLAIN_CLASSES, TensorCast, is_opaque
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
-CONVERSIONS = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
-"""What casts to a dtype, in less time than `Tensor.to`."""
+_CONVERSIONS = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
+
+
+def get_conversion(dtype: torch.dtype) -> TensorCast:
+    """Return the method that casts any tensor to a castable dtype, in less time than `Tensor.to`."""
+    return _CONVERSIONS[dtype]
+
+
+def make_device_test(device_type: str) -> Callable[[Tensor], bool]:
+    """Return a function that is True for tensors on such devices. On CPUs and CUDA devices it enters no Python frame:
+    `device.type` makes a string, at a tenth of the cost of a cast.
+    """
+    if device_type in ("cpu", "cuda"):
+        return operator.attrgetter(f"is_{device_type}")
+    return lambda tensor: tensor.device.type == device_type
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is compressed sparse, float32 and on a CPU, which has no 16-bit products of those: an op on
-    it runs in float32.
+    """Return whether a tensor is compressed sparse, float32 and on a CPU. Ops on it run in float32: CPUs have no 16-bit
+    products of such tensors.
     """
     return tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32
 
 
 def is_uncastable(tensor: Tensor) -> bool:
-    """Tell whether a tensor of a castable dtype is not cast to float32: an op on it runs in the dtype that it shows."""
+    """Return whether a tensor of a castable dtype is never cast to float32. Ops on it run in its own dtype."""
     return is_opaque(tensor) or is_compressed(tensor)
 
 
 def make_plain_cast(
     dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
 ) -> TensorCast:
-    """Return a function that casts a castable tensor of that device type to `dtype` by `Tensor.to`, and returns any
-    other as it is.
+    """Return a function that casts castable tensors on such devices to `dtype`, and returns any other as it is.
 
     Args:
-        is_for_kernels: kernels of a low dtype get the result: leave compressed sparse tensors on a CPU as they are.
-        takes_opaque: ask opaque tensors for a cast, too, as torch.autocast does where it runs an op in a low dtype.
+        is_for_kernels: 16-bit kernels get the result, so compressed sparse tensors on a CPU are left as they are.
+        takes_opaque: also ask opaque tensors for a cast, as torch.autocast does for ops in the low dtype.
     """
     # `device.type` makes a string, at a tenth of what a cast costs
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     asks_layout, strided = is_for_kernels and on_cpu, torch.strided
-    convert = CONVERSIONS[dtype]
+    convert = get_conversion(dtype)
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE:
@@ -64,7 +76,7 @@ def make_plain_cast(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a list or tuple (of lists or tuples); of a tensor itself, or anything else, none."""
+    """Yield the tensors in a list or tuple, also nested ones. Yield nothing for a tensor itself, or anything else."""
     if value.__class__ is list or value.__class__ is tuple:
         for item in value:
             if isinstance(item, Tensor):
@@ -74,8 +86,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def cast_nested(value: Any, cast: TensorCast) -> Any:
-    """Cast a tensor, or the tensors in a list or tuple (of lists or tuples). Anything else is returned as it is, and so
-    is a list in which nothing changes: the op may write to it.
+    """Cast a tensor, or the tensors in a list or tuple, also nested ones. Anything else is returned as it is. So is a
+    list in which nothing changes: the op may write to it.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -88,7 +100,7 @@ def cast_nested(value: Any, cast: TensorCast) -> Any:
 
 
 def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call with all tensors in them cast. Takes no frame for each argument."""
+    """Return the arguments of a call with all tensors in them cast. Enters no frame of its own for each argument."""
     cast_args = list(args)
     for index, value in enumerate(args):
         if isinstance(value, Tensor):
@@ -104,17 +116,16 @@ def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCa
     return cast_args, cast_kwargs
 
 
-# ---- what models take and return -------------------------------------------------------------------------------------
+# ---- inputs and outputs of models ------------------------------------------------------------------------------------
 
 
 def cast_tree(value: Any, cast: TensorCast) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
-    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class: lists, mappings and dataclasses are
-    copied and filled, others go through their constructor, and pass through untouched where that takes something else.
-    A value in which nothing changes is returned itself, so a model that fills a container of its caller still does. A
-    generator becomes a generator of cast values. Modules, arrays, strings and every other object pass through
-    untouched.
+    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
+    copied and filled. Others go through their constructor, and are returned as they are if it takes other arguments. A
+    value in which nothing changes is returned itself, so a model can still fill a container of its caller. A generator
+    becomes a generator of cast values. Modules, arrays, strings and all other objects are returned as they are.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -135,7 +146,7 @@ def cast_tree(value: Any, cast: TensorCast) -> Any:
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:
-    """Return a container like `value` that holds `items`, or `value` where its class does not let one be made."""
+    """Return a container like `value` that holds `items`, or `value` itself if its class cannot make one."""
     kind = type(value)
     if kind in (tuple, list, set, frozenset):
         return kind(items)
@@ -149,7 +160,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
         else:
             result = kind(items)
         is_like = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
-    except Exception:  # a constructor of the user's may raise anything
+    except Exception:  # the constructor is the user's, and may raise anything
         return value
     if is_like:
         return result
@@ -176,7 +187,7 @@ def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, An
         # such as types.MappingProxyType: nothing but its own constructor can fill it
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     result = copy.copy(value)
-    if not isinstance(value, dict):  # the copy of a mapping of the user's own shares the dict inside with the original
+    if not isinstance(value, dict):  # the copy of a user's mapping shares its inner dict with the original
         for name, inner in vars(result).items():
             if isinstance(inner, MutableMapping):
                 setattr(result, name, copy.copy(inner))
@@ -195,7 +206,7 @@ def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
         return value
     try:
         result = copy.copy(value)
-    except dataclasses.FrozenInstanceError:  # slots of its own: copy sets them one by one
+    except dataclasses.FrozenInstanceError:  # copy.copy sets slots one by one, which a frozen class refuses
         result = object.__new__(type(value))
         changed = {**fields, **changed}
     for name, item in changed.items():

@@ -1,19 +1,18 @@
-"""The 16-bit copies of float32 parameters that whitelisted ops read, made once for all forward passes up to the next
-optimizer step.
+"""The 16-bit copies of float32 parameters that whitelisted ops read. Each is made once between two optimizer steps.
 
 A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
 the parameter in any number of forward and backward passes.
 
-What must never happen is a forward with old weights. Version counters alone do not tell (fused optimizers do not bump
-them), nor do addresses (memory is used again). So a copy is used only while its entry is *valid*: the entry holds the
-memory that the copy was made from, each use compares the signature and the dtype, and any optimizer step, both ends of
-an outermost forward without gradients, the exit of `scale_loss` and `refresh` invalidate entries. What records ops
-(traces, function transforms, dispatch modes) must see the cast each time, and is never given an entry.
+A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not bump
+them), and addresses are reused. So a copy is used only while its entry is *valid*: the entry holds the memory that the
+copy was made from, and each use compares the signature and the dtype. Optimizer steps, both ends of an outermost
+forward without gradients, the exit of `scale_loss` and `refresh` invalidate entries. Code that records ops (traces,
+function transforms, dispatch modes) must see the cast each time, and never gets an entry.
 
-Where launching a kernel costs more than running it, copies that no graph holds any more are *refreshed* in place, all
-of them in one `torch._foreach_copy_`; one that a live graph holds is replaced by a new one. On a CPU copies are dropped
-instead: one made where it is used is in the caches, and refreshed copies made a step of a small transformer 5 % longer.
-The cache lets go of them when an outermost `scale_loss` block begins: the backward pass frees them one by one.
+On a GPU, launching a kernel costs more than running it. So copies that no graph holds are *refreshed* in place, all
+in one `torch._foreach_copy_`; a copy that a live graph holds is replaced by a new one. On a CPU copies are dropped
+instead: a fresh copy is in the CPU's caches, and refreshed copies made a step of a small transformer 5 % longer. The
+cache drops them when an outermost `scale_loss` block begins, so the backward pass frees them one by one.
 """
 
 import contextlib
@@ -39,16 +38,16 @@ from ..torch_private import (
 from .compiling import is_compiling, is_dynamo_compiling
 
 Signature = tuple[int, int, bool, torch.Size, tuple[int, ...]]
-"""What a parameter must still have for its copy to be used: version, address, requires_grad, shape and strides."""
+"""The state of a parameter that its copy was made in: version, address, requires_grad, shape and strides."""
 
 ValidEntry = tuple[Tensor, Signature, object]
-"""The copy, the signature of the parameter, and its memory: while that is held, no other has its address."""
+"""The copy, the signature of the parameter, and its memory. While the memory is held, its address is not reused."""
 
 SMALL_ON_CPU = 2**15
-"""On a CPU, a copy of fewer elements costs as much to enter and to look up as to make (torch 2.13.0, AVX512_BF16)."""
+"""On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""
 
 FEW = 2
-"""So many uses of a small parameter, between two invalidations, take a cast each; an unrolled RNN uses it often."""
+"""The first uses of a small parameter after an invalidation take a cast each. An unrolled RNN uses it more often."""
 
 
 @dataclass(slots=True)
@@ -56,33 +55,33 @@ class _Entry:
     """A copy that is refreshed in place.
 
     Attributes:
-        parameter, copy: what ops are given is the copy; its grad_fn leads to the parameter.
-        alias: the memory of the copy without the grad_fn: what a refresh writes.
-        source: an alias of the parameter's memory, to which no other can come while it lives.
-        place: device and signature of the parameter, without the version: what no step changes. After `set_`, gradients
-            of old copies would lead nowhere.
+        copy: the tensor that ops get. Its grad_fn leads to the parameter.
+        alias: the memory of the copy without the grad_fn; a refresh writes to it.
+        source: an alias of the parameter's memory, which keeps the address from being reused.
+        identity: device and signature of the parameter, without the version: steps do not change them. After `set_`,
+            gradients of old copies would not reach the parameter.
         memory: the address of the copy's storage.
-        idle_uses: how many hold the copy and its storage while no graph needs them.
+        idle_uses: the reference counts of the copy and its storage while no graph needs them.
     """
 
     parameter: Tensor
     copy: Tensor
     alias: Tensor
     source: Tensor
-    place: tuple[object, ...]
+    identity: tuple[object, ...]
     memory: int
     idle_uses: tuple[int, int] = (0, 0)
 
     def count_uses(self) -> tuple[int, int]:
-        """Count the holders of the copy and of its storage: a graph saves the tensor itself or a view of it."""
+        """Return the reference counts of the copy and its storage: a graph saves the tensor itself or a view of it."""
         return get_tensor_uses(self.copy), get_storage_uses(self.memory)
 
     def may_be_written(self) -> bool:
-        """Tell whether no graph needs the values that the copy has now, and the parameter is what it was."""
+        """Return whether no graph needs the values of the copy, and the parameter is the same tensor as before."""
         return (
             self.parameter.dtype is torch.float32
             and _is_cacheable(self.parameter)
-            and self.place == _place(self.parameter)
+            and self.identity == _identify(self.parameter)
             and self.count_uses() == self.idle_uses
         )
 
@@ -91,27 +90,28 @@ def _signature(parameter: Tensor) -> Signature:
     return get_version(parameter), parameter.data_ptr(), parameter.requires_grad, parameter.shape, parameter.stride()
 
 
-def _place(parameter: Tensor) -> tuple[object, ...]:
+def _identify(parameter: Tensor) -> tuple[object, ...]:
     return parameter.device, *_signature(parameter)[1:]
 
 
 def are_refreshed_on(device_type: str) -> bool:
-    """Tell whether copies on such devices are refreshed in place, or dropped and made anew."""
+    """Return whether copies on such devices are refreshed in place, instead of dropped and made anew."""
     return device_type != "cpu"
 
 
 class WeightCache:
-    """The copies of one session, of the parameters given to `own`.
+    """The copies of one session's parameters.
 
     Args:
-        low: their dtype.
-        device_type: where they are, which says whether they are refreshed in place, or dropped.
-        is_rounded: copies are float32, with values of the low dtype. They are never refreshed: that takes two casts.
-        smallest: parameters of fewer elements have a copy from their third use. The gradients of the first two are
-            added in float32; those of a copy, as under torch.autocast, in the low dtype.
+        low: the dtype of the copies.
+        device_type: decides whether copies are refreshed in place, or dropped.
+        is_rounded: copies are float32, rounded to the low dtype. They are never refreshed, which would take two casts.
+        smallest: parameters with fewer elements get a copy at their third use. The gradients of the first two uses are
+            added in float32; the gradients of uses of a copy are added in the low dtype, as under torch.autocast.
 
     Attributes:
-        valid, owned: the valid entries and the parameters, by the parameter's id.
+        valid: the valid entries, by the id of the parameter.
+        owned: the parameters given to `own`, by their id.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class WeightCache:
         self.valid: dict[int, ValidEntry] = {}
         self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
-        self._entries: dict[int, _Entry] = {}  # those that are refreshed
+        self._entries: dict[int, _Entry] = {}  # entries that are refreshed
         self._uses: dict[int, int] = {}  # of small parameters since the last invalidation
         self._is_bypassed = False
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
-        """Cache copies of these parameters. Only of float32 ones; the others take a plain cast at each use."""
+        """Cache copies of these parameters. Parameters that are not float32 take a plain cast at each use."""
         for parameter in parameters:
             self.owned[id(parameter)] = parameter
 
@@ -152,8 +152,8 @@ class WeightCache:
         self.invalidate_all()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: by a valid entry if there is one, else by
-        `plain_cast`. A tensor that may have an entry has one from then on.
+        """Return the function that casts one tensor to the low dtype: with a valid entry if there is one, else with
+        `plain_cast`, whose result is stored if the tensor may have an entry.
         """
         valid, owned, float32 = self.valid, self.owned, torch.float32
         smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
@@ -176,21 +176,21 @@ class WeightCache:
             entry = valid.get(key)
             if entry is not None and entry[1] == _signature(tensor):
                 return entry[0]
-            # without gradients nothing would invalidate an entry before weights that were swapped in are swapped out
+            # Without gradients nothing would invalidate the entry before averaged weights are swapped out again.
             if self._is_bypassed or not is_grad_enabled() or is_inference_mode_enabled() or not _is_cacheable(tensor):
                 return plain_cast(tensor)
             if is_refreshed:
-                return self._refresh_or_enter(tensor, plain_cast)
+                return self._refresh_or_store(tensor, plain_cast)
             copy = plain_cast(tensor)
-            if copy is not tensor:  # which is what comes of a tensor of another device type: not ours to cast
+            if copy is not tensor:  # a tensor of another device type is not cast
                 valid[key] = (copy, _signature(tensor), tensor.untyped_storage())
             return copy
 
         return to_low
 
-    def _refresh_or_enter(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
+    def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
         key = id(tensor)
-        with self._lock:  # two threads that refresh at once would write under each other's graphs
+        with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)
             if valid is None or valid[1] != _signature(tensor):
                 self.valid.pop(key, None)
@@ -201,7 +201,7 @@ class WeightCache:
             copy = plain_cast(tensor)
             if copy is not tensor:
                 alias, source = copy.detach(), tensor.detach()
-                entry = _Entry(tensor, copy, alias, source, _place(tensor), get_storage_address(alias))
+                entry = _Entry(tensor, copy, alias, source, _identify(tensor), get_storage_address(alias))
                 entry.idle_uses = entry.count_uses()
                 self._entries[key] = entry
                 self.valid[key] = (copy, _signature(tensor), source)
@@ -212,9 +212,9 @@ class WeightCache:
         self._entries.pop(key, None)
 
     def _refresh(self) -> None:
-        """Make every entry valid, in one kernel for each device; drop those whose copy may not be written."""
+        """Make every entry valid, with one kernel for each device. Drop entries whose copy must not be written."""
         refreshed: list[_Entry] = []
-        for key in list(self._entries):  # not items: garbage that is collected meanwhile may own some of them
+        for key in list(self._entries):  # not items(): a garbage collection in this loop may remove some of them
             entry = self._entries.get(key)
             if entry is None or key in self.valid:
                 continue
@@ -228,9 +228,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Cast every weight plainly inside the block, in all threads: what traces the ops must see the cast, not its
-        stored result.
-        """
+        """Use no copy inside the block, in all threads: a tracer must record casts, and not their stored results."""
         before, self._is_bypassed = self._is_bypassed, True
         self.invalidate_all()
         try:
@@ -239,31 +237,30 @@ class WeightCache:
             self._is_bypassed = before
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Invalidate the entries of parameters that an optimizer stepped over."""
+        """Invalidate the entries of parameters that an optimizer has updated."""
         if self.valid or self._uses:  # there is none after a scale_loss block
             for parameter in parameters:
                 self.valid.pop(id(parameter), None)
                 self._uses.pop(id(parameter), None)
 
     def leave_to_graphs(self) -> None:
-        """Hold no copy that is not refreshed any more, so that a backward pass frees each with the last use of it."""
+        """Drop copies that are not refreshed, so a backward pass frees each after its last use."""
         if not self._is_refreshed:
             self.invalidate_all()
 
     def invalidate_all(self) -> None:
-        """Invalidate every entry: weights may have been edited where nothing shows it (`p.data.mul_`)."""
+        """Invalidate every entry: an edit such as `p.data.mul_` changes no version counter."""
         self.valid.clear()
         self._uses.clear()
 
 
 class RegionCache(WeightCache):
-    """The copies of a session over `torch.autocast`: of each leaf that requires gradients, as long as torch keeps its
-    own copies of such leaves.
+    """The copies of a session under `torch.autocast`: of each leaf that requires gradients, while torch keeps its own
+    copies of such leaves.
 
-    Scripts that nobody edits change weights where no version counter shows it (`p.data.add_`). torch is right about
-    them by these laws alone: it keeps nothing where `cache_enabled=False` (a script that is one region that never ends
-    is in such a region), and forgets everything when a thread leaves its outermost region. So each use asks torch
-    first. `valid` stays empty: an op that looks copies up there by itself would not ask.
+    Unmodified scripts edit weights in ways that change no version counter (`p.data.add_`). torch's cache is right about
+    them because it keeps nothing under `cache_enabled=False`, and drops everything when a thread leaves its outermost
+    region. So each use asks torch first. `valid` stays empty, because an op that reads `valid` itself would not ask.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
@@ -271,7 +268,7 @@ class RegionCache(WeightCache):
         self._kept: dict[int, ValidEntry] = {}
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: by a copy that is kept, else by `plain_cast`."""
+        """Return the function that casts one tensor to the low dtype: with a kept copy, or with `plain_cast`."""
         kept, float32 = self._kept, torch.float32
 
         def to_low(tensor: Tensor) -> Tensor:
@@ -295,7 +292,7 @@ class RegionCache(WeightCache):
         return to_low
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the copies of parameters that an optimizer stepped over."""
+        """Drop the copies of parameters that an optimizer has updated."""
         for parameter in parameters:
             self._kept.pop(id(parameter), None)
 
@@ -305,7 +302,7 @@ class RegionCache(WeightCache):
 
 
 def _is_cacheable(tensor: Tensor) -> bool:
-    """Tell whether a float32 tensor may have a copy, and the cast is no part of a trace or a function transform."""
+    """Return whether a float32 tensor may have a copy, and no tracer or function transform records the cast."""
     if tensor.__class__ not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout is not strided:
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()

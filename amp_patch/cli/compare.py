@@ -8,12 +8,13 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from .. import config
 from ..doctor import get_advice
 from ..errors import MissingExtraError, SessionError
 from ..terminal import print_report
 from .run import check_everywhere
 from .scripts import ScriptRunner, add_script, describe_command
-from .values import check_lists, new_file, oplist, opt_level, positive
+from .values import check_lists, get_level, new_file, oplist, opt_level, positive
 
 if TYPE_CHECKING:
     from ..insight.comparing import Campaign
@@ -58,13 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
     asked, reference = arguments.runs, arguments.reference
     if reference is None:
-        reference = "O0"
-        if asked is not None and "O0" not in asked:
+        reference = config.levels.find_plain_level().name
+        if asked is not None and reference not in asked:
             reference = asked[0]
     if arguments.everywhere:
-        asked = asked or ["O0", "O4"]
+        asked = asked or [config.levels.find_plain_level().name, config.levels.find_patching_level("bfloat16").name]
         for level in (name.split("+")[0] for name in [*asked, reference]):
-            if level not in ("O0", "as-is"):
+            if level != "as-is" and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]

@@ -34,7 +34,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
 
     for action in _actions(parser):
         if action.dest == "opt_level":
-            levels = config.shipped.shipped_levels()
+            levels = [level.name for level in config.levels.read_levels()]
             action.completer = ChoicesCompleter(levels)  # type: ignore[attr-defined, arg-type]
         elif action.dest in _LISTS:
             action.completer = complete_lists  # type: ignore[attr-defined]

@@ -23,15 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the faults; return 1 if there are any, and 2 if a list is not there or cannot be read."""
-    errors: list[config.op_lists.Finding] = []
-    warnings: list[config.op_lists.Finding] = []
+    errors: list[config.op_lists.ListProblem] = []
+    warnings: list[config.op_lists.ListProblem] = []
     clean, is_all_read = [], True
     for name in arguments.lists:
         try:
             path = config.op_lists.locate(name, Path())
         except OpListError as error:
             is_all_read = False
-            errors.append(config.op_lists.Finding(error.message, None, None, None))
+            errors.append(config.op_lists.ListProblem(error.message, None, None, None))
             continue
         is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
         report = config.op_lists.check_oplists(path)

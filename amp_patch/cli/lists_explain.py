@@ -45,12 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
     low = arguments.dtype or _find_low(names, lists)
     explanation = config.explain.explain(op, lists)
     if arguments.json:
-        effects = {ruling.kind: config.explain.describe_effects(ruling.kind, low) for ruling in explanation.rulings}
+        effects = {ruling.kind: ruling.kind.describe_effects(low) for ruling in explanation.rulings}
         modules = list(map(module_as_data, lists.modules))
         print_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
         return 0
     print_lines(_explain(explanation, names, low))
-    if {"whitelist", "blacklist"} & {ruling.kind for ruling in explanation.rulings}:
+    if any(ruling.kind.runs_in for ruling in explanation.rulings):
         for rule in lists.modules:
             dtype = rule.run.replace("low", low)
             print(f"Within {rule.chooser} it runs in {dtype} ({location(rule)}).")
@@ -82,13 +82,13 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
             f"\n{entry.rule} by {location(entry)}, without effect:"
             f" {bounds(entry)} keeps it out on torch {torch.__version__}"
         )
-    kinds = {ruling.kind for ruling in explanation.rulings}
-    if kinds - {"unlisted", "neutral"}:
+    rules = [ruling.kind for ruling in explanation.rulings]
+    if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    if "blacklist" in kinds:
-        yield "A call with out= or dtype= runs as it was written."
-    elif kinds & {"whitelist", "promote", "sequence_promote"}:
-        yield "A call with out= runs as it was written."
+    exempt = max((rule.exempt for rule in rules), key=len, default=())
+    if exempt:
+        arguments = " or ".join(f"{argument}=" for argument in exempt)
+        yield f"A call with {arguments} runs as it was written."
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
         yield (
@@ -101,7 +101,7 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
 
 def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
     entry = ruling.entry
-    summary = config.explain.SUMMARIES[ruling.kind].format(low=low)
+    summary = ruling.kind.summary.format(low=low)
     takes_effect = "not imported, so the name cannot be looked up"
     if entry is None:
         yield "rule", summary
@@ -113,7 +113,7 @@ def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple
         yield "overrides", f"{earlier.op} on {earlier.rule} at {location(earlier)}{_reason(earlier.why)}"
     if ruling.package is not None:
         yield "package", f"{ruling.package} is {takes_effect}"
-    effects = config.explain.describe_effects(ruling.kind, low)
+    effects = ruling.kind.describe_effects(low)
     for effect in dict.fromkeys(effects.values()):
         yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect
 

@@ -32,14 +32,6 @@ modules:
   # - {{match: "encoder.layers.*.norm", run: float32}}
   # - {{type: torch.nn.LayerNorm, run: low}}
 """
-_EXAMPLES = {
-    "whitelist": "{op: gelu, why: speed}",
-    "blacklist": "{op: softmax, why: range}",
-    "promote": "rms_norm",
-    "sequence_promote": "cat",
-    "banned": "binary_cross_entropy",
-    "neutral": "sum",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +71,7 @@ def _check(path: Path, base: str) -> None:
 
 
 def _render(name: str, base: str) -> str:
-    rules = [f"# {meaning}\n{rule}:\n  # - {_EXAMPLES[rule]}\n" for rule, meaning in config.op_lists.MEANINGS.items()]
+    rules = [f"# {rule.meaning}\n{rule}:\n  # - {rule.example}\n" for rule in config.op_rules.RULE_KEYS]
     if not re.fullmatch(r"[\w./-]+", base):
         base = json.dumps(base)
     return _START.format(schema=SCHEMA, base=base, name=name, rules="\n".join(rules))

@@ -53,10 +53,10 @@ def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
 
 def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
     by_entry = _by_entry(lists)
-    for rule in config.op_lists.RULES:
+    for rule in config.op_rules.RULE_KEYS:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
-            yield f"\n{rule}: {config.explain.SUMMARIES[rule].format(low='the low dtype')}"
+            yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
         rows = align((entry.op, entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
             lost = _lost(entry, by_entry[entry])
@@ -77,7 +77,6 @@ def _as_data(lists: "config.OpLists") -> dict[str, object]:
         "lists": lists.names,
         "torch": str(torch.__version__),
         "digest": lists.digest,
-        "inplace_blacklist": lists.inplace_blacklist,
         "entries": entries,
         "modules": list(map(module_as_data, lists.modules)),
         "missing": list(map(as_data, lists.missing)),

@@ -17,8 +17,9 @@ import uuid
 from pathlib import Path
 from typing import NoReturn
 
+from .. import config
 from ..errors import did_you_mean
-from .values import check_lists, oplist, opt_level
+from .values import check_lists, get_level, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 
@@ -97,13 +98,18 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
     """Report a usage error if the whole script cannot be one region."""
     if opt_level is None and not lists:
         parser.error("--everywhere needs --opt-level O4 or --lists")
-    if opt_level == "O1":
+    if opt_level is None:
+        return
+    level = get_level(opt_level)
+    if level.fits_whole_script:
+        return
+    remedy = f"use {config.levels.find_patching_level('bfloat16').name}"
+    if level.patches_functions:
         parser.error(
-            "--everywhere with O1: float16 gradients need a loss scale, and a script without amp scales no loss;"
-            " use O4, which is bfloat16"
+            f"--everywhere with {opt_level}: float16 gradients need a loss scale, and a script without amp scales no"
+            f" loss; {remedy}, which is bfloat16"
         )
-    if opt_level not in (None, "O4"):
-        parser.error(f"--everywhere with {opt_level}: no op in the region would be cast; use O4")
+    parser.error(f"--everywhere with {opt_level}: no op in the region would be cast; {remedy}")
 
 
 def _find_options_behind(command: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from ..script_settings import NoRegionError
 from . import run as runs
 from .ranks import find_ranks, name_for_node, refuse_ranks
 from .recording import ERROR, NO_REGION, PROGRESS, WAITING
-from .values import check_lists
+from .values import check_lists, get_level
 
 if TYPE_CHECKING:
     from ..insight import Recording
@@ -174,12 +174,13 @@ class ScriptRunner:
         with meeting as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
+            casts_some = bool(lists) if level is None else get_level(level).fits_whole_script
             line, environment = runs.prepare(
                 self._command,
                 opt_level=level,
                 lists=lists,
                 force=self._force,
-                everywhere=self._everywhere and (level == "O4" or (level is None and bool(lists))),
+                everywhere=self._everywhere and casts_some,
                 needs_region=self._is_quiet and not self._everywhere,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,

@@ -205,7 +205,7 @@ def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
     from ..insight.runs import Run, RunFailedError
 
     runner, curves = ScriptRunner(arguments, is_quiet=True, is_repeated=True), []
-    for settings in (Settings(None, (str(path),)), Settings("O0")):
+    for settings in (Settings(None, (str(path),)), Settings(config.levels.find_plain_level().name)):
         try:
             recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, settings, seed=0))
         except (RunFailedError, NoRegionError) as error:
@@ -229,7 +229,7 @@ def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
     """Return the command that compares the script with a list to float32, with all that it was traced with."""
     command = ["amp-patch", "compare"]
     command += ["-m", arguments.module] if arguments.module else [arguments.script]
-    command += ["--runs", f"O0,as-is+{os.path.relpath(path)}"]
+    command += ["--runs", f"{config.levels.find_plain_level().name},as-is+{os.path.relpath(path)}"]
     for name in arguments.lists:
         command += ["--lists", name]
     command += [option for option in ("--everywhere", "--force") if getattr(arguments, option[2:])]

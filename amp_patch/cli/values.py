@@ -14,7 +14,7 @@ from ..files import check_writable
 
 def opt_level(text: str) -> str:
     """Return the name of a level that exists: a shipped one, or one of AMP_PATCH_PRESETS."""
-    known = config.shipped.shipped_levels()
+    known = tuple(level.name for level in config.levels.read_levels())
     if text in known:
         return text
     if not os.environ.get("AMP_PATCH_PRESETS"):
@@ -28,13 +28,20 @@ def opt_level(text: str) -> str:
     return text
 
 
+def get_level(name: str) -> "config.levels.Level":
+    """Return what a level does that `opt_level` has checked. Imports torch only for levels of AMP_PATCH_PRESETS."""
+    if not os.environ.get("AMP_PATCH_PRESETS"):
+        return next(level for level in config.levels.read_levels() if level.name == name)
+    return config.make_policy(name, {}).as_level()
+
+
 def oplist(text: str) -> str:
     """Return a shipped name, or the absolute path of a file that exists: scripts change their working directory.
 
     `check_lists` reads the file.
     """
     try:
-        path = config.shipped.locate(text, Path.cwd())
+        path = config.list_names.locate(text, Path.cwd())
     except AmpError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if text in config.shipped.shipped_names():

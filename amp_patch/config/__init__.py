@@ -1,31 +1,38 @@
-"""What the user writes and passes: levels, op lists and module rules, read from YAML into frozen values."""
+"""Reads levels, op lists and module rules from YAML files and arguments into frozen values."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import explain as explain
+    from . import levels as levels
+    from . import list_names as list_names
     from . import op_lists as op_lists
     from . import op_names as op_names
+    from . import op_rules as op_rules
     from . import presets as presets
     from . import shipped as shipped
+    from .levels import DEFAULT_LEVEL as DEFAULT_LEVEL
     from .module_rules import ModuleRule as ModuleRule
     from .op_lists import OpLists as OpLists
     from .op_lists import load_oplists as load_oplists
+    from .op_rules import OpRule as OpRule
     from .policy import Policy as Policy
     from .presets import make_policy as make_policy
 
 _HOMES = {
+    "DEFAULT_LEVEL": "levels",
     "ModuleRule": "module_rules",
     **dict.fromkeys(("OpLists", "load_oplists"), "op_lists"),
+    "OpRule": "op_rules",
     "Policy": "policy",
     "make_policy": "presets",
 }
-_MODULES = ("explain", "op_lists", "op_names", "presets", "shipped")
+_MODULES = ("explain", "levels", "list_names", "op_lists", "op_names", "op_rules", "presets", "shipped")
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has the name when it is first asked for: commands name lists and levels without torch."""
+    """Import a name at its first use: commands read the names of lists and levels without torch."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

@@ -1,28 +1,14 @@
-"""What op lists come to: the rules one op follows and why, and the ops on which two lists differ."""
+"""Explains op lists: which rules an op follows and why, and on which ops two lists differ."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import OpListError
-from .list_file import OpEntry, Rule
+from .list_file import OpEntry
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import Key, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
-
-SUMMARIES = {
-    Rule.WHITELIST: "runs in {low}",
-    Rule.BLACKLIST: "runs in float32",
-    Rule.PROMOTE: "runs in the widest dtype among its arguments",
-    Rule.SEQUENCE_PROMOTE: "runs in the widest dtype among the tensors of its first argument",
-    Rule.BANNED: "refuses 16-bit arguments",
-    Rule.MATCH_SELF: "writes to its first argument, in the dtype of that argument",
-    Rule.INPLACE_ERROR: "writes to its first argument, and refuses if that is 16-bit",
-    Rule.NEUTRAL: "taken off its list, so it runs in the dtype it is given",
-    Rule.UNLISTED: "on no list, so it runs in the dtype it is given",
-}
-"""Each rule in a few words; `{low}` stands for the low dtype."""
-
-_SIXTEEN_BIT = ("float16", "bfloat16")
+from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
+from .op_rules import OpRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +18,13 @@ class Ruling:
     Attributes:
         spellings: dotted names.
         kind: the rule that they follow.
-        entry: the line that decides; None for what no list names.
-        overridden: the lines of earlier files that it overrules, the earliest first.
-        package: what has to be imported first, or None.
+        entry: the entry that decides; None if no list names the spellings.
+        overridden: the entries of earlier files that it overrides, the earliest first.
+        package: the package that has to be imported first, or None.
     """
 
     spellings: tuple[str, ...]
-    kind: Rule
+    kind: OpRule
     entry: OpEntry | None = None
     overridden: tuple[OpEntry, ...] = ()
     package: str | None = None
@@ -46,11 +32,11 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that lists say of an op: rulings, and entries without effect on this torch.
+    """Everything that lists say about an op: rulings, and entries without effect on this torch.
 
     Attributes:
         missing: entries whose op this torch lacks.
-        other_torch: entries that are for other versions.
+        other_torch: entries for other versions of torch.
     """
 
     op: str
@@ -61,10 +47,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op whose kinds differ between two lists.
+    """Spellings of an op that follow different rules in two lists.
 
-    `op` is dotted where other spellings of the op have other kinds. A difference
-    between module rules has no spellings: `op` tells which rule it is, and both sides what it says.
+    `op` is dotted if other spellings of the op follow other rules. A difference between module rules has no spellings:
+    `op` names the rule, and both sides state its dtype.
     """
 
     op: str
@@ -73,35 +59,13 @@ class Difference:
     right: str
 
 
-_Rulings = dict[Key, Ruling]
-
-
-def describe_effects(kind: Rule, low: str) -> dict[str, str]:
-    """Return what a rule does to an argument of each dtype that is ever cast, when the low dtype is `low`."""
-    untouched = dict.fromkeys((*_SIXTEEN_BIT, "float32"), "as it is")
-    match kind:
-        case Rule.WHITELIST:
-            return {name: "as it is" if name == low else f"cast to {low}" for name in untouched}
-        case Rule.BLACKLIST:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "cast to float32")
-        case Rule.PROMOTE | Rule.SEQUENCE_PROMOTE:
-            return untouched | {
-                "float16": "cast to float32 beside float32 or bfloat16",
-                "bfloat16": "cast to float32 beside float32 or float16",
-            }
-        case Rule.MATCH_SELF:
-            return dict.fromkeys(untouched, "cast to the dtype of the first argument")
-        case Rule.INPLACE_ERROR:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error as the first argument, else cast to float32")
-        case Rule.BANNED:
-            return untouched | dict.fromkeys(_SIXTEEN_BIT, "an error")
-    return untouched
+_Rulings = dict[SpellingKey, Ruling]
 
 
 def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say of an op, a bare or a dotted name as in a list file, and of its in-place twins.
+    """Return what lists say about an op (a bare or dotted name, as in a list file) and its in-place twins.
 
-    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for one that torch lacks and the
+    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that torch lacks and the
     lists do not name.
     """
     try:
@@ -122,19 +86,19 @@ def explain(op: str, lists: OpLists) -> Explanation:
     by_key = _rule_all(lists)
     groups: dict[Ruling, list[str]] = {}
     for key, owner in _with_twins(keys).items():
-        unlisted = Ruling((), Rule.UNLISTED, package=None if owner is not None else _package_of(key))
+        unlisted = Ruling((), OpRule.UNLISTED, package=None if owner is not None else _package_of(key))
         groups.setdefault(by_key.get(key, unlisted), []).append(".".join(key))
     rulings = [replace(ruling, spellings=tuple(names)) for ruling, names in groups.items()]
     return Explanation(op, tuple(rulings), tuple(missing), tuple(other_torch))
 
 
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
-    """Return where two lists differ, in the order of the left one; nothing if and only if their digests are equal.
+    """Return the differences of two lists, in the order of the left one; none if and only if their digests are equal.
 
-    An in-place twin or augmented operator that merely follows an op that differs is not mentioned beside it.
+    An in-place twin or augmented operator is left out if it only follows an op that differs.
     """
     before, after = _rule_all(left), _rule_all(right)
-    by_op: dict[str, list[Key]] = {}
+    by_op: dict[str, list[SpellingKey]] = {}
     for key in {**before, **after}:
         by_op.setdefault(get_op(key), []).append(key)
     differences: list[Difference] = []
@@ -147,11 +111,11 @@ def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) ->
     before = {rule.chooser: rule.run for rule in left}
     after = {rule.chooser: rule.run for rule in right}
     for chooser in {**before, **after}:
-        runs = before.get(chooser, Rule.UNLISTED), after.get(chooser, Rule.UNLISTED)
+        runs = before.get(chooser, OpRule.UNLISTED), after.get(chooser, OpRule.UNLISTED)
         if runs[0] != runs[1]:
             yield Difference(f"modules {chooser}", (), *runs)
     written = _write_out(left), _write_out(right)
-    if before == after and written[0] != written[1]:  # of several that cover a module, the last one counts
+    if before == after and written[0] != written[1]:  # the order matters: the last rule that covers a module counts
         yield Difference("modules", (), *written)
 
 
@@ -159,9 +123,9 @@ def _write_out(rules: Sequence[ModuleRule]) -> str:
     return ", ".join(f"{rule.chooser} {rule.run}" for rule in rules)
 
 
-def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    plain: list[Key] = []
-    written: dict[str, list[Key]] = {}  # spellings that write in place, by their name
+def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
+    plain: list[SpellingKey] = []
+    written: dict[str, list[SpellingKey]] = {}  # spellings that write in place, by their name
     for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
         if is_inplace(key[1]) or is_augmented(key[1]):
             written.setdefault(key[1], []).append(key)
@@ -170,14 +134,14 @@ def _compare_op(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> It
     differences = list(_compare_keys(op, plain, left, right))
     yield from differences
     for name, twins in written.items():
-        merely_follow = all(_follows(key, plain, side) for key in twins for side in (left, right))
-        if not (differences and merely_follow):
+        only_follow = all(_is_from_op(key, plain, side) for key in twins for side in (left, right))
+        if not (differences and only_follow):
             if op == ".".join(twins[0]):
                 name = op
             yield from _compare_keys(name, twins, left, right)
 
 
-def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
+def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
     """Yield one difference for all the spellings if they agree on it, else one for each that differs."""
     kinds = {key: (_kind(key, left), _kind(key, right)) for key in keys}
     if len(set(kinds.values())) == 1:
@@ -190,16 +154,19 @@ def _compare_keys(op: str, keys: list[Key], left: _Rulings, right: _Rulings) -> 
             yield Difference(".".join(key), (".".join(key),), before, after)
 
 
-def _kind(key: Key, rulings: _Rulings) -> Rule:
+def _kind(key: SpellingKey, rulings: _Rulings) -> OpRule:
     ruling = rulings.get(key)
-    if ruling is None or ruling.kind is Rule.NEUTRAL:
-        return Rule.UNLISTED
+    if ruling is None or ruling.kind is OpRule.NEUTRAL:
+        return OpRule.UNLISTED
     return ruling.kind
 
 
-def _follows(key: Key, plain: list[Key], rulings: _Rulings) -> bool:
-    """Whether an in-place spelling has its rule from the entry of its op, or has none."""
-    return key not in rulings or any(other in rulings and rulings[other].entry == rulings[key].entry for other in plain)
+def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
+    """Return whether an in-place spelling has no rule, or has it from the entry of its op."""
+    if key not in rulings:
+        return True
+    entry = rulings[key].entry
+    return any(spelling in rulings and rulings[spelling].entry == entry for spelling in plain)
 
 
 def _rule_all(lists: OpLists) -> _Rulings:
@@ -214,19 +181,19 @@ def _rule_all(lists: OpLists) -> _Rulings:
     return rulings
 
 
-def _package_of(key: Key) -> str:
+def _package_of(key: SpellingKey) -> str:
     return key[0].partition(".")[0]
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:
-    """Whether an entry may mean an op that torch lacks: the same name, or one of the two is bare."""
+    """Return whether an entry may mean an op that torch lacks: both have the same name, or one name is bare."""
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
-def _with_twins(keys: dict[Key, object | None]) -> dict[Key, object | None]:
-    found = dict(keys)
+def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, object | None]:
+    with_twins = dict(keys)
     for key, owner in keys.items():
         twin = inplace_twin(key)
         if twin is not None:
-            found[twin] = owner
-    return found
+            with_twins[twin] = owner
+    return with_twins

@@ -1,13 +1,12 @@
-"""What a list file holds, as written: its keys, and the entries under them, which name ops.
+"""Reads one list file: its keys, and the entries under them, which name ops.
 
-Every function raises OpListError with its place; one that takes `diagnostics` may leave errors there and go on.
+Every function raises OpListError with its place. A function that takes `diagnostics` may store errors there and go on.
 """
 
 import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
@@ -15,47 +14,25 @@ import torch
 
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import get_op_names
+from .op_rules import RULE_KEYS, OpRule
 from .yaml_nodes import Node
 
 _log = logging.getLogger(__name__)
 
 
-# ---- rules -----------------------------------------------------------------------------------------------------------
+# ---- keys and values that a list file may have -----------------------------------------------------------------------
 
-
-class Rule(StrEnum):
-    """What happens to the arguments of an op. A member is its name: it compares, prints and is written to JSON so."""
-
-    WHITELIST = "whitelist"
-    BLACKLIST = "blacklist"
-    PROMOTE = "promote"
-    SEQUENCE_PROMOTE = "sequence_promote"
-    BANNED = "banned"
-    NEUTRAL = "neutral"
-    MATCH_SELF = "match_self"
-    INPLACE_ERROR = "inplace_error"
-    UNLISTED = "unlisted"
-
-    __repr__ = str.__repr__
-
-
-MEANINGS = {
-    Rule.WHITELIST: "Ops that run in the low dtype.",
-    Rule.BLACKLIST: "Ops that run in float32.",
-    Rule.PROMOTE: "Ops that run in the widest dtype among their arguments.",
-    Rule.SEQUENCE_PROMOTE: "The same for ops whose first argument is a sequence of tensors.",
-    Rule.BANNED: "Ops that raise an error on 16-bit tensors.",
-    Rule.NEUTRAL: "Ops that come off the list an earlier file put them on.",
+KEYS = ("description", "extends", "modules", *RULE_KEYS)
+_REMOVED_KEYS = {
+    "inplace_blacklist": (
+        "inplace_blacklist was removed: in-place variants always compute in the dtype of their tensor. Take the line"
+        " out; to refuse 16-bit tensors, list the variant itself: `banned: [exp_]`"
+    ),
 }
-"""What a list file says of each of its rules. Spellings that write in place, or are on no list, have the others."""
+"""Keys of earlier versions, and what to write instead."""
 
-RULES = tuple(MEANINGS)
-"""Those that are keys of a list file."""
-
-KEYS = ("description", "extends", "inplace_blacklist", "modules", *RULES)
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
-INPLACE_CHOICES = ("match", "error")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
@@ -67,11 +44,11 @@ _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """A fault of a file, or a warning; its text is `path:line:column: message`.
+class ListProblem:
+    """An error in a list file, or a warning. Its text is `path:line:column: message`.
 
     Attributes:
-        path, line, column: the place; None where there is none.
+        path, line, column: the place; None if there is none.
     """
 
     message: str
@@ -90,23 +67,23 @@ class Finding:
 
 
 class Diagnostics:
-    """Where faults go: the first one is raised, or all of them are collected. `with diagnostics:` encloses what one
-    fault spoils.
+    """Raises the first error in a list file, or collects all. A `with diagnostics:` block encloses what one error makes
+    unusable.
 
-    An error leaves the block; when collecting it is stored instead, and what follows the block runs.
+    The error leaves the block, or is stored when collecting; then the code after the block runs.
 
     Args:
         is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
 
     Attributes:
-        files: what each file holds that was read, the one that was asked for first.
+        files: the content of each file that was read, in order.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        self._found: dict[Finding, None] = {}  # once each: a broken file may be reached along several ways
+        self._problems: dict[ListProblem, None] = {}  # once each: several files may extend a broken one
 
     def __enter__(self) -> None:
         pass
@@ -116,36 +93,36 @@ class Diagnostics:
     ) -> bool:
         if not (self.is_collecting and isinstance(error, OpListError)):
             return False
-        self._found[Finding(error.message, error.path, error.line, error.column)] = None
+        self._problems[ListProblem(error.message, error.path, error.line, error.column)] = None
         return True
 
     def warn(self, text: str, path: str, line: int, column: int) -> None:
-        """Log, or collect, what is no fault but has no effect."""
+        """Log or collect a warning about an entry without effect."""
         self.has_warned = True
         if self.is_collecting:
-            self._found[Finding(text, path, line, column, is_warning=True)] = None
+            self._problems[ListProblem(text, path, line, column, is_warning=True)] = None
         else:
             _log.warning("%s:%d:%d: %s", path, line, column, text)
 
     @property
-    def errors(self) -> list[Finding]:
-        """The faults, sorted by place."""
+    def errors(self) -> list[ListProblem]:
+        """The collected errors, sorted by place."""
         return self._get(is_warning=False)
 
     @property
-    def warnings(self) -> list[Finding]:
+    def warnings(self) -> list[ListProblem]:
         """The collected warnings, sorted by place."""
         return self._get(is_warning=True)
 
-    def _get(self, is_warning: bool) -> list[Finding]:
-        """Return findings by line and column, the files in the order of their first."""
-        found = [one for one in self._found if one.is_warning is is_warning]
-        files = [one.path for one in found]
-        return sorted(found, key=lambda one: (files.index(one.path), one.line or 0, one.column or 0))
+    def _get(self, is_warning: bool) -> list[ListProblem]:
+        """Return problems by line and column, the files in the order of their first problem."""
+        problems = [problem for problem in self._problems if problem.is_warning is is_warning]
+        files = [problem.path for problem in problems]
+        return sorted(problems, key=lambda problem: (files.index(problem.path), problem.line or 0, problem.column or 0))
 
 
 def fault(problem: str, path: Path, node: Node) -> OpListError:
-    """Return the error of a value."""
+    """Return the error of a value, with its place."""
     return OpListError(problem, path, node.line, node.column)
 
 
@@ -153,7 +130,7 @@ def fault(problem: str, path: Path, node: Node) -> OpListError:
 
 
 def is_op_list(root: Node) -> bool:
-    """Tell whether a file is an op list, and no presets file, all of whose values are mappings."""
+    """Return whether a file is an op list. All values of a presets file are mappings."""
     assert isinstance(root.value, dict)
     has_key = has_level = False
     for key, node in root.value.items():
@@ -164,7 +141,7 @@ def is_op_list(root: Node) -> bool:
 
 
 def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return what a list has under its keys; a presets file is refused."""
+    """Return the values of a list file by key. Raises an error for a presets file."""
     assert isinstance(root.value, dict)
     if root.value and all(key not in KEYS and isinstance(node.value, dict) for key, node in root.value.items()):
         problem = (
@@ -176,18 +153,19 @@ def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Nod
 
 
 def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return a mapping's values, after a look at its keys."""
+    """Return the values of a mapping by key, after checking the keys."""
     assert isinstance(node.value, dict)
     for key, (line, column) in node.key_at.items():
         with diagnostics:
             if key not in allowed:
-                problem = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                unknown = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
+                problem = _REMOVED_KEYS.get(key, unknown)
                 raise OpListError(problem, path, line, column)
     return node.value
 
 
 def read_text(node: Node, path: Path, what: str) -> str:
-    """Return the text of a scalar; `what` it stands for opens the error."""
+    """Return the text of a scalar. An error begins with `what`, the meaning of the value."""
     if not isinstance(node.value, str):
         kind = "list" if isinstance(node.value, list) else "mapping"
         raise fault(f"{what} must be a single text value, not a {kind}; write the text alone", path, node)
@@ -204,12 +182,12 @@ def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> 
 
 
 def is_null(node: Node | None) -> bool:
-    """Tell whether a value is the word `null`."""
+    """Return whether a value is the word `null`."""
     return node is not None and node.value == "null" and not node.quoted
 
 
 def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
-    """Return a key's items; a key with nothing after it has none, and `extends` may hold one name without brackets."""
+    """Return the items of a key. An empty key has none. `extends` may hold one name without brackets."""
     if node is None or (node.value == "" and not node.quoted):
         return []
     if isinstance(node.value, list):
@@ -229,16 +207,16 @@ class OpEntry:
 
     Attributes:
         op: the name, as written.
-        rule: the list it is on.
+        rule: the key that the entry is under.
         why: free text.
-        path, line, column: where the name stands.
-        since, until: the first version of torch that the entry is for, and the first that it is no longer for; empty
-            for no bound.
+        path, line, column: the place of the name.
+        since, until: the first version of torch that the entry applies to, and the first that it no longer applies to;
+            empty for no bound.
         is_optional: whether torch may lack the op.
     """
 
     op: str
-    rule: Rule
+    rule: OpRule
     why: str
     path: str
     line: int
@@ -248,12 +226,12 @@ class OpEntry:
     is_optional: bool = False
 
     @property
-    def place(self) -> str:
-        """`file:line:column`."""
+    def location(self) -> str:
+        """`file:line:column` of the entry."""
         return f"{self.path}:{self.line}:{self.column}"
 
     def is_for_this_torch(self) -> bool:
-        """Whether the bounds leave the running torch in."""
+        """Return whether the bounds include the running torch."""
         if not self.since and not self.until:
             return True
         running = _running_torch()
@@ -262,7 +240,7 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_doubt(self) -> str | None:
-        """Return a sentence if the bounds keep the entry out on every torch that exists and is supported."""
+        """Return a sentence if the bounds exclude every torch that exists and is supported."""
         if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
@@ -276,7 +254,7 @@ def _running_torch() -> tuple[int, ...]:
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
     """Yield the entries of all rules."""
-    for rule in RULES:
+    for rule in RULE_KEYS:
         nodes: list[Node] = []
         with diagnostics:
             nodes = get_items(keys.get(rule), path, rule)
@@ -285,7 +263,7 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
                 yield _read_entry(rule, node, path, diagnostics)
 
 
-def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
+def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
     for key in node.value:
@@ -314,7 +292,7 @@ def _read_entry(rule: Rule, node: Node, path: Path, diagnostics: Diagnostics) ->
 
 
 def _read_field(name: str, node: Node, path: Path) -> str:
-    """Return the value of a key of an entry that is not its op."""
+    """Return the value of any key of an entry except `op`."""
     if name == "why":
         return read_text(node, path, name)
     if name == "optional":
@@ -325,10 +303,10 @@ def _read_field(name: str, node: Node, path: Path) -> str:
     return text
 
 
-def _read_name(node: Node, rule: Rule, path: Path) -> str:
+def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        name = name.replace("::", ".")  # a kernel, which is refused by that name
+        name = name.replace("::", ".")  # a kernel; `refuse_kernel` names its function
     if not NAME.fullmatch(name):
         key, colon, rest = name.partition(":")
         if colon and key in ENTRY_KEYS:
@@ -338,7 +316,7 @@ def _read_name(node: Node, rule: Rule, path: Path) -> str:
             " with `- `, the dashes below each other"
         )
         raise fault(problem, path, node)
-    if rule is Rule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+    if rule is OpRule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
             " unlisted, it takes 16-bit inputs as it is"

@@ -1,6 +1,6 @@
-"""Characters that look like those of YAML and of names, and are others: curly quotes, dashes, spaces, foreign letters.
+"""Characters that look like characters of YAML and of names: curly quotes, dashes, spaces, foreign letters.
 
-A word processor or a chat puts them in. YAML takes them for text, so a pattern with them matches nothing.
+Word processors and chats insert them. YAML reads them as text, so a pattern with them matches nothing.
 """
 
 import re
@@ -26,9 +26,9 @@ _WORD = re.compile(r"\w+")
 
 
 def find_look_alike(text: str) -> tuple[int, str] | None:
-    """Return where the first of them is, and a sentence on it; None where there is none.
+    """Return the position of the first such character and a sentence about it, or None.
 
-    A letter counts beside Latin ones alone: names may be in any script.
+    A foreign letter counts only beside Latin ones: names may be in any script.
     """
     for match in _NOT_ASCII.finditer(text):
         character = match[0]
@@ -41,7 +41,7 @@ def find_look_alike(text: str) -> tuple[int, str] | None:
 
 
 def _find_ascii(character: str) -> str | None:
-    """Return the ASCII that a character is another form of, such as a wide one; "" for what is invisible."""
+    """Return the ASCII form of a character, such as a wide letter; "" for an invisible one; None for others."""
     if unicodedata.category(character) in ("Cf", "Zl", "Zp"):
         return ""
     plain = unicodedata.normalize("NFKC", character)
@@ -49,7 +49,7 @@ def _find_ascii(character: str) -> str | None:
 
 
 def _is_beside_latin(text: str, place: int) -> bool:
-    word = next(found for found in _WORD.finditer(text) if found.start() <= place < found.end())
+    word = next(match for match in _WORD.finditer(text) if match.start() <= place < match.end())
     return _LATIN.search(word[0]) is not None
 
 

@@ -1,9 +1,8 @@
-"""Module rules: which parts of a model run in the low dtype or in float32, whatever the op lists say of their ops.
+"""Module rules: parts of a model that run in the low dtype or in float32, whatever the op lists say about their ops.
 
-docs/lists.md says how they are written, under `modules` in an op-list file; `match: "re:^head\\."` searches a name for
-a regular expression. A rule covers the modules it chooses and everything inside them. Where several cover a module, the
-last one counts; files that come later come later here too. Nothing is imported to find a type: a class of a package
-that is not imported has no instances.
+docs/lists.md describes the key `modules` of list files. A rule covers the modules it chooses and everything inside
+them. If several rules cover a module, the last one counts, and rules of later files come later. Finding a type imports
+nothing: a class of a package that is not imported has no instances.
 """
 
 import difflib
@@ -46,10 +45,10 @@ class ModuleRule:
     column: int
 
     def chooses(self, name: str, module: nn.Module) -> bool:
-        """Tell whether the rule names this module itself; the model has the name ""."""
+        """Return whether the rule chooses this module itself. The name of the model is ""."""
         if self.pattern is None:
-            found = _find_value(_split(self.chooser))
-            return isinstance(found, type) and isinstance(module, found)
+            chosen = _find_value(_split(self.chooser))
+            return isinstance(chosen, type) and isinstance(module, chosen)
         if self.chooser.startswith("re:"):
             return self.pattern.search(name) is not None
         if name:
@@ -57,16 +56,16 @@ class ModuleRule:
         return self.pattern.fullmatch(name) is not None
 
     def find_problem(self) -> str | None:
-        """Return what keeps the rule from naming a class of modules, as far as what is imported can tell, or None."""
+        """Return why the rule cannot choose a module, as far as imported packages show, or None."""
         if self.pattern is not None:
             return None
         return _find_problem(self.chooser)
 
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
-    """Return the rule that one entry of `modules` states, or None where unknown keys leave it open.
+    """Return the rule that an entry of `modules` states, or None if it has unknown keys, which go to `diagnostics`.
 
-    Raises OpListError with its place; unknown keys go to `diagnostics`.
+    Raises OpListError with its place.
     """
     if not isinstance(node.value, dict):
         example = '{match: "encoder.*.norm", run: float32}'
@@ -100,7 +99,7 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
 
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
-    """Return what `match` means as a regular expression; that of a glob is for a name with a dot after every part."""
+    """Return `match` as a regular expression. The expression of a glob expects a dot after every part of a name."""
     try:
         if match.startswith("re:"):
             return re.compile(match.removeprefix("re:"))
@@ -125,14 +124,14 @@ def _translate(glob: str) -> str:
 
 
 def _find_problem(chooser: str) -> str | None:
-    """Return what keeps the value of `type` from naming a class of modules, as far as what is imported can tell."""
+    """Return why the value of `type` names no class of modules, as far as imported packages show, or None."""
     if not TYPE_NAME.fullmatch(chooser):
         return f"{chooser!r} is not a class with its module; {_find_remedy(chooser)}"
     names = _split(chooser)
-    found = _find_value(names)
-    if isinstance(found, type) and issubclass(found, nn.Module):
+    value = _find_value(names)
+    if isinstance(value, type) and issubclass(value, nn.Module):
         return None
-    if found is not None:
+    if value is not None:
         return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
     if names[0] == "__main__" or _may_come(names):
         return None
@@ -143,8 +142,8 @@ def _find_problem(chooser: str) -> str | None:
 
 
 def _find_remedy(chooser: str) -> str:
-    """Return what to write instead of a name without its module. A class of torch has to be spelled alike for that, as
-    scripts have an Attention and a Dense of their own.
+    """Return the advice for a class name without its module. A class of torch is suggested only for a similar spelling:
+    scripts define classes such as Attention and Dense.
     """
     by_folded = {name.casefold(): f"torch.nn.{name}" for name in _torch_modules()}
     alike = difflib.get_close_matches(chooser.casefold(), by_folded, n=1, cutoff=0.8)
@@ -157,7 +156,7 @@ def _find_remedy(chooser: str) -> str:
 
 
 def find_doubt(chooser: str) -> str | None:
-    """Return a sentence if a rule by type can choose nothing: its package is not installed. Imports nothing."""
+    """Return a sentence if the package of a type is not installed, or None. Imports nothing."""
     names = _split(chooser)
     if names[0] in ("__main__", "torch") or count_imported(names) or is_installed(names[0]):
         return None
@@ -165,12 +164,12 @@ def find_doubt(chooser: str) -> str | None:
 
 
 def _may_come(names: list[str]) -> bool:
-    """Whether a class that is not there may be once more is imported."""
+    """Return whether a missing class may be defined after more imports."""
     try:
         check_that_it_may_come(names)
     except OpListError:
         return False
-    return names[0] != "torch" or len(names) > 2  # torch itself serves modules when it is asked, and no class
+    return names[0] != "torch" or len(names) > 2  # torch itself imports modules at their first use, but no class
 
 
 def _torch_modules() -> list[str]:
@@ -178,13 +177,13 @@ def _torch_modules() -> list[str]:
 
 
 def _split(chooser: str) -> list[str]:
-    """Return the parts of a class's name; `nn` is that of torch, as scripts import it."""
+    """Return the parts of a class's name. `nn` means torch.nn, as in scripts."""
     names = chooser.split(".")
     return ["torch", *names] if names[0] == "nn" else names
 
 
 def _find_value(names: list[str]) -> object:
-    """Look a class up in what is imported, without running code."""
+    """Return a class of an imported package, or None. Runs no code."""
     length = count_imported(names)
     value: object = sys.modules.get(".".join(names[:length]))
     for name in names[length:]:

@@ -1,15 +1,8 @@
-"""Op lists: which torch functions run in the low dtype, which in float32, which in the widest type of their arguments.
+"""Op lists: which torch functions run in the low dtype, which in float32, which in the widest dtype of their arguments.
 
-docs/lists.md says what a list file holds. Beside that, an entry may have `since` and `until`, the first torch version
-that it applies to and the first that it no longer applies to, and `optional: true`, which lets torch lack the op. By
-`inplace_blacklist: error` the in-place twin of a blacklisted op refuses a 16-bit tensor, instead of computing in the
-tensor's own dtype (`match`, the default).
-
-A bare name (`softmax`) means every spelling of the op, a dotted name that one spelling; `op_names` finds them. In-place
-twins (`exp_` of `exp`) follow by rule. Reading a list imports nothing and runs nothing.
-
-`list_file` reads what one file says, `Overlay` lays files over each other, later over earlier, and `load_oplists`
-remembers what came of it.
+`list_file` reads one file, `op_names` finds the spellings of a name, `Overlay` lays files over each other, and
+`load_oplists` keeps the result. In-place twins (`exp_` of `exp`) are added by rule. Reading a list imports nothing and
+runs nothing. docs/lists.md describes the files.
 """
 
 import hashlib
@@ -22,17 +15,14 @@ from typing import Any
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .list_file import INPLACE_CHOICES as INPLACE_CHOICES
-from .list_file import MEANINGS as MEANINGS
-from .list_file import RULES as RULES
 from .list_file import Diagnostics as Diagnostics
-from .list_file import Finding as Finding
+from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
-from .list_file import Rule as Rule
-from .list_file import fault, get_items, is_null, read_choice, read_entries, read_keys, read_text
+from .list_file import fault, get_items, is_null, read_entries, read_keys, read_text
+from .list_names import locate as locate
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import (
-    Key,
+    SpellingKey,
     find_deferred,
     find_doubt,
     inplace_twin,
@@ -41,17 +31,16 @@ from .op_names import (
 )
 from .op_names import find_spellings as find_spellings
 from .op_namespaces import OWNERS
-from .products import find_products as find_products
-from .products import is_product as is_product
-from .products import is_without_kernel as is_without_kernel
+from .op_rules import RULE_KEYS as RULE_KEYS
+from .op_rules import RULES as RULES
+from .op_rules import OpRule as OpRule
+from .product_names import find_products as find_products
+from .product_names import is_product as is_product
+from .product_names import is_without_kernel as is_without_kernel
 from .shipped import lists_dir, shipped_names
-from .shipped import locate as locate
 from .yaml_nodes import Node, load_mapping, read_bytes
 
 MAX_LOADED = 16
-
-TWINNED = (Rule.WHITELIST, Rule.BLACKLIST, Rule.PROMOTE, Rule.NEUTRAL)
-"""Rules that the in-place twins of an op follow too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ class Spelling:
     owner: object | None
     owner_name: str
     name: str
-    kind: Rule
+    kind: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
@@ -80,11 +69,10 @@ class OpLists:
         names: the lists asked for.
         missing: entries that the running torch has no op for.
         deferred: spellings of packages that are not imported yet.
-        modules: rules for parts of a model; of those that cover the same module the last one counts.
+        modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
         neutral: spellings that a neutral entry took off.
         other_torch: entries that `since` or `until` keep out on the running torch.
-        inplace_blacklist: that setting.
         is_whole: whether a file says `extends: null`.
     """
 
@@ -96,7 +84,6 @@ class OpLists:
     digest: str
     neutral: tuple[Spelling, ...] = ()
     other_torch: tuple[OpEntry, ...] = ()
-    inplace_blacklist: str = "match"
     is_whole: bool = False
 
 
@@ -108,31 +95,37 @@ def load_oplists(
 ) -> OpLists:
     """Return the lists that `spec` names: a shipped name, a path, or a sequence of those, of which later ones win.
 
-    With `may_be_overlay`, for lists that are shown alone but used over others, neutral entries without a list below
-    them are no reason to warn.
+    What was loaded is kept. It is used again while the files, the names of torch, and what names outside torch mean are
+    the same: scripts call `initialize` in loops, and resolving names takes 30 ms.
 
-    Raises OpListError, with its place where the fault is in a file, before anything has been changed anywhere.
+    Args:
+        may_be_overlay: the lists are shown alone but used over others, so neutral entries without a list below them are
+            no reason to warn.
+
+    Raises OpListError, with its place if the fault is in a file, before anything has been changed anywhere.
     """
     specs: list[Any] = list(spec) if isinstance(spec, (list, tuple)) else [spec]
-    if not specs or not all(isinstance(one, (str, os.PathLike)) for one in specs):
+    if not specs or not all(isinstance(name, (str, os.PathLike)) for name in specs):
         known = ", ".join(shipped_names())
         raise OpListError(f"op lists {spec!r}: give a shipped name ({known}), a path, or a non-empty list of those")
-    names, paths = [], []
-    for one in specs:
-        names.append(str(os.fspath(one)))
-        try:
-            paths.append(locate(one, Path()))
-        except OpListError as error:
-            raise OpListError(f"op list {os.fspath(one)!r}: {error}") from None
-    key = (tuple(names), tuple(map(str, paths)), torch.__version__, may_be_overlay)
-    loaded = _loaded.pop(key, None)
-    if loaded is None or not loaded.is_current():
-        loaded = _Loaded(tuple(names), paths, may_be_overlay=may_be_overlay)
-    if not loaded.has_warned:  # a warning comes each time
-        _loaded[key] = loaded
-    while len(_loaded) > MAX_LOADED:
-        del _loaded[next(iter(_loaded))]
-    return loaded.lists
+    names = tuple(str(os.fspath(name)) for name in specs)
+    paths = tuple(map(_locate, specs))
+    key = (names, tuple(map(str, paths)), torch.__version__, may_be_overlay)
+    kept = _kept.pop(key, None)
+    if kept is None or not kept.is_current():
+        kept = _Loaded(names, paths, may_be_overlay=may_be_overlay)
+    if not kept.has_warned:  # a warning comes each time
+        _kept[key] = kept
+    while len(_kept) > MAX_LOADED:
+        del _kept[next(iter(_kept))]
+    return kept.lists
+
+
+def _locate(spec: str | os.PathLike[str]) -> Path:
+    try:
+        return locate(spec, Path())
+    except OpListError as error:
+        raise OpListError(f"op list {os.fspath(spec)!r}: {error}") from None
 
 
 class _Loaded:
@@ -142,49 +135,52 @@ class _Loaded:
         diagnostics = Diagnostics()
         overlay = Overlay(diagnostics, may_be_overlay=may_be_overlay)
         for path in paths:
-            overlay.add(path)
+            overlay.read_file(path)
         self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
         self._files = diagnostics.files
         self._names_of_torch = _get_names_of_torch()
 
     def is_current(self) -> bool:
-        """Tell whether reading the files again would give the same."""
+        """Return whether loading the files again would give the same."""
         if self._names_of_torch != _get_names_of_torch():
             return False
         lists = self.lists
         try:
-            return (
-                all(read_bytes(path, OpListError) == content for path, content in self._files.items())
-                and all(map(_means_the_same, (*lists.spellings, *lists.deferred, *lists.neutral)))
-                and not any(find_spellings(entry.op, may_be_missing=True) for entry in lists.missing)
-                and not any(rule.find_problem() for rule in lists.modules)
-            )
+            for path, content in self._files.items():
+                if read_bytes(path, OpListError) != content:
+                    return False
+            for spelling in (*lists.spellings, *lists.deferred, *lists.neutral):
+                if not _has_same_owner(spelling):
+                    return False
+            if any(find_spellings(entry.op, may_be_missing=True) for entry in lists.missing):
+                return False
+            return not any(rule.find_problem() for rule in lists.modules)
         except OpListError:
             return False
 
 
 def _get_names_of_torch() -> list[list[str]]:
-    """Return what each namespace of ops has: while it is the same, names on a list mean the same ops of torch."""
+    """Return the names in each namespace of ops. While they are the same, names on a list mean the same ops."""
     return [list(vars(owner)) for owner in OWNERS.values()]
 
 
-def _means_the_same(spelling: Spelling) -> bool:
-    """Tell whether a name outside torch has the owner that it had: modules are reloaded, and cells run again."""
+def _has_same_owner(spelling: Spelling) -> bool:
+    """Return whether a name outside torch has the owner that it had: modules are reloaded, and cells run again."""
     if spelling.owner_name in OWNERS:
         return True
-    found = find_spellings(spelling.entry.op, may_be_missing=True)
-    return found == {(spelling.owner_name, spelling.name): spelling.owner}
+    owners = find_spellings(spelling.entry.op, may_be_missing=True)
+    return owners == {(spelling.owner_name, spelling.name): spelling.owner}
 
 
-_loaded: dict[object, _Loaded] = {}  # the one that was asked for last comes last
+_kept: dict[object, _Loaded] = {}  # the lists that were used last come last
 
 
 def check_oplists(path: Path) -> Diagnostics:
     """Return all faults of a list file and of those it extends. Raises nothing."""
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
-        Overlay(diagnostics, may_be_overlay=True).add(path)
+        Overlay(diagnostics, may_be_overlay=True).read_file(path)
     return diagnostics
 
 
@@ -201,10 +197,13 @@ def find_owner(spelling: Spelling) -> object | None:
 
 
 class Overlay:
-    """The spellings that files put on lists; the `kind` of each is the rule of its entry until `resolve`.
+    """The spellings that files put on lists, later files over earlier ones.
 
-    Each `with self._diagnostics` block is what one fault spoils. `may_be_overlay`: the files are read to be shown, and
-    may be meant for use over others.
+    Until `resolve`, the `kind` of each spelling is the rule of its entry. A `with self._diagnostics` block encloses
+    what a fault makes unusable: when faults are collected, reading goes on after it.
+
+    Args:
+        may_be_overlay: the files are only shown or checked, and may be meant for use over others.
     """
 
     def __init__(self, diagnostics: Diagnostics, *, may_be_overlay: bool) -> None:
@@ -213,16 +212,15 @@ class Overlay:
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
-        self._done: set[str] = set()
-        self._spellings: dict[Key, Spelling] = {}
+        self._done: set[str] = set()  # the files that were read
+        self._spellings: dict[SpellingKey, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
         self._other_torch: list[OpEntry] = []
-        self._inplace = "match"
         self._is_whole = is_whole
 
-    def add(self, path: Path, chain: tuple[str, ...] = ()) -> None:
-        """Read a file and those it extends, each file once; `chain` are the files that are being read."""
+    def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
+        """Read the files that a file extends, then the file itself, each once. `chain`: the files that extend it."""
         identity = _identify(path)
         if identity in self._done:
             return
@@ -234,19 +232,16 @@ class Overlay:
             extends = None
         for node in get_items(extends, path, "extends"):
             with self._diagnostics:
-                self.add(_find_base(node, path, (*chain, identity)), (*chain, identity))
+                self.read_file(_find_base(node, path, (*chain, identity)), (*chain, identity))
         self._done.add(identity)
         self._read_settings(keys, path)
         self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
 
     def _read_settings(self, keys: Mapping[str, Node], path: Path) -> None:
-        """Read what a file has beside entries."""
+        """Read the keys of a file that are not rules for ops."""
         with self._diagnostics:
             if "description" in keys:
                 read_text(keys["description"], path, "description")
-        with self._diagnostics:
-            if "inplace_blacklist" in keys:
-                self._inplace = read_choice(keys["inplace_blacklist"], path, "inplace_blacklist", INPLACE_CHOICES)
         for node in get_items(keys.get("modules"), path, "modules"):
             with self._diagnostics:
                 rule = read_module_rule(node, path, self._diagnostics)
@@ -254,55 +249,68 @@ class Overlay:
                     self._modules.append(rule)
 
     def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Find every spelling of one file's entries, then lay them over those of earlier files."""
-        named: dict[Key, Spelling] = {}
-        absent: dict[Key, OpEntry] = {}
+        """Lay the entries of one file over those of earlier files."""
+        named: dict[SpellingKey, Spelling] = {}
+        missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
             if not entry.is_for_this_torch():
                 self._other_torch.append(entry)
                 self._warn_of_version(entry, is_shipped)
                 continue
             with self._diagnostics:
-                self._name(entry, is_shipped or entry.is_optional, named, absent)
+                owners = self._find_owners(entry, named, missing, may_be_missing=is_shipped or entry.is_optional)
+                if not owners:
+                    missing["", entry.op] = entry
+                for key, owner in owners.items():
+                    named[key] = self._lay_over(entry, key, owner)
         if self._diagnostics.is_collecting:
             self._warn_of_redundant(named)
         self._spellings |= named
-        for entry in absent.values():
+        for entry in missing.values():
             self._missing[entry.op] = entry
 
-    def _name(
-        self, entry: OpEntry, may_be_missing: bool, named: dict[Key, Spelling], absent: dict[Key, OpEntry]
-    ) -> None:
-        """Enter the spellings of an entry beside those that its file has named so far."""
+    def _find_owners(
+        self,
+        entry: OpEntry,
+        named: Mapping[SpellingKey, Spelling],
+        missing: Mapping[SpellingKey, OpEntry],
+        *,
+        may_be_missing: bool,
+    ) -> dict[SpellingKey, object | None]:
+        """Return the spellings of an entry with their owners; none if torch lacks the op and may lack it.
+
+        Raises OpListError if torch must have the op, or the same file names a spelling twice. `named`, `missing`: what
+        the file has named so far.
+        """
         try:
-            found = find_spellings(entry.op, may_be_missing)
+            owners = find_spellings(entry.op, may_be_missing)
         except OpListError as error:
             raise _at(entry, str(error)) from None
-        for key in found or {("", entry.op): None}:
-            other = named[key].entry if key in named else absent.get(key)
-            if other is not None:
-                raise _twice(entry, other, ".".join(key).removeprefix("."))
-        if not found:
-            absent["", entry.op] = entry
-            return
-        if not may_be_missing:
+        for key in owners or {("", entry.op): None}:
+            earlier = named[key].entry if key in named else missing.get(key)
+            if earlier is not None:
+                raise _twice(entry, earlier, ".".join(key).removeprefix("."))
+        if owners and not may_be_missing:
             problem = find_doubt(entry.op)
             if problem:
                 self._warn(entry, f"{entry.op!r} has no effect: {problem}")
-        if entry.rule is Rule.NEUTRAL:
-            self._warn_of_neutral(entry, found, named)
-        for key, owner in found.items():
-            earlier = self._spellings.get(key)
-            overridden: tuple[OpEntry, ...] = ()
-            if earlier:
-                overridden = (*earlier.overridden, earlier.entry)
-            named[key] = Spelling(owner, *key, entry.rule, entry, overridden)
+        if owners and entry.rule is OpRule.NEUTRAL:
+            self._warn_of_neutral(entry, owners, named)
+        return owners
+
+    def _lay_over(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
+        """Return the spelling that an entry names, with the entries of earlier files that it overrides."""
+        earlier = self._spellings.get(key)
+        overridden: tuple[OpEntry, ...] = ()
+        if earlier is not None:
+            overridden = (*earlier.overridden, earlier.entry)
+        return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
         """Add the in-place twins, and freeze."""
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
-            if spelling.entry.rule in TWINNED:
+            if spelling.entry.rule.covers_twins:
                 twin = inplace_twin(key)
                 if twin is not None and twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
@@ -310,8 +318,8 @@ class Overlay:
         deferred: list[Spelling] = []
         neutral: list[Spelling] = []
         for spelling in spellings.values():
-            spelling = replace(spelling, kind=_kind_of(spelling.name, spelling.entry.rule, self._inplace))
-            if spelling.kind is Rule.NEUTRAL:
+            spelling = replace(spelling, kind=_find_rule(spelling.name, spelling.entry.rule))
+            if spelling.kind is OpRule.NEUTRAL:
                 neutral.append(spelling)
             elif spelling.owner is None:
                 deferred.append(spelling)
@@ -326,7 +334,6 @@ class Overlay:
             digest=self._digest([*live, *deferred]),
             neutral=tuple(neutral),
             other_torch=tuple(self._other_torch),
-            inplace_blacklist=self._inplace,
             is_whole=self._is_whole,
         )
 
@@ -338,24 +345,26 @@ class Overlay:
     # ---- warnings of entries without effect ----
 
     def _warn_of_version(self, entry: OpEntry, is_shipped: bool) -> None:
-        """Say that the bounds of an entry fit no torch; where a file is checked, also that they do not fit this one."""
+        """Warn if the bounds of an entry fit no torch, and, when a file is checked, if they do not fit this one."""
         doubt = entry.find_doubt()
         if doubt is None and self._diagnostics.is_collecting and not is_shipped:
             doubt = f"its bounds leave out torch {torch.__version__}"
         if doubt is not None:
             self._warn(entry, f"{entry.op!r} has no effect: {doubt}")
 
-    def _warn_of_neutral(self, entry: OpEntry, found: Iterable[Key], named: Mapping[Key, Spelling]) -> None:
-        """Say that a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
+    def _warn_of_neutral(
+        self, entry: OpEntry, keys: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
+    ) -> None:
+        """Warn if a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
         if self._may_be_overlay and not self._spellings:
-            return  # of a file that extends none it is not known what it will lie over
+            return  # the file extends no other, and nobody knows what it will be laid over
         ruled = {**self._spellings, **named}
-        if not any(key in ruled or _without_underscore(key) in ruled for key in found):
+        if not any(key in ruled or _without_underscore(key) in ruled for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
-    def _warn_of_redundant(self, named: Mapping[Key, Spelling]) -> None:
-        """Say which entries change nothing: all their spellings are on that rule already, or follow as twins."""
-        by_entry: dict[OpEntry, list[Key]] = {}
+    def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
+        """Warn of entries that change nothing: all their spellings follow that rule already, or as twins."""
+        by_entry: dict[OpEntry, list[SpellingKey]] = {}
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)
         for entry, keys in by_entry.items():
@@ -363,40 +372,33 @@ class Overlay:
             if None not in causes:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
 
-    def _cause(self, key: Key, rule: Rule, named: Mapping[Key, Spelling]) -> str | None:
-        """Return what puts a spelling on a rule besides its entry in the file of `named`, or None."""
+    def _cause(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
+        """Return why a spelling follows a rule even without its entry in the file of `named`; None if it would not."""
         earlier = self._spellings.get(key)
         if earlier and earlier.entry.rule is not rule:
             return None
         if earlier:
-            return f"by {earlier.entry.op!r} at {earlier.entry.place}"
+            return f"by {earlier.entry.op!r} at {earlier.entry.location}"
         base = _without_underscore(key)
         plain = named.get(base) or self._spellings.get(base)
-        if plain is None or plain.entry.rule is not rule or rule not in TWINNED or inplace_twin(base) != key:
+        if plain is None or plain.entry.rule is not rule or not rule.covers_twins or inplace_twin(base) != key:
             return None
-        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.place}"
+        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.location}"
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
 
 
-def _kind_of(name: str, rule: Rule, inplace_blacklist: str) -> Rule:
-    """Return how a spelling behaves whose entry is under `rule`.
+def _find_rule(name: str, rule: OpRule) -> OpRule:
+    """Return the rule that a spelling follows whose entry is under `rule`.
 
-    An op that writes to its first argument must not be handed a cast copy of it. Apex does hand a copy to augmented
-    operators (`x **= 2` rebinds x and leaves views of it alone); so does a list that refuses in-place twins.
+    An op that writes to its first argument must not get a cast copy of it. Augmented operators count as such ops:
+    `x **= 2` may write to `x`.
     """
-    if rule in (Rule.BANNED, Rule.NEUTRAL):
-        return rule
-    if not is_augmented(name) and not is_inplace(name):
-        return rule
-    if inplace_blacklist == "match":
-        return Rule.MATCH_SELF
-    if is_augmented(name):
-        return rule
-    if rule is Rule.BLACKLIST:
-        return Rule.INPLACE_ERROR
-    return Rule.MATCH_SELF
+    writes = is_inplace(name) or is_augmented(name)
+    if writes and not rule.covers_writes:
+        return OpRule.MATCH_SELF
+    return rule
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
@@ -407,8 +409,8 @@ def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
     except OpListError as error:
         raise fault(str(error), path, node) from None
     if not os.path.exists(base):
-        beside = (one.name for one in base.parent.glob("*.y*ml") if one.name != path.name)
-        hint = did_you_mean(base.name, beside, prefix=text.removesuffix(base.name), cutoff=0.8)
+        files = (file.name for file in base.parent.glob("*.y*ml") if file.name != path.name)
+        hint = did_you_mean(base.name, files, prefix=text.removesuffix(base.name), cutoff=0.8)
         known = ", ".join(shipped_names())
         problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
         raise fault(problem, path, node)
@@ -426,7 +428,7 @@ def _identify(path: Path) -> str:
         return str(path)
 
 
-def _without_underscore(key: Key) -> Key:
+def _without_underscore(key: SpellingKey) -> SpellingKey:
     """Return the spelling of the op whose in-place twin this may be."""
     return key[0], key[1].removesuffix("_")
 
@@ -435,9 +437,11 @@ def _at(entry: OpEntry, problem: str) -> OpListError:
     return OpListError(problem, entry.path, entry.line, entry.column)
 
 
-def _twice(entry: OpEntry, other: OpEntry, spelling: str) -> OpListError:
-    if entry.rule is other.rule:
-        problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {other.op!r} at {other.place}"
+def _twice(entry: OpEntry, earlier: OpEntry, spelling: str) -> OpListError:
+    """Return the error of two entries of one file that mean the same spelling."""
+    named_by = f"{earlier.op!r} at {earlier.location}"
+    if entry.rule is earlier.rule:
+        problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {named_by}"
     else:
-        problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {other.rule} by {other.op!r} at {other.place}"
+        problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {earlier.rule} by {named_by}"
     return _at(entry, f"{problem}; take one of them out")

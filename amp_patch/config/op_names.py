@@ -1,9 +1,8 @@
-"""Op names: which attributes of torch, or of a package built on it, a name on a list stands for.
+"""Finds the functions that a name on a list means, in torch or in a package built on it.
 
 A bare name (`softmax`) means every spelling: `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`,
-`torch.special.softmax`, and those of its aliases. A dotted name means that one spelling. Looking a name up imports
-nothing and runs nothing: names are attributes of torch's op namespaces, and of other packages only where they are
-imported already.
+`torch.special.softmax`, and the spellings of its aliases. A dotted name means one spelling. Looking a name up imports
+nothing and runs nothing: names are attributes of torch's op namespaces, and of packages that are imported already.
 """
 
 import contextlib
@@ -19,21 +18,21 @@ import torch
 from ..errors import OpListError, did_you_mean
 from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, SET_ITEM, find_fault, get_op_names
 
-Key = tuple[str, str]  # owner name, attribute name
+SpellingKey = tuple[str, str]  # owner name, attribute name
 
-# How code that imports torch as most does names the namespaces.
+# The usual short names of the namespaces.
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
 
 
-def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
+def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
     """Return the spellings of a name with their owners.
 
-    There are none for a missing op; the owner is None for a package that is not imported yet.
+    A missing op has none. The owner is None if its package is not imported yet.
 
-    Raises OpListError, without a position, where no rule can apply to the name, or torch or an imported package lacks
-    the op and it may not be missing.
+    Raises OpListError, without a place, if no rule can apply to the name, or if the op may not be missing and torch or
+    an imported package lacks it.
     """
     first, dot, rest = op.partition(".")
     refuse_kernel(op)
@@ -43,7 +42,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
     _check_that_it_may_be_listed(op, owner_name, name, may_be_missing)
     if owner_name and owner_name not in OWNERS:
         return _find_elsewhere(op, owner_name, name, may_be_missing)
-    found: dict[Key, object | None] = {}
+    owners: dict[SpellingKey, object | None] = {}
     faults: list[str] = []
     for key, owner in _candidates(owner_name, name):
         value = getattr(owner, key[1], None)
@@ -53,20 +52,20 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[Key, object | None]:
         if fault:
             faults.append(fault)
         else:
-            found[key] = owner
-    if faults and not found:
+            owners[key] = owner
+    if faults and not owners:
         raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
-    if not found and not may_be_missing:
+    if not owners and not may_be_missing:
         raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(op, name)}")
-    return found
+    return owners
 
 
 @functools.lru_cache(maxsize=4096)
-def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
-    """Return the spellings that a name of torch would have if all of them were there, with their owners."""
+def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
+    """Return every spelling that a name could have, with its owner, whether torch has it or not."""
     if owner_name:
         return (((owner_name, name), OWNERS[owner_name]),)
-    keys: list[Key] = []
+    keys: list[SpellingKey] = []
     for alias in GROUPS.get(name, (name,)):
         if alias.startswith("__"):
             keys.append(("torch.Tensor", alias))
@@ -79,7 +78,7 @@ def _candidates(owner_name: str, name: str) -> tuple[tuple[Key, object], ...]:
 
 
 def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_missing: bool) -> None:
-    """Raise OpListError for what no list may name, whatever torch has by that name."""
+    """Raise OpListError for a name that no list may hold, whatever it means in torch."""
     if not may_be_missing and _is_module_class(owner_name, name):
         meant = did_you_mean(name, get_op_names(), cutoff=0.8)
         raise OpListError(
@@ -101,14 +100,14 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 
 
 def refuse_kernel(op: str) -> None:
-    """Raise OpListError for a kernel as a recording names it, with the function of torch that runs it."""
+    """Raise OpListError for the name of a kernel, as in recordings. The message names the function that runs it."""
     kernel = _KERNEL.fullmatch(op)
     if kernel is None:
         return
     name = kernel[2].removeprefix("_")
     bare = re.sub("^(native|linalg|special)_", "", name)
     fft = f"torch.fft.{name.removeprefix('fft_')}"
-    functions = [one for one in (fft, name, bare) if find_or_none(one)]
+    functions = [function for function in (fft, name, bare) if find_or_none(function)]
     hint = did_you_mean(name, get_op_names(), cutoff=0.8)
     if functions:
         hint = f" Did you mean {functions[-1]!r}?"
@@ -118,13 +117,13 @@ def refuse_kernel(op: str) -> None:
 
 
 def _is_module_class(owner_name: str, name: str) -> bool:
-    """Whether a name on a list is that of one of torch's module classes, with the namespace or without."""
+    """Return whether a name on a list means one of torch's module classes, with or without the namespace."""
     is_there = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
     return is_there and isinstance(getattr(torch.nn, name, None), type)
 
 
 def _suggest_op(op: str, name: str) -> str:
-    """Return a hint for an unknown torch op: the same name in another namespace, or a similar name in this one."""
+    """Return a hint for an unknown torch op: its name in another namespace, or a similar name in this one."""
     elsewhere = [known for known in get_op_names() if known.endswith(f".{name}")]
     prefix = op.removesuffix(name)
     alike = [known.removeprefix(prefix) for known in get_op_names() if known.startswith(prefix)]
@@ -135,12 +134,12 @@ def _suggest_op(op: str, name: str) -> str:
 
 
 def get_names(op: str) -> tuple[str, ...]:
-    """Return all names of an op, of which `op` is one."""
+    """Return all names of an op, including `op`."""
     return GROUPS.get(op, (op,))
 
 
-def inplace_twin(key: Key) -> Key | None:
-    """Return the spelling of an op's in-place twin (`exp_` of `exp`), or None; operators count as having none."""
+def inplace_twin(key: SpellingKey) -> SpellingKey | None:
+    """Return the spelling of an op's in-place twin (`exp_` of `exp`), or None. Operators have none."""
     owner_name, name = key
     if owner_name not in OWNERS or name.endswith("_"):
         return None
@@ -151,8 +150,8 @@ def inplace_twin(key: Key) -> Key | None:
     return owner_name, twin
 
 
-def get_op(key: Key) -> str:
-    """Return the name by which a list means all spellings of an op and its twins: bare if that reaches this one."""
+def get_op(key: SpellingKey) -> str:
+    """Return the name that means all spellings of an op and its twins: a bare one if that includes this spelling."""
     owner_name, name = key
     candidates = [name]
     if is_inplace(name):
@@ -165,8 +164,8 @@ def get_op(key: Key) -> str:
     return f"{owner_name}.{name}"
 
 
-def find_or_none(op: str) -> dict[Key, object | None]:
-    """Return the spellings of a name, none at all for one that no rule can apply to."""
+def find_or_none(op: str) -> dict[SpellingKey, object | None]:
+    """Return the spellings of a name, or none if no rule can apply to it."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -174,19 +173,19 @@ def find_or_none(op: str) -> dict[Key, object | None]:
 
 
 def is_inplace(name: str) -> bool:
-    """Whether an op of this name writes to its first argument; augmented operators are not asked for here."""
+    """Return whether an op of this name writes to its first argument. Augmented operators are not included."""
     return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:
-    """Whether this is an augmented operator, such as `__iadd__`: in place if it can be, and its name is rebound."""
+    """Return whether this is an augmented operator, such as `__iadd__`, which may write in place."""
     return bool(_AUGMENTED.fullmatch(name))
 
 
 # ---- other packages --------------------------------------------------------------------------------------------------
 
 
-def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[Key, object | None]:
+def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
     if owner_name.partition(".")[0] == "torch":
         hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")
@@ -199,9 +198,9 @@ def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -
 
 
 def find_deferred(op: str) -> object | None:
-    """Return the owner of a name outside torch, or None while an import may yet bring the name.
+    """Return the owner of a name outside torch, or None while an import may still define the name.
 
-    Raises OpListError, without a position, where the modules on the way are imported and lack it. Imports nothing.
+    Raises OpListError, without a place, if the modules on the path are imported and lack it. Imports nothing.
     """
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
@@ -212,7 +211,7 @@ def find_deferred(op: str) -> object | None:
 
 
 def _find_owner(op: str, path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None where an import may bring it. Runs no code."""
+    """Return the owner of a name outside torch, or None if an import may still define it. Runs no code."""
     top = path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
@@ -245,19 +244,19 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
 
 
 def _home_of(value: object) -> str:
-    """Return the module that a class is of, or that a module is; nothing for anything else."""
+    """Return the name of a module, or of the module that defines a class; empty for anything else."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     return value.__module__ if isinstance(value, type) else ""
 
 
 def _serves_names(module: types.ModuleType) -> bool:
-    """Whether a module may have names that are imported when they are asked for."""
+    """Return whether a module may import names at their first use."""
     return hasattr(type(module), "__getattr__") or "__getattr__" in vars(module)
 
 
 def count_imported(path: list[str]) -> int:
-    """Return how many parts of a path lead to the last module on it that is imported."""
+    """Return the number of parts of a path up to the last module on it that is imported."""
     for length in range(len(path), 0, -1):
         if sys.modules.get(".".join(path[:length])) is not None:
             return length
@@ -268,7 +267,7 @@ def check_that_it_may_come(path: list[str]) -> None:
     """Raise OpListError if the first module on the path that is not imported does not exist."""
     imported = count_imported(path)
     if imported in (0, len(path)):
-        return  # nothing is imported yet, or everything is, and the last module serves names when it is asked for them
+        return  # nothing is imported yet, or everything is, and the last module imports names at their first use
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
     if _serves_names(parent) or part in vars(parent):
         return
@@ -278,7 +277,7 @@ def check_that_it_may_come(path: list[str]) -> None:
 
 
 def find_doubt(op: str) -> str | None:
-    """Return a sentence if an op is of a package that is not installed, else None. Imports nothing."""
+    """Return a sentence if the package of an op is not installed, else None. Imports nothing."""
     root, dot, _ = op.partition(".")
     if not dot or root in SHORT or sys.modules.get(root) is not None or is_installed(root):
         return None
@@ -287,7 +286,7 @@ def find_doubt(op: str) -> str | None:
 
 
 def is_installed(root: str) -> bool:
-    """Whether a package can be found, which is not imported for it."""
+    """Return whether a package is installed, without importing it."""
     with contextlib.suppress(ImportError, ValueError):  # a module without a spec
         return importlib.util.find_spec(root) is not None
     return False

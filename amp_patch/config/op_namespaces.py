@@ -1,4 +1,4 @@
-"""What torch has ops in: its namespaces, the second names of its ops, and what in a namespace is no op."""
+"""torch's namespaces of ops, the aliases of ops, and the attributes of a namespace that are no ops."""
 
 import functools
 import inspect
@@ -30,10 +30,10 @@ RNN = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_rel
 SET_ITEM = "__setitem__"
 """`x[index] = values`, which torch runs below `index_put_` and `copy_`."""
 
-# Names of one and the same op: naming one names them all. Two names belong together when they compute the same function
-# of the same arguments, in any order and up to argument defaults, because a rule looks at nothing but the dtypes.
-# Kept apart on purpose: float_power (always float64), fmod (rounds otherwise than remainder), equal (gives one bool for
-# a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and var_mean
+# Names of the same op: naming one names them all. Two names belong together if they compute the same function of the
+# same arguments, in any order and up to argument defaults, because a rule looks at dtypes only.
+# Kept apart on purpose: float_power (always float64), fmod (rounds differently from remainder), equal (returns one bool
+# for a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and var_mean
 # (another function).
 # The same name in torch and torch.linalg may differ (norm, cross, lu_solve, vander) and still means both: each reads
 # the same data with the same range, so one rule fits. torch.cond and torch.solve are not ops (control flow; a function
@@ -82,7 +82,7 @@ ALIASES = (
 GROUPS = {name: tuple(group.split()) for group in ALIASES for name in group.split()}
 OPERATORS = frozenset(name for name in GROUPS if name.startswith("__")) | {SET_ITEM}
 
-# The casts themselves call these, or they are no computation.
+# Casts call these themselves, or they compute nothing.
 REFUSED = frozenset(
     {
         *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
@@ -90,7 +90,7 @@ REFUSED = frozenset(
     }
 )
 
-# These read a tensor, and give a number, a tuple, a list or a handle, so a cast of it is of no use.
+# These read a tensor and return a number, a tuple, a list or a handle, so casting the tensor is useless.
 _READS = (
     "item tolist numpy size stride dim ndimension numel nelement element_size storage_offset storage storage_type",
     "untyped_storage data_ptr get_device dim_order sparse_dim dense_dim has_names retain_grad register_hook",
@@ -104,7 +104,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def find_fault(value: Any, name: str) -> str | None:
-    """Return what keeps an attribute of a namespace, or the replacement of one, from being an op, or None."""
+    """Return why an attribute of a namespace (or its replacement) is no op, or None if it is one."""
     if isinstance(value, type):
         return "a class"
     if isinstance(value, types.ModuleType):
@@ -112,7 +112,7 @@ def find_fault(value: Any, name: str) -> str | None:
     if not callable(value):
         return "not a function"
     if isinstance(value, types.FunctionType):
-        # a replacement has the module of its original, and only the original tells a builtin from a function
+        # a replacement names the module of its original; only the original shows whether that is a builtin
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
@@ -121,8 +121,8 @@ def find_fault(value: Any, name: str) -> str | None:
         isinstance(value, types.FunctionType)
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
     ):
-        module = home  # a replacement says that it is the original
-    # a method of C, or a replacement that amp_patch or another package put there
+        module = home  # a replacement names the module of the original
+    # a method of C, or a replacement that amp_patch or another package installed
     is_foreign = module.partition(".")[0] != "torch"
     if (
         module == torch_private.C_MODULE
@@ -135,9 +135,9 @@ def find_fault(value: Any, name: str) -> str | None:
 
 @functools.cache
 def get_op_names() -> tuple[str, ...]:
-    """Return every name that a list may give to an op of the installed torch, bare ones first, each sorted.
+    """Return every name that a list may use for an op of this torch: bare names, then dotted ones, each sorted.
 
-    Names with an underscore in front, which are torch's own affair, are left out.
+    Private names of torch are left out.
     """
     bare: set[str] = set()
     dotted: set[str] = set()

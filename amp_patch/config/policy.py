@@ -1,4 +1,4 @@
-"""The properties of a run: what each is, how its value is read, who may state it, and which contradict each other."""
+"""`Policy`: the properties of a run, how their values are read, who may state them, and which contradict each other."""
 
 import math
 import os
@@ -11,8 +11,9 @@ import torch
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype, round_to_float32
 from ..errors import PolicyError, did_you_mean
 from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
+from .levels import Level
 
-Parser = Callable[[Any], Any]
+ParseValue = Callable[[Any], Any]
 
 
 # ---- the loss scale: a number, or how a dynamic scale starts, grows and backs off ------------------------------------
@@ -33,12 +34,12 @@ def _to_number(value: object) -> float:
 
 
 def is_scale(number: float) -> bool:
-    """Tell whether a loss scale can be this number: finite and positive, in float32 too."""
+    """Return whether a number can be a loss scale: finite and positive, also as float32."""
     return 0.0 < round_to_float32(number) < math.inf
 
 
 def _is_fraction(value: object) -> bool:
-    """Tell whether a number is written as a fraction, be it a whole one, as 2.0 is."""
+    """Return whether a number is written as a fraction, such as 2.0."""
     return isinstance(value, float) or (isinstance(value, str) and "." in value)
 
 
@@ -47,7 +48,7 @@ def _is_count(number: float) -> bool:
 
 
 def _knob(default: float, is_allowed: Callable[[float], bool], allowed: str) -> Any:
-    """Return a field of `DynamicScale`: what its values are, and how that is said."""
+    """Return a field of `DynamicScale`. `allowed` describes the values that pass `is_allowed`."""
     return field(default=default, metadata={"is_allowed": is_allowed, "allowed": allowed})
 
 
@@ -56,10 +57,10 @@ class DynamicScale:
     """How a dynamic loss scale moves: names and defaults of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
     Attributes:
-        init: where it starts. The default gives way to a bound that excludes it.
-        growth_factor: what `growth_interval` steps in a row without an overflow multiply it by.
-        backoff_factor: what an overflow multiplies it by, once `hysteresis` of them have come since it last grew, or
-            since the start.
+        init: the first scale. The default gives way to a bound that excludes it.
+        growth_factor: multiplies the scale after `growth_interval` steps in a row without an overflow.
+        backoff_factor: multiplies the scale at an overflow, once `hysteresis` overflows have come since the scale last
+            grew, or since the start.
     """
 
     init: float = _knob(INIT_SCALE, is_scale, "a finite positive number")
@@ -69,21 +70,21 @@ class DynamicScale:
     hysteresis: int = _knob(1, _is_count, f"a whole number from 1 to {MOST}")
 
     def __str__(self) -> str:
-        """Return `dynamic`, and in brackets what is not the default."""
-        others: list[str] = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value != one.default:
-                others.append(f"{one.name} {value:.12g}")
-        return f"dynamic ({', '.join(others)})" if others else "dynamic"
+        """Return `dynamic`, with values that are not the default in brackets."""
+        changed: list[str] = []
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            if value != knob.default:
+                changed.append(f"{knob.name} {value:.12g}")
+        return f"dynamic ({', '.join(changed)})" if changed else "dynamic"
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> "DynamicScale":
-        """Return the scale that a mapping states, by numbers or by text; keys that it leaves out are the defaults.
+        """Return the scale that a mapping states, in numbers or text. Missing keys have their defaults.
 
-        Raises PolicyError for the first key or value that cannot be.
+        Raises PolicyError for the first unknown key or value that is not allowed.
         """
-        known = {one.name: one for one in fields(cls)}
+        known = {knob.name: knob for knob in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known:
@@ -99,7 +100,7 @@ class DynamicScale:
 
 
 def parse_loss_scale(value: object) -> float | DynamicScale:
-    """Return a finite positive float, or how a dynamic scale moves: "dynamic" means the mapping without keys."""
+    """Return a finite positive float, or a dynamic scale; "dynamic" means all defaults. Raises PolicyError."""
     if isinstance(value, DynamicScale):
         return value
     if isinstance(value, Mapping):
@@ -108,7 +109,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
         return DynamicScale()
     number = _to_number(value)
     if not is_scale(number):
-        keys = ", ".join(one.name for one in fields(DynamicScale))
+        keys = ", ".join(knob.name for knob in fields(DynamicScale))
         raise PolicyError(
             f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of"
             f" {keys}.{did_you_mean(value, ('dynamic',))}"
@@ -145,7 +146,7 @@ def _parse_compute(value: object) -> str:
     raise PolicyError(f"{value!r} is not one of {', '.join(COMPUTE)}.{did_you_mean(value, COMPUTE)}")
 
 
-def _parse_dtype_of(name: str) -> Parser:
+def _parse_dtype_of(name: str) -> ParseValue:
     return lambda value: parse_dtype(value, name)
 
 
@@ -158,7 +159,7 @@ def _parse_lists(value: object) -> tuple[str, ...]:
 
 
 def _property(
-    parse: Parser | None,
+    parse: ParseValue | None,
     default: Any = MISSING,
     *,
     in_presets: bool = True,
@@ -169,20 +170,19 @@ def _property(
 
     Args:
         parse: reads a value, and raises PolicyError, ValueError or TypeError.
-        in_presets: a presets file may state it.
-        is_override: the caller of `initialize` may, by an argument of the same name.
-        is_described: `describe` tells it.
+        in_presets: whether a presets file may state the property.
+        is_override: whether an argument of `initialize` with the same name overrides it.
+        is_described: whether `describe` includes it.
     """
-    told = {"parse": parse, "in_presets": in_presets, "is_override": is_override, "is_described": is_described}
-    return field(default=default, metadata=told)
+    metadata = {"parse": parse, "in_presets": in_presets, "is_override": is_override, "is_described": is_described}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run.
+    """The properties of one run. `presets.yaml` describes them. Runs with equal policies can share a session.
 
-    `presets.yaml` says what each means; two runs with equal policies can share a session. Whatever reads, overrides or
-    prints a property knows it from here.
+    Code that reads, overrides or prints properties takes them from the fields of this class.
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -214,8 +214,19 @@ class Policy:
         """Whether the loss scale follows the gradients, and an overflow skips a step."""
         return isinstance(self.loss_scale, DynamicScale)
 
+    def as_level(self) -> Level:
+        """Return the facts of a level with these properties."""
+        return Level(
+            self.opt_level,
+            low="" if self.low_dtype is None else dtype_name(self.low_dtype),
+            patches_functions=self.patch_torch_functions,
+            has_masters=bool(self.master_weights),
+            has_dynamic_scale=self.is_scale_dynamic,
+            lists=", ".join(self.lists),
+        )
+
     def computes_in_float32(self, device_type: str) -> bool:
-        """Tell whether products of 16-bit values are computed in float32 on such devices."""
+        """Return whether products of 16-bit values are computed in float32 on devices of this type."""
         low = self.low_dtype
         if low is None:
             return False
@@ -224,8 +235,8 @@ class Policy:
         return self.compute == "float32"
 
     def get_longest_attention(self, device_type: str) -> int:
-        """Return up to how many queries times keys attention is computed in float32 on such devices, as all products
-        are where `computes_in_float32`; 0 for none.
+        """Return the largest number of queries times keys at which attention is computed in float32 on devices of this
+        type, although other products are not. 0 for none.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
@@ -233,7 +244,7 @@ class Policy:
         return get_longest_attention(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
-        """Return a sentence if products are not computed by instructions made for them on such devices."""
+        """Return a sentence if devices of this type have no instructions for the products."""
         low = self.low_dtype
         if low is None:
             return []
@@ -244,28 +255,28 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the name and the value in words of each property that has an effect."""
+        """Return name and value, as text, of each property that has an effect."""
         idle = set()
         if not self.patch_torch_functions:
             idle.add("patch_torch_functions_type")
         if self.low_dtype is None:
             idle.add("compute")
         described = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.metadata["is_described"] and one.name not in idle and value not in (None, ()):
-                described.append((one.name, _in_words(value)))
+        for known in fields(self):
+            value = getattr(self, known.name)
+            if known.metadata["is_described"] and known.name not in idle and value not in (None, ()):
+                described.append((known.name, _in_words(value)))
         return described
 
     @classmethod
-    def get_overrides(cls) -> dict[str, Parser]:
-        """Return the properties that an argument of `initialize` overrides, each with what reads its value."""
-        return {one.name: one.metadata["parse"] for one in fields(cls) if one.metadata["is_override"]}
+    def get_overrides(cls) -> dict[str, ParseValue]:
+        """Return the properties that arguments of `initialize` override, each with its parser."""
+        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["is_override"]}
 
     @classmethod
-    def get_preset_properties(cls) -> dict[str, Parser]:
-        """Return the properties that a presets file may state, each with what reads its value."""
-        return {one.name: one.metadata["parse"] for one in fields(cls) if one.metadata["in_presets"]}
+    def get_preset_properties(cls) -> dict[str, ParseValue]:
+        """Return the properties that a presets file may state, each with its parser."""
+        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["in_presets"]}
 
 
 def _in_words(value: Any) -> str:
@@ -284,7 +295,7 @@ def _in_words(value: Any) -> str:
 
 
 def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
-    """Return what does not go together in a policy that comes of a preset and the overrides `given`."""
+    """Return the contradictions in a policy that was made from a preset and the overrides `given`."""
     find = _contradict_casts_of_the_model
     if preset.patch_torch_functions:
         find = _contradict_casts_of_functions

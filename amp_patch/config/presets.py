@@ -1,4 +1,4 @@
-"""From a level, as a presets file states it, and the caller's overrides to one `Policy`."""
+"""Makes a `Policy` from a level of a presets file and the caller's overrides."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,11 +24,11 @@ def make_policy(
     """Return the policy of a level, with overrides applied.
 
     Args:
-        overrides: properties by name. None means that one is not given; names that override nothing are left aside, so
-            that a caller can pass all arguments it has.
+        overrides: properties by name. None means not given. Unknown names are ignored, so a caller can pass all its
+            arguments.
 
-    Raises PolicyError for an unknown level, an unreadable value, and for overrides that contradict the level; all
-    contradictions at once.
+    Raises PolicyError for an unknown level, for a value that cannot be read, and for overrides that contradict the
+    level. The message names all contradictions.
     """
     table = _table(presets)
     if not isinstance(opt_level, str) or opt_level not in table.names():
@@ -55,7 +55,7 @@ def make_policy(
 def make_policy_without_model(
     opt_level: str, overrides: Mapping[str, Any], *, presets: str | os.PathLike[str] | None = None
 ) -> Policy:
-    """Return the policy of a level for code without a model; raises PolicyError where it would cast models only."""
+    """Return the policy of a level for code without a model. Raises PolicyError if the level only casts models."""
     policy = make_policy(opt_level, overrides, presets=presets)
     if policy.low_dtype is None or policy.patch_torch_functions:
         return policy
@@ -77,12 +77,12 @@ def _table(presets: str | os.PathLike[str] | None) -> "Presets":
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
-    """Return the preset with the given values, and what is wrong with those that cannot be read."""
+    """Return the preset with the given values, and the errors of values that cannot be read."""
     parsers = Policy.get_overrides()
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in given.items():
-        if name == "cast_model_type" and value is False:  # Apex's way to say "leave the model alone"
+        if name == "cast_model_type" and value is False:  # in Apex, False leaves the model alone
             values[name] = None
             continue
         try:
@@ -93,7 +93,7 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
 
 
 def _with_name(error: Exception, name: str, shown: str) -> str:
-    """Return the text of an error about a property, which begins with the property, or with what is shown of it."""
+    """Return the text of an error about a property. It begins with the property or with `shown`."""
     text = str(error)
     if text.startswith(f"{name}="):
         return text
@@ -118,7 +118,7 @@ class Presets:
         return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the properties of a level of this file, or of the shipped one."""
+        """Return the properties of a level of this file, or of the shipped file."""
         if level not in self._levels and self._shipped is not None:
             return self._shipped.properties(level)
         node = self._levels[level]
@@ -186,7 +186,7 @@ def _plain(node: Node) -> Any:
 
 
 def _place_of_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
-    """Return line and column of what cannot be read in a node: in a mapping, the first key that is wrong by itself."""
+    """Return line and column of a faulty value: in a mapping, of the first key that is wrong by itself."""
     if isinstance(node.value, dict):
         for key, item in node.value.items():
             try:

@@ -1,9 +1,9 @@
 """A strict reader of YAML: data with positions, and nothing else.
 
-A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as they were
-written. What lets a YAML file surprise its reader is refused: anchors and aliases, tags, duplicate or compound keys, a
-second document, deep nesting, huge files, control characters. The reader walks the parser's events and builds only
-`Node`; no constructor of PyYAML ever runs.
+A file is one mapping of text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as written.
+Surprising features are errors: anchors and aliases, tags, duplicate or compound keys, a second document, deep nesting,
+huge files, control characters. The reader walks the parser's events and builds only `Node`; no constructor of PyYAML
+ever runs.
 """
 
 import re
@@ -22,17 +22,17 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
 FREE_TEXT = ("description", "why", "extends", "lists")
-"""Keys whose text is prose, or the name of a file: there every character is allowed."""
+"""Keys whose text is prose or the name of a file. Every character is allowed there."""
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 
 FileError = type[OpListError] | type[PolicyError]
-"""What a fault of a file is raised as."""
+"""The class of errors that the reader raises."""
 
 # Only its event parser is used, which is the same for the safe and the full loader.
 _LOADER = getattr(yaml, "CLoader", yaml.Loader)
-# All but the characters YAML 1.1 allows; looked for here so that both parsers report them alike, with a position. And
-# those that turn the direction of text, by which a terminal or a diff shows another line than the one that is read.
+# All characters except those that YAML 1.1 allows. The search is here so that both parsers report them alike, with a
+# position. And characters that change the text direction: they make a terminal or a diff show another line.
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
 )
@@ -40,7 +40,7 @@ _FORBIDDEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of the file and where it starts; lines and columns count from 1."""
+    """One value of a file and the place where it starts. Lines and columns count from 1."""
 
     value: "str | list[Node] | dict[str, Node]"
     line: int
@@ -52,10 +52,10 @@ class Node:
 def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Node:
     """Return the mapping that the file holds, or raise `error` with the place of the fault.
 
-    Raises nothing but `error`, whatever the bytes are.
+    Raises only `error`, whatever the bytes are.
 
     Args:
-        data: what `read_bytes` returned, where that was called before.
+        data: the result of `read_bytes`, if it was called before.
     """
     if data is None:
         data = read_bytes(path, error)
@@ -69,12 +69,12 @@ def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Nod
         if "nesting depth" in problem:  # libyaml has a limit of its own, and reads ahead
             raise error(_TOO_DEEP, path, line, column) from exc
         raise error(f"not valid YAML: {problem}", path, line, column) from exc
-    except (ValueError, ArithmeticError, RecursionError) as exc:  # of a bad escape or number, in the pure Python parser
+    except (ValueError, ArithmeticError, RecursionError) as exc:  # a bad escape or number, in the pure Python parser
         raise error(f"not valid YAML: {exc}", path, 1, 1) from exc
 
 
 def read_bytes(path: Path, error: FileError) -> bytes:
-    """Return what is in a regular file of no more than `MAX_BYTES`, or raise `error`."""
+    """Return the content of a regular file of at most `MAX_BYTES`, or raise `error`."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -102,10 +102,10 @@ def _decode(path: Path, error: FileError, data: bytes) -> str:
         line, column = _position(data[: exc.start].decode("utf-8"))
         problem = f"byte 0x{data[exc.start]:02x} is not UTF-8 ({exc.reason}); save the file as UTF-8"
         raise error(problem, path, line, column) from exc
-    found = _FORBIDDEN.search(text)
-    if found:
-        line, column = _position(text[: found.start()])
-        raise error(f"character U+{ord(found[0]):04X} is not allowed; remove it", path, line, column)
+    forbidden = _FORBIDDEN.search(text)
+    if forbidden:
+        line, column = _position(text[: forbidden.start()])
+        raise error(f"character U+{ord(forbidden[0]):04X} is not allowed; remove it", path, line, column)
     return text
 
 
@@ -140,7 +140,7 @@ class _Reader:
         return root
 
     def _node(self, event: Any, depth: int, *, is_free: bool = False) -> Node:
-        """Return the value that begins with an event; `is_free` is that of a key in `FREE_TEXT`."""
+        """Return the value that begins with an event. `is_free`: its key is in `FREE_TEXT`."""
         if isinstance(event, yaml.AliasEvent):
             alias = f"*{event.anchor}"
             self._refuse(event, f'alias {alias} is not allowed; if it is a pattern, quote it: "{alias}"')
@@ -183,11 +183,11 @@ class _Reader:
         return Node(values, line, column, key_at=key_at)
 
     def _check_letters(self, text: str, line: int, column: int) -> None:
-        """Raise the error of a character that looks like another, at its place: text may begin with a quote."""
-        found = find_look_alike(text)
-        if found is not None:
-            place, problem = found
-            at = self._lines[line - 1].find(text[place], column - 1)
+        """Raise the error of a character that looks like another, at its place in the line."""
+        look_alike = find_look_alike(text)
+        if look_alike is not None:
+            position, problem = look_alike
+            at = self._lines[line - 1].find(text[position], column - 1)  # the text may begin with a quote
             raise self._error(problem, self._path, line, column if at < 0 else at + 1)
 
     def _refuse(self, event: Any, problem: str) -> NoReturn:
@@ -215,7 +215,7 @@ _REMEDIES = (
     ),
     ("block", "put the dashes of a list, or the keys of a mapping, in one column"),
 )
-"""Words of the complaints of PyYAML's parsers, and what to do; the first that fits counts."""
+"""Words in the messages of PyYAML's parsers, and the remedy for each. The first match counts."""
 
 _FREE_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT)})\s*:\s")
 _COMMENT = re.compile(r"(^|\s)#.*")
@@ -223,18 +223,18 @@ _COLON = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]
 
 
 def _find_missing_space(text: str) -> str | None:
-    """Return what to say of text that begins with a key, a colon and a value, and has no space behind the colon."""
-    found = _COLON.match(text.lstrip())
-    if found is None:
+    """Return the error for text that begins with a key, a colon and a value without a space between them, or None."""
+    match = _COLON.match(text.lstrip())
+    if match is None:
         return None
-    return f"a colon needs a space behind it; write `{found[1]}: {found[2]}`"
+    return f"a colon needs a space behind it; write `{match[1]}: {match[2]}`"
 
 
 _INDICATOR = re.compile(r"[*&!%@`|>]")
 
 
 def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
-    """Return what a YAMLError of either parser complains of and what to do, with line and column from 1."""
+    """Return the problem and remedy of a YAMLError of either parser, with line and column from 1."""
     problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
     context = getattr(exc, "context", None) or ""
     begin = getattr(exc, "context_mark", None)

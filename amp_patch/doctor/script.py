@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from .. import config
+from ..config import DEFAULT_LEVEL
 from .names import Names
 from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
 _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
-
-LEVELS = {"O0": False, "O1": True, "O2": True, "O3": False, "O4": False, "O5": False}
-"""Whether a level has a dynamic loss scale. The others do not scale."""
 
 
 class Block(NamedTuple):
@@ -195,7 +194,7 @@ def expect(scripts: Sequence[Script]) -> Expected:
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
-    level = _constant(script, argument_of(call, "opt_level", 3), "O1")
+    level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
     has_stars = any(isinstance(given, ast.Starred) for given in call.args)
     has_stars = has_stars or not all(keyword.arg for keyword in call.keywords)
@@ -203,7 +202,8 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
         return Expected(scales=False, skips=False)
     if isinstance(scale, (int, float)):
         return Expected(scales=scale != 1, skips=False)
-    is_dynamic = scale is not None or has_stars or LEVELS.get(str(level), True)
+    has_dynamic_scale = {known.name: known.has_dynamic_scale for known in config.levels.read_levels()}
+    is_dynamic = scale is not None or has_stars or has_dynamic_scale.get(str(level), True)
     return Expected(scales=is_dynamic, skips=is_dynamic)
 
 

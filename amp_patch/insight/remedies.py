@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..config import levels
 from ..tables import natural_order, star_numbers
 from .records import FaultRecord, RunRecord
 from .short_dtypes import TINY
@@ -83,7 +84,7 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
     """Return what to try about a fault. Without the run, a list is laid over the shipped one."""
     if fault.cause == "step":
         if fault.out == "f16" and fault.eps is not None and 0 < fault.eps <= TINY["f16"]:
-            return Remedy("step", eps=fault.eps, level="O2")
+            return Remedy("step", eps=fault.eps, level=levels.find_master_level("float16").name)
         return Remedy("step")
     if fault.cause == "divergence":
         return Remedy("divergence")

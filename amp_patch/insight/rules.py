@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..casting import Mode
-from ..config import op_lists
+from ..config import OpRule, op_lists
 from ..session import Session
 from ..torch_private import BatchNormBase
 from .naming import Site
@@ -72,11 +72,11 @@ class RuleFinder:
         """Return `file.yaml:line` of the entry that decides."""
         return _describe_line(spelling.entry.path, spelling.entry.line)
 
-    def target(self, kind: str, mode: Mode) -> torch.dtype | None:
+    def target(self, rule: OpRule, mode: Mode) -> torch.dtype | None:
         """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
-        if mode is Mode.OFF or kind not in ("whitelist", "blacklist"):
+        if mode is Mode.OFF or not rule.runs_in:
             return None
-        if mode is Mode.LOW or (mode is Mode.BY_LISTS and kind == "whitelist"):
+        if mode is Mode.LOW or (mode is Mode.BY_LISTS and rule.runs_in == "low"):
             return self._session.low_here()
         return torch.float32
 

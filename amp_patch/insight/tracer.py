@@ -120,7 +120,7 @@ class Tracer(Recorder):
             return
         self._is_loss_seen = self._is_scaled = True
         self._scale = None
-        for block in self._watched.ledgers.open_blocks():  # the innermost last
+        for block in self._watched.gradients.open_blocks():  # the innermost last
             self._scale = block.scaler.known_scale
         assert self._observer is not None
         self._observer.pause()  # to look is no op of the script's

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import api as amp
+from ..config import DEFAULT_LEVEL
 from ..errors import ArgumentTypeError
+from ..training import get_step_was_skipped
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -22,7 +24,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        return bool(getattr(self.optimizer, "step_was_skipped", False))
+        return get_step_was_skipped(self.optimizer)
 
 
 class _AmpState:
@@ -49,7 +51,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any
+        self, *args: Any, opt_level: str = DEFAULT_LEVEL, amp_options: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import api as amp
+from ..config import DEFAULT_LEVEL
 from ..errors import ArgumentTypeError
 from .accelerate import Accelerator, unwrapped
 
@@ -32,7 +33,9 @@ class AmpTrainerMixin:
         args, kwargs: as for the Trainer. Raises ArgumentTypeError if `fp16` or `bf16` is set in its arguments.
     """
 
-    def __init__(self, *args: Any, opt_level: str = "O1", amp_options: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self, *args: Any, opt_level: str = DEFAULT_LEVEL, amp_options: dict[str, Any] | None = None, **kwargs: Any
+    ):
         self._amp_options = {"opt_level": opt_level, **(amp_options or {})}
         self._amp_optimizer: Any = None
         super().__init__(*args, **kwargs)

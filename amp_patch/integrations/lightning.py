@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import api as amp
+from ..config import DEFAULT_LEVEL
+from ..training import get_step_was_skipped
 
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
     from lightning.pytorch.plugins import Precision
@@ -37,7 +39,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
     precision = "32-true"
 
-    def __init__(self, opt_level: str = "O1", **amp_options: Any) -> None:
+    def __init__(self, opt_level: str = DEFAULT_LEVEL, **amp_options: Any) -> None:
         super().__init__()
         self._options = {"opt_level": opt_level, **amp_options}
         self._optimizers: list[Any] = []
@@ -89,5 +91,5 @@ class _WaitingAfterSkips:
     optimizer: Any
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.optimizer, "step_was_skipped", False):
+        if not get_step_was_skipped(self.optimizer):
             super().step(*args, **kwargs)  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 
 from .. import events
 from ..casting import Autocast
-from ..config import OpLists, Policy, load_oplists, make_policy, shipped
+from ..config import OpLists, Policy, levels, load_oplists, make_policy, shipped
 from ..dtypes import dtype_name
 from ..reporting import warn
 from ..script_settings import UnsuitedLevelError
@@ -122,8 +122,8 @@ def _lay_over(own: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Po
     """Return the policy of lists on top of torch.autocast's own."""
     level = "autocast" if lists else AS_IS
     if own is None and not lists:  # no list describes the autocast of this device
-        return replace(make_policy("O0", {}), opt_level=level)
+        return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
     names = [*(() if own is None else own.names), *lists]
     overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}
-    made = make_policy("O1" if low is torch.float16 else "O4", overrides)
+    made = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
     return replace(made, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")

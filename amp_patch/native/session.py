@@ -102,7 +102,7 @@ class NativeSession(Session):
 
     def begin_region(self) -> None:
         """Prepare for a block of torch.autocast, enabled or not."""
-        self.switch.leave_stale()
+        self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
             self.bindings.regions.look_again()
 

@@ -260,7 +260,7 @@ def choose_policy(
     policy = make(level, overrides, presets=presets)
     if is_replaced:
         told = describe_replaced(level, opt_level, dropped)
-        if policy.lists and not policy.patch_torch_functions and not load_oplists(policy.lists).modules:
+        if policy.lists and not policy.patch_torch_functions and not _has_module_rules(policy.lists):
             told += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", told)
@@ -276,4 +276,8 @@ def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
         return in_force.settings.lists
     if policy.low_dtype is None:
         return ()
-    return tuple(one for one in in_force.settings.lists if load_oplists(one).modules)
+    return tuple(name for name in in_force.settings.lists if _has_module_rules(name))
+
+
+def _has_module_rules(lists: str | Sequence[str]) -> bool:
+    return bool(load_oplists(lists).modules)

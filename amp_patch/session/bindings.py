@@ -11,7 +11,16 @@ from ..casting import Switch, WeightCache
 from ..config import ModuleRule, Policy
 from ..errors import OptimizerError, did_you_mean
 from ..reporting import warn
-from ..training import Decisions, Ledger, Ledgers, Masters, ModelBinding, OptimizerBinding, RuleRegions
+from ..training import (
+    GradientSums,
+    Masters,
+    ModelBinding,
+    OptimizerBinding,
+    OptState,
+    OverflowFlags,
+    RuleRegions,
+    ScaleUpdates,
+)
 
 
 class Bindings:
@@ -32,7 +41,7 @@ class Bindings:
         rules: Sequence[ModuleRule],
         switch: Switch,
         cache: WeightCache | None,
-        decisions: Decisions,
+        scale_updates: ScaleUpdates,
         sharded: Collection[nn.Module],
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
@@ -49,7 +58,7 @@ class Bindings:
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
-        self.ledgers = Ledgers(bool(policy.master_weights), decisions, sharded)
+        self.gradients = GradientSums(bool(policy.master_weights), scale_updates, sharded)
 
     def models(self) -> list[nn.Module]:
         """Return the bound models that are still alive."""
@@ -142,11 +151,11 @@ class Bindings:
             binding.bind(float32_data)
             if self.regions is not None:
                 binding.keep_rules(self.regions)
-            self._watch(binding, model, self._tell_ledgers)
+            self._watch(binding, model, self._connect_flags)
         if models and not self._meets_models:
             self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
             self.tell_unused_rules()
-        self.ledgers.make_true()  # new optimizers may have parameters of others
+        self.gradients.flush()  # new optimizers may have parameters of others
         added = []
         for optimizer in optimizers:
             added.append(
@@ -156,20 +165,20 @@ class Bindings:
                     use_masters=bool(self._policy.master_weights),
                     switch=self._switch,
                     cache=self._cache,
-                    ledgers=self.ledgers,
+                    gradients=self.gradients,
                     get_names=self.names_of,
-                    on_new_parameters=self._tell_ledgers,
+                    on_new_parameters=self._connect_flags,
                 )
             )
         self._optimizers = [*self._optimizers, *added]
-        self._tell_ledgers()
+        self._connect_flags()
         for bound, optimizer in zip(added, optimizers, strict=True):
             bound.bind(float32_data)
             self._watch(bound, optimizer, self.forget_optimizer, weakref.ref(bound))
         self.masters.return_gradients()
         for bound in added:
             if not bound.groups.is_empty():
-                bound.ledger.recheck_at_step(self.ledgers.decisions.scalers)
+                bound.flags.state = OptState.UNCHECKED
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Have a method of this object called when what is bound is gone."""
@@ -177,28 +186,29 @@ class Bindings:
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
 
-    def _tell_ledgers(self) -> None:
-        """Have the ledgers know what is bound now, and those of optimizers with a parameter in common of each other.
+    def _connect_flags(self) -> None:
+        """Record the flags of all optimizers and the parameters of all models, and which optimizers share a parameter.
 
         Parameters are held strongly, because torch swaps no tensors that have weak references.
         """
-        self.ledgers.all = [binding.ledger for binding in self._optimizers]  # a new list: somebody may go through it
+        # a new list, because a caller may be going through the last one
+        self.gradients.all_flags = [binding.flags for binding in self._optimizers]
         of_models = {}
         for bound in self._models:
             for parameter in bound.parameters():
                 if parameter.is_leaf:  # and not what functional_call has put in its place, which holds a graph
                     of_models[id(parameter)] = parameter
-        self.ledgers.of_models = list(of_models.values())
-        holders: dict[int, list[Ledger]] = {}
+        self.gradients.of_models = list(of_models.values())
+        holders: dict[int, list[OverflowFlags]] = {}
         for binding in self.optimizers():
-            binding.ledger.partners = []
+            binding.flags.partners = []
             for parameter in binding.groups.model_parameters():
-                holders.setdefault(id(parameter), []).append(binding.ledger)
-        for ledgers in holders.values():
-            for ledger in ledgers:
-                for other in ledgers:
-                    if other is not ledger and other not in ledger.partners:
-                        ledger.partners.append(other)
+                holders.setdefault(id(parameter), []).append(binding.flags)
+        for sharing in holders.values():
+            for flags in sharing:
+                for partner in sharing:
+                    if partner is not flags and partner not in flags.partners:
+                        flags.partners.append(partner)
 
     def bind_more(
         self,
@@ -223,11 +233,11 @@ class Bindings:
             )
             raise
 
-    def settle(self) -> None:
-        """Make ready for `release`: gradients are true sums, and masters what their parameters were edited to."""
-        self.ledgers.close()
+    def flush(self) -> None:
+        """Make ready for `release`: unscale all gradients, and copy edits of parameters to their masters."""
+        self.gradients.close()
         self.masters.return_gradients()
-        self.masters.pull()
+        self.masters.copy_from_parameters(warns=True)
 
     def release(self) -> None:
         """Undo everything that binding did."""
@@ -250,7 +260,7 @@ class Bindings:
                 finalizer.detach()
         self._optimizers = [binding for binding in self._optimizers if binding not in optimizers]
         self._models = [binding for binding in self._models if binding not in models]
-        self._tell_ledgers()
+        self._connect_flags()
 
     def prune(self) -> None:
         """Let go of the parameters and masters of models and optimizers that are gone."""
@@ -274,7 +284,7 @@ class Bindings:
         self._finalizers.pop(binding, None)
         if binding in self._optimizers:
             self._optimizers.remove(binding)
-            self._tell_ledgers()
+            self._connect_flags()
         if self._cache is not None:
             self._cache.keep_only(one for other in self._optimizers for one in other.groups.parameters())
 
@@ -297,14 +307,14 @@ class Bindings:
         """Tell of every step of an optimizer so far. Waits for the device."""
         binding = self.find_optimizer(optimizer)
         if binding is not None:
-            binding.steps.resolve()
+            binding.step_log.resolve()
 
     def on_zero_grad(self, module: nn.Module) -> None:
         """End the accumulation window of every optimizer whose parameters a `module.zero_grad()` covers."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):
-                self.ledgers.abandon(binding.ledger)
+                self.gradients.mark_zeroed(binding.flags)
 
 
 def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:

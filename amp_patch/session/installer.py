@@ -8,14 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..casting import DeferredOps, OpCasts, Products, Registration, Switch, WeightCache, compiling, op_patches
+from ..casting import DeferredOps, Float32Products, OpCasts, Registration, Switch, WeightCache, compiling, op_patches
 from ..config import OpLists, Policy
 from ..dtypes import LOW_DTYPES
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
 from ..reporting import warn
 from ..torch_private import remove_step_hook
-from ..training import StepHook, gradient_patches
+from ..training import StepHook, install_property
 from . import torch_patches
 from .bindings import Bindings
 from .checkpoints import patch_helpers
@@ -38,7 +38,7 @@ class Installer:
         self,
         policy: Policy,
         casts: OpCasts | None,
-        products: Products | None,
+        products: Float32Products | None,
         oplists: OpLists | None,
         cache: WeightCache | None,
         registered: Sequence[Registration],
@@ -86,7 +86,7 @@ class Installer:
                 undo.callback(deferred.close)
                 self.deferred = deferred
         if self._scales:
-            gradient_patches.resolve_before_reading(self._bindings.resolve_steps, undo)
+            install_property(self._bindings.resolve_steps, undo)
         if self._model_dtype is not None:
             self._module_patcher.install(list(torch_patches.plan_for_models(self._model_dtype, self._module_patcher)))
         if self._scales or self._model_dtype is not None:

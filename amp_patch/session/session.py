@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from ..casting import (
     SMALL_ON_CPU,
     Autocast,
+    Float32Products,
     Mode,
     OpCasts,
-    Products,
     RegionCache,
     Registration,
     Switch,
@@ -28,7 +28,7 @@ from ..interrupts import UndoStack
 from ..patching import Patcher
 from ..reporting import say, warn
 from ..torch_private import without_overrides
-from ..training import Decisions, LossBlock, loss_scaler
+from ..training import LossBlock, ScaleUpdates, get_step_was_skipped, loss_scaler
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
@@ -79,15 +79,15 @@ class Session:
 
         # training
         self.scalers: list[loss_scaler.LossScaler] = []
-        self.decisions = Decisions(self.scalers, device_type)
+        self.scale_updates = ScaleUpdates(self.scalers, device_type)
         self.make_scalers(num_losses)
         self._overflow_group: Any = None
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         rules = () if self.oplists is None else self.oplists.modules
         self.bindings = Bindings(
-            policy, rules, self.switch, self._cache, self.decisions, self._sharded, type(self).find_root
+            policy, rules, self.switch, self._cache, self.scale_updates, self._sharded, type(self).find_root
         )
-        self.ledgers = self.bindings.ledgers
+        self.gradients = self.bindings.gradients
 
         # nothing is changed before `open`
         self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self.bindings)
@@ -99,10 +99,10 @@ class Session:
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Apply the policy. After an error, call `close`: it undoes the changes so far."""
         float32_data: dict[int, Tensor] = {}
-        self.undo.callback(self.ledgers.local.warn_of_stale)  # last, when the models are restored
+        self.undo.callback(self.gradients.local.warn_of_stale)  # last, when the models are restored
         self.undo.callback(self.switch.turn_off)
         self.undo.callback(self.bindings.release)
-        self.undo.callback(self.bindings.settle)
+        self.undo.callback(self.bindings.flush)
         self.bindings.bind(models, optimizers, float32_data)
         self._decide_together(overflow_group)
         self._installer.install(self.undo)
@@ -124,7 +124,7 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         given = self._overflow_group if overflow_group is None else overflow_group
-        self.decisions.share(find_groups(self.models(), self.trained(), given))
+        self.scale_updates.share(find_groups(self.models(), self.trained(), given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
 
@@ -133,9 +133,9 @@ class Session:
 
         All ranks take over the loss scales of its first rank.
         """
-        if self._overflow_group is None and not self.decisions.groups:
+        if self._overflow_group is None and not self.scale_updates.groups:
             self._decide_together(group)
-            self.decisions.give_scales(group, 0)
+            self.scale_updates.give_scales(group, 0)
 
     def close(self) -> None:
         """Undo everything. Harmless twice.
@@ -153,7 +153,7 @@ class Session:
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
         # a fork inherits blocks that only the parent can leave
-        if self.process_id == os.getpid() and self.bindings.ledgers.open_blocks():
+        if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
@@ -177,7 +177,7 @@ class Session:
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last step of an optimizer was skipped. May wait for the device."""
-        return bool(getattr(optimizer, "step_was_skipped", False))
+        return get_step_was_skipped(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
@@ -205,7 +205,7 @@ class Session:
                     policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
                 )
             )
-            self.scalers[-1].is_shared = bool(self.decisions.groups)
+            self.scalers[-1].is_shared = bool(self.scale_updates.groups)
 
     def restart_scalers(self) -> None:
         """Restart dynamic loss scales that have scaled a loss, for another training. Scales that were loaded stay."""
@@ -247,7 +247,7 @@ class Session:
                 elif parameter.dtype is torch.float32:
                     full += parameter.numel()
         for binding in self.bindings.optimizers():
-            counts = binding.steps.count(wait=wait)
+            counts = binding.step_log.count(wait=wait)
             steps += counts[0]
             skipped += counts[1]
         scales: list[float] = []
@@ -285,11 +285,11 @@ class Session:
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
                 " called: move the model to its device first, then call initialize"
             )
-        ledgers = []
+        all_flags = []
         for optimizer in optimizers:
-            ledgers.append(self.bindings.get_optimizer(optimizer).ledger)
+            all_flags.append(self.bindings.get_optimizer(optimizer).flags)
         scaler = self.scaler(loss_id)
-        return LossBlock(loss, scaler, ledgers, self.ledgers, delay_unscale, self.switch, self._cache)
+        return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
         """Return a loss scaler by its number; raises LossIdError if there is none."""
@@ -316,15 +316,15 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 
 
-def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Products | None:
+def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
     """Return the kernels that replace products: all in float32, or short attention alone."""
     low = policy.low_dtype
     if low is None:
         return None
     if policy.computes_in_float32(device_type):
-        return Products(low, device_type, cache)
+        return Float32Products(low, device_type, cache)
     longest_attention = policy.get_longest_attention(device_type)
-    return Products(low, device_type, None, longest_attention) if longest_attention else None
+    return Float32Products(low, device_type, None, longest_attention) if longest_attention else None
 
 
 def _make_casts(
@@ -332,7 +332,7 @@ def _make_casts(
     device_type: str,
     switch: Switch,
     cache: WeightCache | None,
-    products: Products | None,
+    products: Float32Products | None,
     autocast: Autocast | None,
 ) -> OpCasts | None:
     """Return the wrappers of ops at a level that patches functions."""
@@ -354,7 +354,7 @@ def _load_lists(policy: Policy) -> OpLists | None:
         )
     casts_some = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        casts_some = casts_some or spelling.entry.rule == "whitelist"
+        casts_some = casts_some or spelling.entry.rule.runs_in == "low"
     if policy.patch_torch_functions and not oplists.is_whole and not casts_some:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(

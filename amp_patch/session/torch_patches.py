@@ -45,14 +45,14 @@ def plan_with_ops(
 
 def _lists_recurrent(oplists: OpLists) -> bool:
     """Return whether recurrent layers run in the low dtype."""
-    return any(spelling.owner is VF and spelling.kind == "whitelist" for spelling in oplists.spellings)
+    return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
     """Yield the patches of functions that touch gradients. `scales`: there are masters or a loss scale."""
-    masters, ledgers = bindings.masters, bindings.ledgers
+    masters, gradients = bindings.masters, bindings.gradients
     yield Patch(
-        DistributedDataParallel, "forward", lambda original: gradient_patches.note_forward(original, ledgers.local)
+        DistributedDataParallel, "forward", lambda original: gradient_patches.note_forward(original, gradients.local)
     )
     if not scales:
         return
@@ -69,12 +69,12 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
             yield Patch(
                 owner,
                 name,
-                lambda original: gradient_patches.clip_masters(original, masters, ledgers.prepare_clipping),
+                lambda original: gradient_patches.clip_masters(original, masters, gradients.prepare_clipping),
             )
     if hasattr(*SYNC_MODULE_STATES):
         yield Patch(
             *SYNC_MODULE_STATES,
-            lambda original: gradient_patches.sync_masters(original, masters, ledgers.decisions),
+            lambda original: gradient_patches.sync_masters(original, masters, gradients.scale_updates),
         )
 
 

@@ -1,18 +1,63 @@
-"""From a scaled loss to a step: scalers, gradients, masters, and models and optimizers as a session changes them."""
+"""Scales losses, unscales gradients, takes or skips steps, and casts models.
+
+With GradScaler of torch.amp, a training loop makes four calls. Here a `scale_loss` block makes the first two, and
+`step()` makes the others, `update` first:
+
+    scaler.scale(loss).backward()    # scale_loss.py: LossBlock
+    scaler.unscale_(optimizer)       # gradient_sums.py: GradientSums.end, at the end of the block
+    scaler.step(optimizer)           # optimizer.py: OptimizerBinding._take_or_skip
+    scaler.update()                  # scale_updates.py: ScaleUpdates.update
+
+A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
+in overflow_flags.py):
+
+| state | meaning | entered when |
+|---|---|---|
+| READY | no gradients to step on | a step was taken or skipped; `zero_grad` |
+| PENDING | gradients that blocks check | a block with this optimizer begins, or ends in state UNCHECKED |
+| UNCHECKED | also gradients that no block checks | see reason 7 below |
+
+A step is skipped if `OptimizerBinding._decide` reads a flag that is set and belongs to a dynamic scaler. These are all
+reasons for such a flag, with the functions that set it:
+
+1. A gradient of this optimizer overflowed in a `scale_loss` block with it: `GradientSums._unscale_and_check` finds it,
+   and `GradientSums._report` adds the flag of the block to the flags of the optimizer.
+2. A gradient of another optimizer overflowed in such a block: `_report` does so for all optimizers of the block.
+3. A gradient overflowed in a parameter that this optimizer shares with another: `Block` takes in the optimizers that
+   share a parameter with its own, and `OverflowFlags.add_found_inf` adds their flags.
+4. A block that was delayed, or whose gradients are reduced later, has overflowed: `GradientSums.unscale_all` reports it
+   at the end of a later block, or before the step.
+5. The step is taken inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
+6. A block overflowed that raised an exception (`_is_overflow`), or that was never left
+   (`GradientSums._replace_lost_block`).
+7. The state is UNCHECKED, and a gradient holds inf or NaN. `OverflowFlags.check_at_step` or the next block finds it.
+   The gradient is from before `initialize` (`Bindings.bind`); from a backward pass outside of `scale_loss` at a level
+   with masters (`GradientSums._move_unscaled`); from a block without this optimizer at such a level
+   (`GradientSums._unscale_unchecked`); or of a parameter that a script has moved to this optimizer (the same, and
+   `OptimizerBinding._on_moved_by_hand`).
+8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and those that the script has put
+   in their place hold inf or NaN: `OverflowFlags.check_at_step`.
+9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
+"""
 
 from . import gradient_patches as gradient_patches
 from . import loss_scaler as loss_scaler
 from . import unscaling as unscaling
-from .decisions import Decisions as Decisions
 from .fused_skip import StepHook as StepHook
-from .ledger import Ledger as Ledger
-from .ledgers import Ledgers as Ledgers
+from .gradient_sums import GradientSums as GradientSums
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque
 from .model_hooks import PATCHED_LAYERS as PATCHED_LAYERS
 from .model_hooks import take_any_input as take_any_input
 from .optimizer import OptimizerBinding as OptimizerBinding
+from .overflow_flags import OptState as OptState
+from .overflow_flags import OverflowFlags as OverflowFlags
 from .rule_regions import RuleRegions as RuleRegions
 from .scale_loss import LossBlock as LossBlock
 from .scale_loss import UnscaledBlock as UnscaledBlock
+from .scale_updates import ScaleUpdates as ScaleUpdates
+from .step_was_skipped import get_step_was_skipped as get_step_was_skipped
+from .step_was_skipped import install_property as install_property
+from .step_was_skipped import remove_step_was_skipped as remove_step_was_skipped
+from .step_was_skipped import set_step_was_skipped as set_step_was_skipped

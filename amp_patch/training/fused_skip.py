@@ -1,4 +1,4 @@
-"""What an optimizer's own `step` does: skip on the device by a flag, as fused ones do, or call its closure first."""
+"""Facts about the `step` of an optimizer: whether it can skip on the device, and whether it calls its closure first."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -19,9 +19,10 @@ _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW,
 
 
 class StepHook:
-    """A hook after the steps of optimizers that marks what they stepped on. A skipped step may run it as well.
+    """A hook after each step that calls `mark_updated` with the parameters. A step skipped on the device runs it, too.
 
-    `of_bound`: also what bound optimizers stepped on, which push their masters themselves.
+    Args:
+        of_bound: also mark the parameters of bound optimizers, which copy their masters themselves.
     """
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, of_bound: bool = True) -> None:
@@ -34,28 +35,30 @@ class StepHook:
                 self._mark_updated(group["params"])
 
 
-class PushHook(StepHook):
+class CopyMastersHook(StepHook):
     """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters."""
 
-    def __init__(self, push: Callable[[], None]) -> None:
-        self._push = push
+    def __init__(self, copy_masters: Callable[[], None]) -> None:
+        self._copy_masters = copy_masters
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._push()
+        self._copy_masters()
 
-    def __deepcopy__(self, memo: Any) -> "PushHook":
-        return PushHook(lambda: None)  # a copied optimizer is under no session
+    def __deepcopy__(self, memo: Any) -> "CopyMastersHook":
+        return CopyMastersHook(lambda: None)  # a copied optimizer is under no session
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:
-    """Tell whether a bound `step` calls its closure once, at first: torch's do, except LBFGS, and the stand-in's."""
+    """Return whether a bound `step` calls its closure once and first. True for every optimizer of torch.optim except
+    LBFGS, and for every optimizer of amp_patch.apex.
+    """
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
-    layers = [function]  # torch puts its own around those of other packages, under their names
+    layers = [function]  # torch wraps the steps of other packages, and gives the wrapper their name
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
-    return all(str(one.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.")) for one in layers)
+    return all(str(layer.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.")) for layer in layers)
 
 
 def _get_function(step: Callable[..., Any]) -> Any:
@@ -64,11 +67,12 @@ def _get_function(step: Callable[..., Any]) -> Any:
 
 
 class DeviceSkip:
-    """Whether an optimizer's own `step` can be called although it may have to be skipped: torch's fused ones read a
-    flag on the device, and so do the stand-in's that name their `step_by_flag`. What a subclass, or a hook, does around
-    such a step would not be skipped.
+    """Knows whether an optimizer can skip a step on the device. torch's fused optimizers read a flag there, and so do
+    optimizers of amp_patch.apex that have a `step_by_flag`. A subclass or a hook that adds code around such a step is
+    excluded, because that code would run although the step is skipped.
 
-    `step` is the bound method, as it was before the session replaced it.
+    Args:
+        step: the bound method, as it was before the session replaced it.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -78,7 +82,7 @@ class DeviceSkip:
         self._is_ours = own is not None and own is getattr(type(optimizer), "step_by_flag", None)
 
     def is_possible(self, optimizer: Any) -> bool:
-        """Tell whether the next step can skip by itself."""
+        """Return whether the next step can skip on the device."""
         if not (self._is_torchs or (self._is_ours and optimizer.reads_flag)):
             return False
         if not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
@@ -93,7 +97,9 @@ class DeviceSkip:
 
 
 def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """SGD's kernel leaves momentum uninitialised if it is to skip the very step that makes the buffers."""
+    """Return whether all momentum buffers exist. torch's fused SGD leaves them uninitialized if it skips the step that
+    makes them.
+    """
     return all(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
         for parameter in parameters
@@ -104,7 +110,7 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 def skip_by(flag: Tensor, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0.
 
-    Gradients are unscaled: no scale is handed on.
+    Gradients are unscaled already, so the optimizer gets no `grad_scale`.
     """
     optimizer.found_inf = flag
     try:

@@ -1,23 +1,23 @@
-"""Replacements of what touches gradients and steps in torch."""
+"""Replacements of functions of torch that zero, clip or reduce gradients."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ..casting import compiling
-from ..interrupts import UndoStack
 from ..torch_distributed import broadcast_tensors
-from .decisions import Decisions
 from .masters import Masters
 from .reduction import LocalGradients
+from .scale_updates import ScaleUpdates
 
 
 def zero_masters(
     original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
-    """An abandoned sum in the masters would be stepped on later, and an abandoned overflow would skip a good step."""
+    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`: the next
+    step would use those gradients, and an overflow in them would skip it.
+    """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
         original(module, set_to_none)
@@ -35,7 +35,7 @@ def clip_masters(
     masters: Masters,
     prepare: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
-    """Clipping 16-bit parameters clips what the optimizer steps on: their masters. `prepare` moves gradients there."""
+    """Return a clipping function that clips the masters of 16-bit parameters. `prepare` moves the gradients there."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -49,8 +49,8 @@ def clip_masters(
     return clip
 
 
-def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Decisions) -> Callable[..., Any]:
-    """Giving all ranks the parameters of one gives them its masters, unrounded, and its loss scales."""
+def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: ScaleUpdates) -> Callable[..., Any]:
+    """Return a function that broadcasts the parameters of a module, their float32 masters and the loss scales."""
 
     def sync_module_states(
         module: torch.nn.Module,
@@ -69,14 +69,16 @@ def sync_masters(original: Callable[..., Any], masters: Masters, decisions: Deci
         ]
         if sent:
             broadcast_tensors(process_group, sent, broadcast_bucket_size, src)
-            masters.push()
-        decisions.give_scales(process_group, src)
+            masters.copy_to_parameters()
+        scale_updates.give_scales(process_group, src)
 
     return sync_module_states
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """DistributedDataParallel decides in its forward whether it reduces the gradients of that forward."""
+    """Return a forward of DistributedDataParallel that records whether the module reduces the gradients of this
+    forward, which it decides there.
+    """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if not compiling.is_compiling():
@@ -84,29 +86,3 @@ def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callabl
         return original(module, *args, **kwargs)
 
     return forward
-
-
-def resolve_before_reading(resolve: Callable[[Optimizer], None], undo: UndoStack) -> None:
-    """Have `resolve(optimizer)` called before anybody reads `step_was_skipped` of any optimizer, until it is undone."""
-
-    def read(optimizer: Optimizer) -> bool:
-        resolve(optimizer)
-        try:
-            return bool(vars(optimizer)["step_was_skipped"])
-        except KeyError:
-            raise AttributeError(f"{type(optimizer).__name__!r} object has no attribute 'step_was_skipped'") from None
-
-    def write(optimizer: Optimizer, value: bool) -> None:
-        vars(optimizer)["step_was_skipped"] = value
-
-    def delete(optimizer: Optimizer) -> None:
-        if vars(optimizer).pop("step_was_skipped", None) is None:
-            raise AttributeError("step_was_skipped")
-
-    undo.callback(_delete_step_was_skipped)
-    Optimizer.step_was_skipped = property(read, write, delete)  # type: ignore[attr-defined]
-
-
-def _delete_step_was_skipped() -> None:
-    if "step_was_skipped" in vars(Optimizer):
-        del Optimizer.step_was_skipped  # type: ignore[attr-defined]

@@ -22,7 +22,8 @@ class Groups:
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, and the master, by the master's id: also those that have left.
+        placed: each parameter that got a master here, with the master, by the master's id. A pair stays after the
+            script has taken it out of the groups.
     """
 
     def __init__(
@@ -40,33 +41,39 @@ class Groups:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[Tensor]:
-        """Return the contents of the groups: masters, and parameters without one."""
-        found: list[Tensor] = []
+        """Return the contents of the groups: masters, and parameters without a master."""
+        parameters: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is not None:
             for group in optimizer.param_groups:
-                found += group["params"]
-        return found
+                parameters += group["params"]
+        return parameters
 
     def model_parameters(self) -> list[Tensor]:
         """Return the parameters of the model in the same order, also where the groups hold their masters."""
-        found: list[Tensor] = []
-        for tensor in self.parameters():
-            pair = self._masters.pairs.get(id(tensor))
-            found.append(tensor if pair is None else pair[0])
-        return found
+        parameters: list[Tensor] = []
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return parameters
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                pair = self._masters.pairs.get(id(tensor))
+                parameters.append(tensor if pair is None else pair[0])
+        return parameters
 
     def pairs(self) -> list[Pair]:
         """Return each 16-bit parameter with its master, if the master is in the groups."""
-        found: list[Pair] = []
+        pairs: list[Pair] = []
         for tensor in self.parameters():
             pair = self._masters.pairs.get(id(tensor))
             if pair is not None:
-                found.append(pair)
-        return found
+                pairs.append(pair)
+        return pairs
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the others with theirs. New 16-bit ones get masters first."""
+        """Return the parameters without a master, and the pairs of the others. A 16-bit parameter that a script has put
+        into a group gets a master first.
+        """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
         optimizer = self._optimizer()
@@ -80,7 +87,7 @@ class Groups:
                 elif self.use_masters and tensor.dtype in LOW_DTYPES and not is_opaque(tensor):
                     self._place_in_all()
                     self._on_new_parameters()
-                    return self.read()
+                    return self.read()  # again from the start: the groups have changed
                 else:
                     plain.append(tensor)
         return plain, pairs
@@ -101,7 +108,7 @@ class Groups:
         `float32_data` holds the values of parameters before they were cast, by the parameter's id.
         """
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):  # quantized weights have no float32 master
                 continue
             if self.use_masters:
                 master = self._find_master(parameter, float32_data.get(id(parameter)))
@@ -110,12 +117,12 @@ class Groups:
             elif id(parameter) in float32_data:
                 self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
                 _cast_state(optimizer, parameter, parameter.dtype)
-        if self.use_masters:
+        if self.use_masters:  # also states that a checkpoint has put under the parameters
             for key in list(optimizer.state):
                 _move_state(optimizer, key, self._masters.get(key))
 
     def _find_master(self, parameter: Tensor, data: Tensor | None) -> Tensor:
-        """Return the master of a parameter; make one unless another optimizer of the session has."""
+        """Return the master of a parameter. Make it unless an optimizer of the session has made it before."""
         master = self._masters.get(parameter)
         if master is None:
             if data is None:
@@ -145,12 +152,12 @@ class Groups:
 
     def _all(self) -> list[Optimizer]:
         """Return the optimizer and those inside it that are alive."""
-        found: list[Optimizer] = []
+        alive: list[Optimizer] = []
         for reference in (self._optimizer, *self._inner):
             optimizer = reference()
             if optimizer is not None:
-                found.append(optimizer)
-        return found
+                alive.append(optimizer)
+        return alive
 
     def _place_in_all(self) -> None:
         for optimizer in self._all():
@@ -179,5 +186,6 @@ def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> Non
 def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
     """Cast the state of a parameter as torch does on loading: all floating tensors except the step count."""
     for name, value in optimizer.state.get(parameter, {}).items():
+        # in 16 bits a step count would stop at 256 (bfloat16) or 2048 (float16)
         if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
             optimizer.state[parameter][name] = value.to(dtype)

@@ -1,7 +1,7 @@
-"""`LossScaler`: multiply the loss, and find the next scale after each step.
+"""`LossScaler`: the factor of a loss, and the rule by which it changes after each step.
 
-The state is two 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device.
-Reading a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
+The state is 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device. Reading
+a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
 """
 
 import math
@@ -20,18 +20,24 @@ from .unscaling import either
 class LossScaler:
     """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
-    Dynamic, by default: start at 2**16 (or the bound that excludes it), halve after a step with a non-finite gradient,
-    double after 2000 good steps in a row, stay within [min_loss_scale, max_loss_scale]. There is one decision per
-    optimizer step, however many backward passes led to it. GradScaler's kernel computes the scales.
+    A dynamic scale starts at 2**16 (or the bound that excludes it), halves after a step with a non-finite gradient,
+    doubles after 2000 good steps in a row, and stays within [min_loss_scale, max_loss_scale]. These are the defaults.
+    It is updated once per optimizer step, after however many backward passes. GradScaler's kernel computes the scales.
 
-    With a `hysteresis` above 1 they are those of `DynamicGradScaler` in Megatron-LM
-    (megatron/core/optimizer/grad_scaler.py): each overflow takes one from a count, from 0 on the scale backs off, and
-    the count is full again when the scale grows.
+    With a `hysteresis` above 1, the scales are those of `DynamicGradScaler` in Megatron-LM
+    (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
+    full again when the scale grows.
 
     Attributes:
-        told_scale: the scale at the last warning that it has fallen; inf before the first.
-        scale: 0-dim float32, where it was last used. It never changes in place: a later update makes a new tensor.
-        found_inf: whether passes that no update has counted overflowed; None: there are none.
+        warned_scale: the scale at the last warning that it has fallen; inf before the first.
+        scale: 0-dim float32, on the device where it was last used. An update makes a new tensor, so that blocks can
+            keep the scale of their loss.
+        known_scale: the last scale that the host has read.
+        found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None: no pass came since.
+        awaits_loss: True until a loss is scaled, or the user was warned that none is.
+        awaits_backward: True until a scaled loss has gone backward.
+        is_shared: True if several ranks decide together, so that a single rank must not update the scale.
+        is_identity: True for a static scale of 1.
     """
 
     def __init__(
@@ -54,18 +60,18 @@ class LossScaler:
         if not isinstance(given, presets.DynamicScale):
             self._start = given
         self.is_identity = not self.is_dynamic and self._start == 1.0
-        self.is_shared = False  # several ranks decide together, each time one of them would decide
-        self.awaits_backward = not self.is_identity  # until a scaled loss has gone backward
+        self.is_shared = False
+        self.awaits_backward = not self.is_identity
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew: the first scale, and no steps."""
+        """Go back to the first scale and no steps."""
         self.scale = torch.tensor(self._start, dtype=torch.float32)
-        self.known_scale = self.scale.item()  # the last that the host has heard of
-        self.told_scale = math.inf
+        self.known_scale = self.scale.item()
+        self.warned_scale = math.inf
         self._good_steps = torch.zeros((), dtype=torch.int32)
         self._overflows_left = torch.tensor(self.hysteresis, dtype=torch.int32)
-        self.awaits_loss = self.is_dynamic  # until a loss is scaled, or the user told that none is
+        self.awaits_loss = self.is_dynamic
         self.found_inf: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:
@@ -78,44 +84,51 @@ class LossScaler:
         return self.scale
 
     def see_backward(self, gradient: Tensor) -> None:
-        """Take note that a scaled loss goes backward. A hook of the first one."""
+        """Record that a scaled loss goes backward. This is a tensor hook on the first scaled losses."""
         self.awaits_backward = False
 
-    def note(self, found_inf: Tensor) -> None:
-        """Have the next update count a backward pass that overflowed or did not: 0-dim float32, 1.0 or 0.0."""
+    def add_found_inf(self, found_inf: Tensor) -> None:
+        """Add the flag of a backward pass, for the next update: 0-dim float32, 1.0 if it overflowed, else 0.0."""
         self.found_inf = either(self.found_inf, found_inf)
 
     def update(self) -> None:
-        """Update the scale once for all passes since the last update; without any, do nothing. Waits for nothing."""
+        """Update the scale once for all passes since the last update. Without any, do nothing. Waits for nothing."""
         if self.found_inf is not None:
             self.scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
             self.found_inf = None
 
-    def follow(self, found_inf: Tensor, is_due: Tensor) -> None:
-        """Update the scale by the flags of all ranks (0-dim float32), if there is any pass. Waits for nothing."""
-        before = self.scale, self._good_steps, self._overflows_left
+    def update_with_ranks(self, found_inf: Tensor, is_due: Tensor) -> None:
+        """Update the scale for all ranks that decide together. Waits for nothing.
+
+        Args:
+            found_inf: 0-dim float32, 1.0 if a pass of any rank since the last update has overflowed.
+            is_due: 0-dim float32, 1.0 if there was a pass on any rank, else the scale stays.
+        """
         is_due = is_due.to(self.scale.device) > 0
-        after = self._advance(found_inf)
-        self.scale, self._good_steps, self._overflows_left = (
-            torch.where(is_due, new, old) for new, old in zip(after, before, strict=True)
-        )
+        scale, good_steps, left = self._advance(found_inf)
+        self.scale = torch.where(is_due, scale, self.scale)
+        self._good_steps = torch.where(is_due, good_steps, self._good_steps)
+        self._overflows_left = torch.where(is_due, left, self._overflows_left)
         self.found_inf = None
 
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The state that readers are told: that after an update, if one is due and this process decides alone."""
+        """Return the state after the next update. Where ranks decide together, this rank alone cannot tell it, and
+        returns the present state.
+        """
         if self.is_shared or self.found_inf is None:
             return self.scale, self._good_steps, self._overflows_left
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The state after passes that overflowed, or did not."""
-        if not self.is_dynamic:
+        """Return the scale, the good steps and the overflows left after passes with this flag. Changes nothing."""
+        if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
+        # the kernel writes in place, but open blocks may hold the old scale
         scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
         found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:
-            is_overflow, grows = found_inf > 0, good_steps == 0
+            is_overflow, grows = found_inf > 0, good_steps == 0  # the kernel resets the count when it changes the scale
             left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
             scale = torch.where(is_overflow & (left > 0), self.scale, scale)
         # without a minimum, the smallest normal number: a scale of 0 would turn every gradient into NaN for good
@@ -124,13 +137,15 @@ class LossScaler:
 
     @property
     def hopeless_after(self) -> int:
-        """How many overflows in a row take the scale down by 2**100, at least 100: the scale is not the cause then."""
+        """The number of skipped steps in a row after which the scale is not the cause. They take the scale down by
+        2**100; at least 100.
+        """
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the known scale has fallen by 2**100 since it began, whatever came between: it is not the cause.
-        Never with a minimum, below which it does not fall.
+        """Whether the known scale has fallen by 2**100 in total, so that it is not the cause of the overflows. Always
+        False with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
@@ -140,30 +155,30 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also under a static scale, after an update that is due in this
-        process alone. Raises ValueError unless it is finite and positive.
+        """Multiply the next losses by `loss_scale`, also if the scale is static. Counts the passes so far first, unless
+        ranks decide together. Raises ValueError unless `loss_scale` is finite and positive.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
         if not self.is_shared:
-            self.update()
+            self.update()  # later it would change the scale that is set here
         self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)
         self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
     def send_state(self, device: torch.device) -> Tensor:
-        """Return the scale, the good steps since it changed and the overflows left: shape (3,), float32."""
+        """Return the state as float32 of shape (3,): scale, good steps since it changed, overflows left."""
         state = (self.scale, self._good_steps, self._overflows_left)
         return torch.stack([value.to(device, torch.float32) for value in state])
 
     def receive_state(self, state: Tensor) -> None:
-        """Take over what `send_state` returned on another rank. Waits for nothing."""
+        """Copy the state that `send_state` returned on another rank. Waits for nothing."""
         self.scale = clone(state[0])
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"loss_scale": float, "unskipped": int}`, the entry Apex writes; with a `hysteresis` above 1 also
-        `hysteresis_tracker`, the overflows that are left before the scale backs off. Waits for the device.
+        """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. With a `hysteresis` above 1, it
+        also holds `hysteresis_tracker`, the overflows left before the scale backs off. Waits for the device.
         """
         scale, good_steps, left = self._next_state()
         state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
@@ -172,7 +187,7 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, without `hysteresis_tracker` also Apex's. A static scale stays what it is.
+        """Load a state from `state_dict` or from Apex. A static scale keeps its value.
 
         Raises KeyError, TypeError or ValueError on anything else.
         """
@@ -181,7 +196,7 @@ class LossScaler:
         left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
         if self.is_dynamic:
-            self.known_scale, self.told_scale = scale, math.inf
+            self.known_scale, self.warned_scale = scale, math.inf
             self.scale = torch.tensor(scale, dtype=torch.float32)
             # from the interval on, the equality test of the growth rule would never hold again
             unskipped = min(unskipped, self.growth_interval - 1)
@@ -190,7 +205,7 @@ class LossScaler:
 
 
 def _read_scale(value: Any) -> float:
-    """Return a saved loss scale. Raises TypeError, or ValueError where float32 has it not as a positive number."""
+    """Return a saved loss scale. Raises TypeError, or ValueError unless float32 holds it as a positive number."""
     try:
         scale = round_to_float32(float(value))
     except (OverflowError, RuntimeError) as error:
@@ -201,7 +216,7 @@ def _read_scale(value: Any) -> float:
 
 
 def _read_count(name: str, value: Any) -> int:
-    """Return a saved count. Raises TypeError, or ValueError where int32 has it not as 0 or above."""
+    """Return a saved count. Raises TypeError, or ValueError unless int32 holds it and it is not negative."""
     try:
         count = int(value)
     except (OverflowError, RuntimeError) as error:

@@ -18,34 +18,34 @@ Pair = tuple[Tensor, Tensor]
 
 
 class _Watched:
-    """A list of tensors, and what their version counters and addresses were when each was last seen.
+    """A list of tensors, with the version counter and the address that each had when it was last seen.
 
-    A tensor that was written to, or has other memory, has moved. Many are asked in few calls.
+    A tensor has moved if it was written to, or has other memory, since it was last seen.
     """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        # while these live, no other memory gets their addresses: `p.data = f(p.data)`, twice, would come back to one
+        # these keep the memory alive: after `p.data = f(p.data)`, twice, torch may hand out the first address again
         self._aliases: list[Tensor] = []
 
     def end_with(self, index: int, tensor: Tensor) -> None:
-        """Append a tensor at `index`, and drop what an interrupt may have left there."""
+        """Append a tensor at `index`. Entries from there on, which an interrupt may have left, are dropped."""
         self._versions[index:] = [get_version(tensor)]
         self._addresses[index:] = [tensor.data_ptr()]
         self._aliases[index:] = [tensor.detach()]
         self.tensors[index:] = [tensor]
 
     def see(self, index: int) -> None:
-        """See one tensor as it is now."""
+        """Record the present state of one tensor."""
         tensor = self.tensors[index]
         self._versions[index] = get_version(tensor)
         self._addresses[index] = tensor.data_ptr()
         self._aliases[index] = tensor.detach()
 
     def see_all(self) -> None:
-        """See all tensors as they are now."""
+        """Record the present state of all tensors."""
         self._versions = list(map(get_version, self.tensors))
         addresses = list(map(Tensor.data_ptr, self.tensors))
         if addresses != self._addresses:
@@ -53,7 +53,7 @@ class _Watched:
             self._aliases = [tensor.detach() for tensor in self.tensors]
 
     def mark_moved(self, index: int) -> None:
-        """Have a tensor count as moved until it is seen again."""
+        """Make a tensor count as moved until it is seen again."""
         self._versions[index] = -1
 
     def has_moved(self, index: int) -> bool:
@@ -73,7 +73,8 @@ class Masters:
     """The masters of a session.
 
     An optimizer step changes masters; scripts also change masters (SAM, Lookahead) and parameters (weight clipping)
-    themselves. The version counters and addresses of the last copy tell which side moved; if both did, the master wins.
+    themselves. The version counters and addresses at the last copy show which side was edited. If both were, the master
+    wins.
 
     A master takes over the elements of an edited parameter that differ from its own rounded values. Until the next copy
     to the parameter, the master from before the edit is kept: elements that are put back get their low bits back.
@@ -90,7 +91,7 @@ class Masters:
         self._masters = _Watched()
         self._index: dict[int, int] = {}  # by the parameter's id
         self._unedited: dict[int, Tensor] = {}  # by index: masters from before an edit of their parameters
-        self._groups: list[Group] | None = None  # of all, for pushing
+        self._groups: list[Group] | None = None  # of all, to copy to parameters
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
@@ -125,7 +126,7 @@ class Masters:
         self._exchange(kept)
 
     def _exchange(self, other: "Masters") -> None:
-        """Take over the registry of another object in one call: an interrupt leaves either."""
+        """Take the registry of another object, in one call, so that an interrupt leaves the old one or the new one."""
         vars(self).update({name: vars(other)[name] for name in _REGISTRY})
 
     def keep_buffer(self, buffer: Tensor, values: Tensor) -> None:
@@ -149,7 +150,7 @@ class Masters:
         return values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy values to the master of a parameter, or keep those of a buffer, before torch rounds them."""
+        """Copy values to the master of a parameter, or keep the values of a buffer, before torch rounds them."""
         master = self.get(tensor)
         if master is not None:
             with torch.no_grad():
@@ -158,8 +159,8 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or of a buffer those that were kept, where it has
-        not changed since.
+        """Return the float32 values of a 16-bit tensor: its master, or the values kept for a buffer, except for
+        elements that have changed since.
         """
         master = self.get(tensor)
         if master is not None:
@@ -194,57 +195,57 @@ class Masters:
         return None if index is None else self._masters.tensors[index]
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
-        """Record that an optimizer changed these masters: fused ones do not raise the version counter."""
+        """Record that an optimizer changed these masters: fused optimizers do not raise the version counter."""
         for master in masters:
             pair = self.pairs.get(id(master))
             if pair is not None:
                 self._masters.mark_moved(self._index[id(pair[0])])
 
-    def push(self, pairs: Collection[Pair] | None = None) -> None:
-        """Copy masters (all, or those of `pairs`) to their parameters, in one kernel for each (device, dtype)."""
+    def copy_to_parameters(self, pairs: Collection[Pair] | None = None) -> None:
+        """Copy masters to their parameters, all or only those in `pairs`, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self.pairs):
-            self._push_all()
+            self._copy_all()
             self._unedited.clear()
         else:
-            self._push_some([self._index[id(parameter)] for parameter, _ in pairs])
+            self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def refresh(self) -> None:
-        """Sync, then copy all masters to their parameters: what was written to a master by `.data` shows nowhere."""
+        """Sync, then copy all masters to their parameters: no version counter shows edits through `master.data`."""
         self.sync()
-        self._push_all()
+        self._copy_all()
 
-    def pull(self) -> None:
-        """Take over edits; warn once if masters moved and a compiled model may have run since with old parameters."""
-        if self.take_edits() and self.is_compiled:
+    def copy_from_parameters(self, *, warns: bool = False) -> None:
+        """Copy edited parameters to their masters. Masters that were edited stay as they are.
+
+        `warns`: warn once if there are such masters, and a compiled model may have run since with old parameters.
+        """
+        has_edited_masters = self._copy_edits(both_ways=False)
+        if warns and has_edited_masters and self.is_compiled:
             self.is_compiled = False
             warn(
                 "masters were edited since the last step, and a compiled model does not notice that: call"
                 " amp.refresh() after each edit, before the model runs"
             )
 
-    def take_edits(self) -> bool:
-        """Copy edited parameters to their masters. Return whether masters were edited, too; these stay as they are."""
-        return self._reconcile(pushing=False)
-
-    def end_loading(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy the masters among those of `parameters` that were loaded. What comes later is an edit."""
+    def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
+        """Copy masters that `load` has changed to their parameters, if these are among `parameters`."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_moved(index)]
         if loaded:
-            self._push_some(loaded)
+            self._copy_some(loaded)
 
     def sync(self) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter."""
-        self._reconcile(pushing=True)
+        self._copy_edits(both_ways=True)
 
-    def _push_all(self) -> None:
+    def _copy_all(self) -> None:
         if self._groups is None:
             self._groups = group(self._parameters.tensors, self._masters.tensors)
         copy_(self._groups)
         self._parameters.see_all()
         self._masters.see_all()
 
-    def _push_some(self, indices: Collection[int]) -> None:
+    def _copy_some(self, indices: Collection[int]) -> None:
         parameters = [self._parameters.tensors[index] for index in indices]
         copy_(group(parameters, [self._masters.tensors[index] for index in indices]))
         for index in indices:
@@ -255,19 +256,21 @@ class Masters:
         self._parameters.see(index)
         self._masters.see(index)
 
-    def _reconcile(self, *, pushing: bool) -> bool:
-        """Copy edits to the other side, those of masters only if `pushing`. Return whether masters moved."""
+    def _copy_edits(self, *, both_ways: bool) -> bool:
+        """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If both sides
+        of a pair were edited, the master wins. Return whether masters were edited.
+        """
         edited, moved = self._parameters.find_moved(), set(self._masters.find_moved())
         for index in edited:
             if index not in moved:
-                self._take_over(index)
+                self._apply_edit(index)
                 self._see(index)
-        if pushing and moved:
-            self._push_some(moved)
+        if both_ways and moved:
+            self._copy_some(moved)
         return bool(moved)
 
-    def _take_over(self, index: int) -> None:
-        """Copy those elements of an edited parameter to its master that differ from the rounded master."""
+    def _apply_edit(self, index: int) -> None:
+        """Copy the elements of an edited parameter that differ from the rounded master to the master."""
         parameter, master = self._parameters.tensors[index], self._masters.tensors[index]
         with torch.inference_mode(False), torch.no_grad():
             if index not in self._unedited:

@@ -38,8 +38,11 @@ from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 class ModelBinding:
     """One model under one policy.
 
-    `bind` changes it; `undo` gives a plain float32 model back, with the weights it has by then. `rules` are those that
-    decide how parameters are cast; where functions are patched instead, there are none (`RuleRegions`).
+    `bind` changes it. `undo` gives a plain float32 model back, with the weights it has by then.
+
+    Args:
+        rules: module rules that decide how parameters are cast. Empty at levels that patch functions, where
+            `RuleRegions` applies the rules.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class ModelBinding:
         self._undo = UndoStack()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the model's parameters, except those that FSDP shows in place of a shard while it is gathered."""
+        """Yield the model's parameters. While FSDP gathers shards, it shows other tensors in their place: these are
+        left out.
+        """
         model = self.model
         if model is None:
             return
@@ -79,8 +84,8 @@ class ModelBinding:
     def bind(self, float32_data: dict[int, Tensor]) -> None:
         """Cast and hook the model.
 
-        Fills `float32_data` with what each tensor held before it was cast, by the tensor's id. Until the caller clears
-        it, undoing restores exactly that.
+        Fills `float32_data` with the values of each tensor before it was cast, by the tensor's id. Until the caller
+        clears it, undoing restores exactly these values.
         """
         model, policy = self.model, self._policy
         if model is None:
@@ -109,7 +114,7 @@ class ModelBinding:
             self._add(model.register_forward_hook, invalidate)
 
     def keep_rules(self, regions: RuleRegions) -> None:
-        """Have module rules act in the model, and in what it holds whenever it is called."""
+        """Apply module rules in the model, also to modules that it holds only when it is called."""
         model = self.model
         if model is not None:
             self._undo.callback_on(model, regions.remove)
@@ -126,7 +131,7 @@ class ModelBinding:
         return register(hook, **options)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """Where the model is cast: have modules with weights of their own take inputs of the other dtype, too."""
+        """Make modules between which the dtype changes, and modules with weights of their own, cast their inputs."""
         if not self._runs:
             return
         borders = find_borders(model, self._runs)
@@ -138,7 +143,9 @@ class ModelBinding:
                 self._add(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Have layers take float32 inputs: submodules are called from outside. With module rules they do already."""
+        """Make layers accept float32 inputs, because scripts call submodules directly. With module rules they do so by
+        `_cast_at_borders`.
+        """
         if self._runs or low not in LOW_DTYPES:
             return
         hookless = [module for module in model.modules() if isinstance(module, WITHOUT_HOOKS)]
@@ -157,19 +164,19 @@ class ModelBinding:
         """Return the modules that hold floating buffers and no weights, such as rotary embeddings, and that no module
         rule covers: 16 bits would round the frequencies, filters and averages that they compute with.
         """
-        found: set[nn.Module] = set()
+        constants: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:
-            return found
+            return constants
         for module in model.modules():
             if module is model or module in self._runs or isinstance(module, BatchNormBase):
                 continue
             has_floating = any(is_castable(buffer) for buffer in module.buffers(recurse=False))
             if has_floating and next(module.parameters(), None) is None:
-                found.add(module)
-        return found
+                constants.add(module)
+        return constants
 
     def _let_be(self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]) -> None:
-        """Have modules whose tensors are not cast run in the dtype that these show, between neighbours in `dtype`."""
+        """Make modules whose tensors are not cast run in the dtype of these, between neighbours in `dtype`."""
         for module in model.modules():
             shown = torch.float32 if module in constants else _shown_dtype(module)
             if shown is not None and shown != dtype:
@@ -202,7 +209,7 @@ class ModelBinding:
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(dtype)
         for module in model.modules():
-            if isinstance(module, nn.RNNBase):
+            if isinstance(module, nn.RNNBase):  # cuDNN needs the weights in one piece of memory, which the cast split
                 module.flatten_parameters()
 
 
@@ -211,9 +218,13 @@ def _tensors_to_cast(
 ) -> Iterator[Tensor]:
     """Yield each castable parameter and buffer once.
 
-    Left out are shards, which FSDP casts when it gathers them; opaque tensors and what a module holds beside them; what
-    a module rule keeps in float32, even if another module holds it too; those of `left_alone`, by id; and, if they are
-    kept, those of BatchNorm layers that no rule covers.
+    These are left out:
+
+    * shards, which FSDP casts when it gathers them
+    * opaque tensors, and other tensors of their modules
+    * tensors of modules that a rule keeps in float32, even if another module holds them too
+    * the tensors in `left_alone`, by id
+    * if `keep_batchnorm`, tensors of BatchNorm layers that no rule covers
     """
     seen = ids_beside_opaque(model) | {id(p) for p in model.parameters() if get_local_tensor(p) is not None}
     seen.update(left_alone)
@@ -231,9 +242,9 @@ def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]
     """Return the ids of the tensors that a transformers model declares to stay in float32, in its classes'
     `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`, and that no module rule covers.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     if low not in LOW_DTYPES:
-        return found
+        return ids
     for module in model.modules():
         declared = list(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if low is torch.float16:
@@ -242,24 +253,26 @@ def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]
             continue
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if any(fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in declared):
-                found.add(id(tensor))
+                ids.add(id(tensor))
     for module in runs:
-        found.difference_update(map(id, _own_tensors(module)))
-    return found
+        ids.difference_update(map(id, _own_tensors(module)))
+    return ids
 
 
 def _shown_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that the module's own opaque tensors show, or None if it has none."""
+    """Return the dtype that the module's own opaque tensors report, or None if it has no such tensor."""
     return next((tensor.dtype for tensor in _own_tensors(module) if is_opaque(tensor)), None)
 
 
 def ids_beside_opaque(model: nn.Module) -> set[int]:
-    """Return the ids of opaque tensors and of what their modules hold beside them, which fits them."""
-    found: set[int] = set()
+    """Return the ids of opaque tensors and of the other tensors of their modules, such as the scales of quantized
+    weights.
+    """
+    ids: set[int] = set()
     for module in model.modules():
         if _shown_dtype(module) is not None:
-            found.update(map(id, _own_tensors(module)))
-    return found
+            ids.update(map(id, _own_tensors(module)))
+    return ids
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
@@ -269,12 +282,12 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
     for tensor, dtype in tensors:
         master = masters.get(tensor)
-        if tensor.dtype in LOW_DTYPES:
+        if tensor.dtype in LOW_DTYPES:  # else the script has cast it back
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:
                 tensor.data = masters.float32_of(tensor).to(dtype)
-        if not tensor.is_leaf:
+        if not tensor.is_leaf:  # reading .grad of a tensor with a graph warns
             continue
         if master is not None and master.grad is not None:
             tensor.grad = master.grad

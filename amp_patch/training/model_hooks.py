@@ -42,8 +42,8 @@ class CastInputs:
 
 
 class CastModelInputs(CastInputs):
-    """The same for a whole model. The first call warns of whole numbers, such as timesteps, that `dtype` rounds, and
-    waits for the device.
+    """Forward pre-hook of a whole model: cast every castable tensor in the arguments to `dtype`. The first call warns
+    of whole numbers, such as timesteps, that `dtype` rounds, and waits for the device.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class CastModelInputs(CastInputs):
                     rounded.append(f"one of shape {tuple(tensor.shape)}")
             return tensor
 
-        with torch.no_grad(), contextlib.suppress(RuntimeError):  # under torch.func.vmap nobody knows the values
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # torch.func.vmap hides the values
             cast_tree((args, kwargs), look)
         if rounded:
             name = dtype_name(self.dtype)
@@ -79,8 +79,8 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook for a layer whose weights were cast, and which refuses inputs of another dtype: those of a
-    submodule or a method that is called from outside of the model are float32.
+    """Forward pre-hook of a layer whose weights were cast, and which refuses inputs of another dtype. If a script calls
+    a submodule directly, its inputs are float32.
     """
 
     def __call__(
@@ -95,8 +95,9 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """The same for any other module with weights of its own, if it is called from outside of the model: inside, float32
-    inputs may be on purpose. What a backward pass runs again gets what its last forward pass got.
+    """Forward pre-hook of any other module with weights of its own: does the same if it is called from outside of the
+    model. Inside, float32 inputs may be on purpose. A forward that a backward pass runs again (checkpointing) is
+    treated like the first one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -118,7 +119,9 @@ class TakeOutsideInput(TakeAnyInput):
 
 
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
-    """Have a layer that can have no hooks take float32 inputs where its weights are `low`: any of its first `count`."""
+    """Return the forward of a layer that cannot have hooks. It casts float32 inputs, the first `count` arguments, if
+    the weights of the layer are `low`.
+    """
     cast = CastInputs(low)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +143,7 @@ STRICT_LAYERS = (
 """Layers that raise an error where input and weights differ in dtype."""
 
 WITHOUT_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""Layers that run otherwise, and slower, where they or what they hold has hooks."""
+"""Layers that take a slower path in torch if they, or modules that they hold, have hooks."""
 
 _INPUTS = ("src", "tgt", "memory", "query", "key", "value", "input_")
 
@@ -153,7 +156,8 @@ PATCHED_LAYERS = {
     nn.Transformer: 2,
     nn.AdaptiveLogSoftmaxWithLoss: 1,
 }
-"""These, what calls them with masks, and what asks its input for a dtype: how many of their arguments are inputs."""
+"""Layers whose forward is replaced instead, with the number of arguments that are inputs: the layers above, layers that
+call these with masks, and layers that ask their input for its dtype."""
 
 
 class CastOutputs(CastInputs):
@@ -164,14 +168,14 @@ class CastOutputs(CastInputs):
 
 
 class RegionHooks:
-    """What a module rule adds to a module at the levels that patch functions: it casts the inputs, and opens a region
-    while the module runs. Inside `disable_casts` nothing is cast, and inside a region of the same mode no input.
+    """The hooks that a module rule adds to a module at levels that patch functions. They cast the inputs, and open a
+    region while the module runs. Inside `disable_casts` nothing is cast. Inside a region of the same mode no input is.
 
-    A module that runs as the module that holds it (`is_inside`) has hooks for the case that something else calls it.
-    Compiled code does without them: each region breaks the graph.
+    If the module that holds a module has the same rule (`is_inside`), hooks are needed only for direct calls. Compiled
+    code does without them, because each region breaks the graph.
 
-    `enter` is a forward pre-hook, `leave` a forward hook that is also called after an Exception. KeyboardInterrupt and
-    the like leave a region that the switch finds to be stale.
+    `enter` is a forward pre-hook. `leave` is a forward hook that is also called after an Exception. After a
+    KeyboardInterrupt and the like, the switch notices that the region is stale.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype, *, is_inside: bool) -> None:
@@ -188,35 +192,35 @@ class RegionHooks:
             return None
         if self.is_inside and (compiling.is_dynamo_compiling() or self.switch.is_in(self.mode)):
             return None  # as most calls: the region of the module that holds this one is open
-        if self.switch.enter_module(self.mode, self):
+        if self.switch.open_for_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
 
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
-        """Do the same for a call, run by `frame`, that may have begun before the hooks were set.
+        """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
         Returns the positional inputs. If torch does call `enter` afterwards, that does nothing.
         """
         kwargs = get_call_kwargs(frame)
-        if self.switch.enter_module(self.mode, self, frame):
+        if self.switch.open_for_module(self.mode, self, frame):
             args, cast_kwargs = self.cast(module, args, kwargs)
             kwargs.update(cast_kwargs)
         return args
 
     def join(self, frame: types.FrameType) -> None:
-        """Open the region of a forward that is under way in `frame`. Its inputs came where no casts acted."""
-        self.switch.enter_module(self.mode, self, frame)
+        """Open the region of a forward that is under way in `frame`. Its inputs were not cast."""
+        self.switch.open_for_module(self.mode, self, frame)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Close the region."""
         if not self.is_inside:
-            self.switch.leave_module(self)
+            self.switch.close_for_module(self)
         elif not compiling.is_dynamo_compiling() and self.switch.has_regions():
-            self.switch.leave_module(self, sys._getframe(1))
+            self.switch.close_for_module(self, sys._getframe(1))
 
 
 class SessionHook:
-    """A hook that serves one model of a live session. A copy of it has no target, and so does less or nothing."""
+    """A hook that serves one model of a live session. A copy of the hook has no target, so it does less or nothing."""
 
     def __init__(self, target: Any = None) -> None:
         self._target = (lambda: None) if target is None else weakref.ref(target)
@@ -242,9 +246,9 @@ class InvalidateCache(SessionHook):
 
 
 class SyncMasters(SessionHook):
-    """Forward pre-hook: edits of masters or parameters since the last step act in this forward.
+    """Forward pre-hook: copy edits of masters and parameters since the last step to the other side.
 
-    The first copy of the model, which has 16-bit weights and no masters, is warned of.
+    Warns of the first copy of the model, which has 16-bit weights and no masters.
     """
 
     def __deepcopy__(self, memo: Any) -> SessionHook:
@@ -300,7 +304,7 @@ class LoadMasters(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.take_edits()
+        masters.copy_from_parameters()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
@@ -312,15 +316,15 @@ class LoadMasters(SessionHook):
                     f"load_state_dict(assign=True) would replace {prefix}{name}, which initialize has cast to"
                     f" {dtype_name(tensor.dtype)}. Load without assign=True, or before initialize."
                 )
-            # else torch.distributed.checkpoint has filled in what a checkpoint lacks
+            # equal memory: torch.distributed.checkpoint fills in the present values if a checkpoint lacks the entry
             if value.dtype is not tensor.dtype or value.data_ptr() != tensor.data_ptr():
                 masters.load(tensor, value)
 
 
 class EndLoading(SessionHook):
-    """Load-state-dict post-hook: masters and parameters agree. What comes later is an edit."""
+    """Load-state-dict post-hook: copy loaded masters to their parameters."""
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         masters: Masters | None = self._target()
         if masters is not None:
-            masters.end_loading(get_own_parameters(module).values())
+            masters.copy_loaded_to_parameters(get_own_parameters(module).values())

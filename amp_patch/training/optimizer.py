@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import enum
 import functools
 import types
 import weakref
@@ -18,20 +19,31 @@ from ..casting import Mode, Switch, WeightCache
 from ..errors import OptimizerError
 from ..events import tell, watchers
 from ..interrupts import UndoStack
-from ..reporting import warn
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
-from .fused_skip import DeviceSkip, PushHook, evaluates_closure_first, skip_by
+from .first_step import FirstStepChecks
+from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, skip_by
+from .gradient_sums import GradientSums
 from .groups import Groups
-from .ledger import Ledger
-from .ledgers import Ledgers
 from .loss_scaler import LossScaler
 from .masters import Masters
-from .steps import Outcome, Steps, waits_for_each
-from .unscaling import either, find_nonfinite, fold_
+from .overflow_flags import OptState, OverflowFlags
+from .step_log import Outcome, StepLog, waits_for_each
+from .step_was_skipped import remove_step_was_skipped, set_step_was_skipped
+from .unscaling import either, find_nonfinite, move_to_masters_
+
+
+class StepDecision(enum.Enum):
+    """What a call of `step` does."""
+
+    TAKE = enum.auto()
+    SKIP = enum.auto()
+
+    SKIP_ON_DEVICE = enum.auto()
+    """Run the optimizer's own step, whose kernels read the flag and change nothing if it is set."""
 
 
 class OptimizerBinding:
-    """One optimizer in a session. It is also what `optimizer._amp_stash` holds.
+    """One optimizer in a session. `optimizer._amp_stash` holds it.
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
@@ -49,28 +61,28 @@ class OptimizerBinding:
         use_masters: bool,
         switch: Switch,
         cache: WeightCache | None,
-        ledgers: Ledgers,
+        gradients: GradientSums,
         get_names: Callable[[Iterable[Tensor]], list[str]],
         on_new_parameters: Callable[[], None],
     ) -> None:
         self.reference = weakref.ref(optimizer)
-        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=on_new_parameters)
-        self.ledger = Ledger(self.groups)
+        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=self._on_moved_by_hand)
+        self.flags = OverflowFlags(self.groups)
         self._masters = masters
         self._use_masters = use_masters
         self._switch = switch
         self._cache = cache
-        self._ledgers = ledgers
-        self._decisions = ledgers.decisions
-        self.steps = Steps(self._decisions.scalers, self.find_nonfinite_gradients, self._tell_skipped)
+        self._gradients = gradients
+        self._scale_updates = gradients.scale_updates
+        self.step_log = StepLog(self.reference, self._scale_updates.scalers, self.find_nonfinite_gradients)
+        self._first_step = FirstStepChecks(self.reference, self.flags, self._scale_updates, masters, get_names)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
         self._device_skip: DeviceSkip | None = None  # None: the optimizer wraps another one, so the host decides
         self._undo = UndoStack()
         self._is_bound = False  # else the methods are the optimizer's own
         self._is_stepping = False
-        self._is_pushed = False  # by a hook, during the current step
-        self._has_looked_for_gradients = False
+        self._are_masters_copied = False  # by a hook, during the current step
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -87,7 +99,7 @@ class OptimizerBinding:
         self._undo.callback(self.groups.restore)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
-        fold_(self.groups.placed.values(), None, None)
+        move_to_masters_(self.groups.placed.values(), None, None)  # gradients from before `initialize`
         if not inner_optimizers:
             self._device_skip = DeviceSkip(optimizer, optimizer.step)
         replaced = {"step": self._step, "zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
@@ -99,11 +111,13 @@ class OptimizerBinding:
                 self._adopt(inner, group, float32_data)
             self._replace(inner, "step", self._step)
         if self._use_masters:
-            hook = PushHook(self._push_in_step)
+            hook = CopyMastersHook(self._copy_masters_in_step)
             self._undo.callback_on(optimizer, remove_step_hook, hook)
+            # before hooks of the script, which may read or edit the weights
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
         self.attach("_amp_stash", self)
-        self.attach("step_was_skipped", False)
+        self._undo.callback_on(optimizer, remove_step_was_skipped)
+        set_step_was_skipped(optimizer, False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
     def attach(self, name: str, value: Any) -> None:
@@ -112,7 +126,7 @@ class OptimizerBinding:
         vars(self.optimizer)[name] = value
 
     def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
-        """Have `target.name(...)` call `method(original, ...)`, until the binding is undone."""
+        """Replace `target.name(...)` by `method(original, ...)`, until the binding is undone."""
         original = getattr(target, name)
         had_own = name in vars(target)
 
@@ -127,7 +141,8 @@ class OptimizerBinding:
     def undo(self) -> None:
         """Restore the methods, parameters and states of the optimizer. Harmless twice."""
         if self._is_bound and self.optimizer is not None:
-            self.steps.resolve()
+            # reports the last steps while `step_was_skipped` still exists
+            self.step_log.resolve()
         self._is_bound = False
         self._undo.close()
 
@@ -139,33 +154,33 @@ class OptimizerBinding:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block, `step` and `zero_grad` are those of plain torch."""
+        """Inside the block, `step` and `zero_grad` run as in plain torch."""
         self._is_bound = False
         try:
             yield
         finally:
             self._is_bound = True
 
-    def push_masters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Adds none: the groups may be `presented`."""
+    def copy_masters_to_parameters(self) -> None:
+        """Copy the masters of this optimizer to their parameters. Adds no master: the groups may be `presented`."""
         pairs = self.groups.pairs()
         if pairs:
-            self._masters.push(pairs)
+            self._masters.copy_to_parameters(pairs)
 
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device."""
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
-    def _tell_skipped(self, is_skip: bool) -> None:
-        optimizer = self.reference()
-        if optimizer is not None:
-            vars(optimizer)["step_was_skipped"] = is_skip  # a class may have a read-only property of that name
+    def _on_moved_by_hand(self) -> None:
+        """A script has put 16-bit parameters into a group. A block for another optimizer may check their gradients."""
+        self.flags.state = OptState.UNCHECKED
+        self._on_new_parameters()
 
     # ---- zero_grad and add_param_group -------------------------------------------------------------------------------
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_bound:
-            self._ledgers.abandon(self.ledger)
+            self._gradients.mark_zeroed(self.flags)
             for parameter, _ in self.groups.placed.values():
                 parameter.grad = None
         return original(*args, **kwargs)
@@ -177,9 +192,10 @@ class OptimizerBinding:
             given = group.get("params")
             given = [given] if isinstance(given, Tensor) else given
             known = {id(parameter) for parameter in self.groups.model_parameters()}
+            # torch's own check sees masters in the groups, and would not notice
             if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
-        self._ledgers.make_true()
+        self._gradients.flush()
         result = original(group)
         optimizer: Any = self.optimizer
         self._adopt(optimizer, optimizer.param_groups[-1], {})
@@ -190,31 +206,33 @@ class OptimizerBinding:
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_stepping or not self._is_bound:  # a wrapper calls the step of the optimizer in it
+        if self._is_stepping or not self._is_bound:  # the former: a wrapper calls the step of the optimizer in it
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
-        if any(scaler.is_dynamic for scaler in self._decisions.scalers):
+        if any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
             return self._step_after(closure, original, args, kwargs)
-        args, kwargs = _replace_closure(self._prepare_closure(closure), args, kwargs)
+        # under static scales no step is skipped, so the optimizer may call the closure whenever it wants
+        args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
         return self._step_once(original, args, kwargs, has_closure=True)
 
     def _step_once(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_closure: bool = False
     ) -> Any:
-        self._ledgers.release_unreduced(self.ledger)
+        """Unscale the gradients, then take or skip the step."""
+        self._gradients.release_unreduced(self.flags)
         if self._use_masters:
-            self._masters.pull()
-        self._ledgers.prepare_step(self.ledger)
+            self._masters.copy_from_parameters(warns=True)
+        self._gradients.begin_step(self.flags)
         try:
-            if watchers and not has_closure:
+            if watchers and not has_closure:  # a closure is yet to compute the gradients
                 self._tell("step_begun")
             self._is_stepping = True
-            result = self._step_or_skip(original, args, kwargs)
+            result = self._take_or_skip(original, args, kwargs)
         finally:
             self._is_stepping = False
-            self._ledgers.resume(self.ledger)
+            self._gradients.end_step(self.flags)
         if watchers:
             self._tell("step_ended")
         return result
@@ -222,115 +240,69 @@ class OptimizerBinding:
     def _tell(self, event: str) -> None:
         tell(self._switch.region(Mode.OFF), event, self.reference())
 
-    def _step_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _take_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide first, then take the step or skip it. Either way, update the scales and begin the next window."""
+        if not self._first_step.is_done:
+            self._first_step.look()
         optimizer: Any = self.reference()
-        if not self._has_looked_for_gradients:
-            self._look_for_gradients()
-        found_inf = self.ledger.flags
-        if self.ledger.to_recheck:
-            found_inf = self.ledger.recheck()
-        found_inf = self._decisions.judge(found_inf)
-        outcome = flag = result = None
-        is_skip = False
+        found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
+        outcome: Outcome | None = None  # no loss was scaled, so there is no flag
+        decision = StepDecision.TAKE
         if found_inf:
             outcome = Outcome(found_inf)
-            if outcome.may_skip:
-                flag = self._find_flag(found_inf, outcome)
-                if flag is None:
-                    outcome.read()
-                    is_skip = outcome.is_skip
-        if is_skip:
+            decision = self._decide(outcome)
+        result = None
+        if decision is StepDecision.SKIP:
             mark_step_called(optimizer)
+        elif decision is StepDecision.TAKE:
+            result = self._take_step(original, args, kwargs)
         else:
-            result = self._take_step(flag, original, args, kwargs)
-        self._ledgers.end_window(self.ledger)
+            run = functools.partial(skip_by, _find_dynamic_flag(found_inf), optimizer, original)
+            result = self._take_step(run, args, kwargs)
+        self.flags.clear()
         try:
-            if outcome is None:
-                self.steps.add_taken()
-            else:
-                self.steps.add(outcome)
-        finally:
+            self.step_log.add(outcome)
+        finally:  # the log may raise GradientOverflowError, and the next pass must not add to these gradients
             if self._use_masters:
                 self._drop_gradients()
         return result
 
-    def _find_flag(self, found_inf: dict[LossScaler, Tensor], outcome: Outcome) -> Tensor | None:
-        """Return the flag by which the optimizer skips on the device: 0-dim float32. None if the host decides."""
-        if outcome.is_known() or waits_for_each():
-            return None
-        if self._device_skip is None or not self._device_skip.is_possible(self.reference()):
-            return None
-        flag: Tensor | None = None
-        for scaler, found in found_inf.items():
-            if scaler.is_dynamic:
-                flag = either(flag, found)
-        return flag
+    def _decide(self, outcome: Outcome) -> StepDecision:
+        """Decide whether to take the step. Waits for the flags if the optimizer cannot skip on the device."""
+        if not outcome.may_skip:
+            return StepDecision.TAKE  # a static scale never skips
+        is_late = not outcome.is_known() and not waits_for_each()
+        if is_late and self._device_skip is not None and self._device_skip.is_possible(self.reference()):
+            return StepDecision.SKIP_ON_DEVICE
+        outcome.read()
+        return StepDecision.SKIP if outcome.is_skip else StepDecision.TAKE
 
-    def _take_step(
-        self, flag: Tensor | None, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._is_pushed = False
-        run = original
-        if flag is not None:
-            run = functools.partial(skip_by, flag, self.reference(), original)
+    def _take_step(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the optimizer's own step without casts, and copy the masters to the parameters."""
+        self._are_masters_copied = False
         if self._switch.on:
             with self._switch.region(Mode.OFF):
                 result = run(*args, **kwargs)
         else:
             result = run(*args, **kwargs)
-        if self._use_masters and not self._is_pushed:
-            self.push_masters()
+        if self._use_masters and not self._are_masters_copied:
+            self.copy_masters_to_parameters()
         return result
 
-    def _push_in_step(self) -> None:
-        """Push the masters after the optimizer's own step, before other post-hooks run."""
-        self.push_masters()
-        self._is_pushed = True
+    def _copy_masters_in_step(self) -> None:
+        """Copy the masters after the optimizer's own step, before other post-hooks run."""
+        self.copy_masters_to_parameters()
+        self._are_masters_copied = True
 
     def _drop_gradients(self) -> None:
         """Drop the gradients of the masters, except those that another optimizer has yet to step on."""
         still_needed: set[int] = set()
-        for partner in self.ledger.partners:
-            if partner.awaits_step:
+        for partner in self.flags.partners:
+            if partner.state is not OptState.READY:
                 still_needed.update(map(id, partner.groups.parameters()))
         for _, master in self.groups.placed.values():
             if id(master) not in still_needed:
                 master.grad = None
-
-    def _look_for_gradients(self) -> None:
-        """Warn once of no gradients, no scaled loss, or changed 16-bit buffers, for which it waits for the device."""
-        name = type(self.reference()).__name__
-        if self.ledger.has_begun:
-            self._has_looked_for_gradients = True
-            self._tell_changed_buffers()
-            if self.groups.is_empty() and not self._decisions.groups:  # a rank may hold no shard
-                if all(scaler.awaits_backward for scaler in self._decisions.scalers):
-                    warn(f"step() of {name} before any backward pass: call scaled_loss.backward() in the block")
-                    return
-                warn(
-                    f"step() of {name} after the backward pass of its loss, but none of its parameters has a gradient:"
-                    " it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap the"
-                    " model first, then create the optimizer, then call initialize."
-                )
-        elif all(scaler.awaits_loss for scaler in self._decisions.scalers) and not self.groups.is_empty():
-            self._has_looked_for_gradients = True
-            for scaler in self._decisions.scalers:
-                scaler.awaits_loss = False
-            warn(
-                f"step() of {name} under a dynamic loss scale, but no loss has been scaled: small gradients may be"
-                " lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
-                " scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
-            )
-
-    def _tell_changed_buffers(self) -> None:
-        changed = self._masters.find_changed_buffers()
-        if changed:
-            names = self._get_names(changed[:3])
-            warn(
-                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
-                " their values are lost. Keep the module that holds them in float32, with a list such as"
-                " `modules: [{match: NAME, run: float32}]`"
-            )
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 
@@ -344,26 +316,33 @@ class OptimizerBinding:
                 " optimizer may call the closure at any time, and whether to skip the step must be known before. Call"
                 " step() without a closure, pass a static loss_scale to initialize, or use a bfloat16 level (O4, O5)."
             )
-        with torch.enable_grad():
+        with torch.enable_grad():  # as torch's own steps do
             loss = closure()
         args, kwargs = _replace_closure(None, args, kwargs)
         self._step_once(original, args, kwargs)
         return loss
 
-    def _prepare_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that runs with casts on, on the weights as the step has changed them so far."""
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure in the middle of a step: with casts on, and on the weights as the step has changed them so
+        far. The gradients that it leaves are unscaled for the step. Only static scales: the step is never skipped.
+        """
+        with self._switch.region(Mode.BY_LISTS):
+            self.copy_masters_to_parameters()
+            loss = closure()
+        self._masters.copy_from_parameters(warns=True)
+        self._gradients.unscale(self.flags)
+        self._scale_updates.update_without_step(self.flags.found_inf)
+        return loss
 
-        def evaluate() -> Any:
-            with self._switch.region(Mode.BY_LISTS):
-                self.push_masters()
-                loss = closure()
-            self._masters.pull()
-            self._ledgers.prepare_step(self.ledger)
-            self._ledgers.resume(self.ledger)
-            self._decisions.judge_outside_of_steps(self.ledger.flags)
-            return loss
 
-        return evaluate
+def _find_dynamic_flag(found_inf: dict[LossScaler, Tensor]) -> Tensor:
+    """Return the flag by which an optimizer skips on the device: 0-dim float32. At least one scaler is dynamic."""
+    dynamic: Tensor | None = None
+    for scaler, flag in found_inf.items():
+        if scaler.is_dynamic:
+            dynamic = either(dynamic, flag)
+    assert dynamic is not None
+    return dynamic
 
 
 def _replace_closure(
@@ -378,13 +357,13 @@ def _replace_closure(
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers inside this one that share a parameter with it, as in SAM and Lookahead."""
     own = _ids_of(optimizer)
-    found: list[Optimizer] = []
+    inner_optimizers: list[Optimizer] = []
     for inner in vars(optimizer).values():
         if not isinstance(inner, Optimizer) or hasattr(inner, "_amp_stash"):
             continue
         if inner.param_groups is optimizer.param_groups or not own.isdisjoint(_ids_of(inner)):
-            found.append(inner)
-    return found
+            inner_optimizers.append(inner)
+    return inner_optimizers
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

@@ -39,7 +39,7 @@ class LocalGradients:
     def on_forward(self, module: DistributedDataParallel) -> None:
         """Record whether a module will reduce the gradients of the forward pass that begins.
 
-        Raises ModelError for one that was made before its model was cast: it would reduce nothing.
+        Raises ModelError for a module that was made before its model was cast: it would reduce nothing.
         """
         if not torch.is_grad_enabled():
             return
@@ -95,8 +95,8 @@ class UnshardedSums:
         self._modules = modules
         self._scale: Tensor | None = None
 
-    def carry(self, scale: Tensor | None) -> None:
-        """Change the scale of the sums to that of the next backward pass: 0-dim. None means 1."""
+    def rescale_to(self, scale: Tensor | None) -> None:
+        """Multiply the sums by the scale of the next backward pass (0-dim; None: 1) instead of their present scale."""
         before, self._scale = self._scale, scale
         if before is scale or not self._modules:
             return
@@ -105,7 +105,8 @@ class UnshardedSums:
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:
-    """Return whether parameters were cast since the module was made: its hooks are on the old ones."""
+    """Return whether parameters were cast since the module was made: its reducer holds the old dtypes."""
     reduced = get_reduced_dtypes(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return bool(reduced) and not {_NAMES.get(one.dtype, "") for one in parameters} - {""} <= reduced
+    dtypes = {_NAMES.get(parameter.dtype, "") for parameter in parameters} - {""}
+    return bool(reduced) and not dtypes <= reduced

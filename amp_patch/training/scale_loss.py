@@ -12,19 +12,20 @@ from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
 from ..reporting import warn
 from ..torch_private import without_overrides
-from .ledger import Block, Ledger
-from .ledgers import Ledgers
+from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
+from .overflow_flags import Block, OverflowFlags
 
-_mul = torch.ops.aten.mul.Tensor  # whatever a list says of products
+_mul = torch.ops.aten.mul.Tensor  # a list may cast torch.mul, but not this
 
 
 class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """Gives the loss times the loss scale; when it exits, gradients are divided by it. See `amp_patch.scale_loss`.
+    """A `with` block that yields the loss times the loss scale, and divides gradients by the scale when it ends.
+    See `amp_patch.scale_loss`.
 
     Args:
-        ledgers: of the optimizers whose next steps are skipped if their gradients overflow.
-        all_ledgers: of the session.
+        all_flags: of the optimizers whose next steps are skipped if their gradients overflow.
+        gradients: all gradients of the session.
         is_delayed: leave the gradients scaled and unchecked.
     """
 
@@ -32,28 +33,28 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self,
         loss: Tensor,
         scaler: LossScaler,
-        ledgers: Iterable[Ledger],
-        all_ledgers: Ledgers,
+        all_flags: Iterable[OverflowFlags],
+        gradients: GradientSums,
         is_delayed: bool,
         switch: Switch,
         cache: WeightCache | None,
     ) -> None:
-        super().__init__(scaler, ledgers)
+        super().__init__(scaler, all_flags)
         self._loss: Tensor | None = loss
-        self._all_ledgers = all_ledgers
+        self._gradients = gradients
         self._is_delayed = is_delayed
         self._switch = switch
         self._cache = cache if not is_delayed else None
 
     def __enter__(self) -> Tensor:
-        loss, self._loss = self._loss, None
+        loss, self._loss = self._loss, None  # the block must not keep the graph alive
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
-        if self._cache is not None and not self._all_ledgers.open_blocks():
+        if self._cache is not None and not self._gradients.open_blocks():
             self._cache.leave_to_graphs()
-        self._all_ledgers.abandon_empty(self)
+        self._gradients.await_step(self)
         scaled_loss = loss
-        if loss.dtype is not torch.float32:
+        if loss.dtype is not torch.float32:  # in 16 bits, the product with the scale could overflow
             with self._switch.region(Mode.OFF):
                 scaled_loss = loss.float()
         if not self.scaler.is_identity:
@@ -62,7 +63,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             if self.scaler.awaits_backward and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self.scaler.see_backward)
         with without_overrides():
-            self._all_ledgers.begin(self)
+            self._gradients.begin(self)
         if watchers:
             self._tell(loss, scaled_loss)
         return scaled_loss
@@ -79,16 +80,17 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         with without_overrides():
-            self._all_ledgers.end(self, is_delayed=self._is_delayed and not self.has_failed)
+            # after an exception, the script may not enter another block that ends this one
+            self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
         if self.scaler.awaits_backward and not self.has_failed:
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn once if the block has divided gradients that are not those of the scaled loss."""
-        for ledger in self.ledgers:
-            if any(parameter.grad is not None for parameter in ledger.groups.parameters()):
+        """Warn once if the block has divided gradients, although its scaled loss did not go backward."""
+        for flags in self.affected:
+            if any(parameter.grad is not None for parameter in flags.groups.parameters()):
                 self.scaler.awaits_backward = False
                 warn(
                     "the scaled loss of this scale_loss block did not go backward in it, but the block has divided"
@@ -98,4 +100,4 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
 
 
 class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):
-    """The block around a loss while amp is disabled: it gives the loss as it is."""
+    """A block that yields the loss as it is, while amp is disabled."""

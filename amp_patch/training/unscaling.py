@@ -1,5 +1,5 @@
-"""Lists of gradients in few kernels: multiplied or divided by a loss scale in place, looked at, and added to those of
-float32 masters.
+"""Functions on lists of gradients, in few kernels: multiply or divide them by a loss scale, check them for inf and NaN,
+and add them to the gradients of float32 masters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,8 @@ from ..torch_private import (
     view_negated,
 )
 
-_reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor  # whatever a list says of them
+# a list may cast torch.reciprocal and torch.div, but not these
+_reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
@@ -33,12 +34,13 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     inverse = _reciprocal(scale)
     for values in groups:
         device = values[0].device
+        # the kernel needs its flag on the device of the gradients
         is_here = found_inf is not None and found_inf.device == device
-        found = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
-        assert found is not None
-        foreach_non_finite_check_and_unscale_(values, found, inverse.to(device))
+        flag = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
+        assert flag is not None
+        foreach_non_finite_check_and_unscale_(values, flag, inverse.to(device))
         if found_inf is not None and not is_here:
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
@@ -51,26 +53,26 @@ def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
 
 
 def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, after: Tensor | None) -> None:
-    """Have gradients that carry one loss scale carry another (0-dim; None: 1). Waits for nothing."""
-    there = [gradient for gradient in gradients if gradient is not None]
-    if not there or before is after:
+    """Change the loss scale that gradients are multiplied by (0-dim; None: 1). Waits for nothing."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present or before is after:
         return
     factor = after
     if before is not None:
         factor = _reciprocal(before) if after is None else _divide(after.to(before.device), before)
     assert factor is not None
-    rescale_(there, factor)
+    rescale_(present, factor)
 
 
 def either(left: Tensor | None, right: Tensor) -> Tensor:
-    """Return the larger of two flags, on the device of the first; the second where there is no first."""
+    """Return the larger of two flags, on the device of the first, or the second if the first is None."""
     return right if left is None else torch.maximum(left, right.to(left.device))
 
 
 def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose gradients hold inf or NaN.
 
-    Waits for the device once; where there may be one, once for each.
+    Waits for the device once, and if there may be such a parameter, once more for each gradient.
     """
     held: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
@@ -78,7 +80,7 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
             held.append((parameter, dense_values(parameter.grad)))
     if not held:
         return []
-    # a sum with inf or NaN is one itself, and takes a tenth of the time; finite values can sum up to inf, too
+    # a sum over inf or NaN is inf or NaN, and takes a tenth of the time; finite values can overflow in a sum, too
     device = held[0][1].device
     sums = torch.stack([values.sum().to(device, torch.float32) for _, values in held])
     if bool(torch.isfinite(sums).all()):
@@ -87,23 +89,23 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split gradients by device and dtype. Those of nearly every model are dense, real and of one kind."""
+    """Split gradients by device and dtype. Nearly every model has dense, real gradients of one kind: a short way."""
     if not gradients:
         return []
     dtype, device = gradients[0].dtype, gradients[0].device
     for gradient in gradients:
         is_plain = type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_neg()
         if not is_plain or gradient.dtype is not dtype or gradient.device != device or dtype.is_complex:
-            return [values for (values,) in group([dense_values(one) for one in gradients])]
+            return [values for (values,) in group(map(dense_values, gradients))]
     return [list(gradients)]
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores here, real, in the same memory: those of a sparse one without its zeros,
-    those of a DTensor that are on this rank.
+    """Return the values that a gradient stores, as a real tensor in the same memory: without the zeros of a sparse
+    gradient, and of a DTensor only the part on this rank.
 
-    Where a gradient is a lazy conjugate or negative of that memory, they are the memory's own: a scale is real, and
-    signs change neither what it does nor whether a value is finite.
+    A lazy conjugate or negative is undone. That changes signs only, and signs matter neither for a real scale nor for
+    the check.
     """
     if type(gradient) is not Tensor and (local := get_local_tensor(gradient)) is not None:
         gradient = local
@@ -117,24 +119,25 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 
 def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
+    """Return whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
     left = [parameter for parameter, _ in pairs if parameter.grad is not None]
     return bool(left)
 
 
-def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to those of their float32
-    masters, and take them away.
+def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
+    masters, and set them to None.
 
     Args:
         pairs: each parameter with its master.
-        found_inf: 0-dim float32, set to 1.0 if an element is inf or NaN; None: nobody asks.
+        found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None: do not check.
 
     Waits for nothing.
     """
     held = [pair for pair in pairs if pair[0].grad is not None]
     sizes = [master.numel() for _, master in held]
-    largest_first = sorted(range(len(held)), key=sizes.__getitem__, reverse=True)  # least memory while both are there
+    # the largest first: the least memory while the gradients of a parameter and its master both exist
+    largest_first = sorted(range(len(held)), key=sizes.__getitem__, reverse=True)
     masters: list[Tensor] = []
     gradients: list[Tensor] = []
     for index in largest_first:
@@ -144,21 +147,21 @@ def fold_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_in
         parameter.grad = None
         is_alike = gradient.layout is torch.strided and gradient.stride() == master.stride()
         if scale is None and is_alike and gradient.is_cpu and master.grad is None:
-            master.grad = gradient.float()  # freed before the next is looked at
+            master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
             masters.append(master)
             gradients.append(gradient)
     if not gradients:
         return
     if scale is not None or not all(gradient.is_cpu for gradient in gradients):
-        gradients = _to_float32(gradients, masters)  # a CPU sums up two dtypes without copies
+        gradients = _to_float32(gradients, masters)  # not on a CPU, which adds two dtypes without copies
     if scale is not None:
         unscale_(gradients, scale, found_inf)
     _add_all(masters, gradients)
 
 
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to those of masters, dense ones in one call."""
+    """Add gradients to the gradients of masters, all dense ones in one call."""
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):
@@ -177,7 +180,9 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def _add(master: Tensor, gradient: Tensor) -> None:
-    """Add a gradient of any dtype to that of a master, in float32, where there is none yet or one of them is sparse."""
+    """Add a gradient of any dtype to the gradient of a master in float32. The master has no gradient yet, or one of the
+    two is sparse.
+    """
     total = master.grad
     if total is None:
         master.grad = _to_float32([gradient], [master])[0]

@@ -113,10 +113,12 @@ def test_a_forked_child_casts_nothing_and_may_open_regions_though_the_lock_was_h
 
 
 def test_regions_may_be_left_in_any_order(switch: Switch) -> None:
-    first, second = switch.enter(Mode.OFF), switch.enter(Mode.LOW)
-    switch.leave(first)
+    first, second = switch.region(Mode.OFF), switch.region(Mode.LOW)
+    first.open()
+    second.open()
+    first.close()
     assert switch.mode_here() is Mode.LOW
-    switch.leave(second)
+    second.close()
     assert switch.mode_here() is Mode.BY_LISTS
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import amp_patch as amp
-from amp_patch.casting import products, weight_cache, wrappers
+from amp_patch.casting import float32_products, weight_cache, wrappers
 from amp_patch.casting.tensor_cast import make_plain_cast
 from amp_patch.multi_tensor import copy_
 from amp_patch.session import current
@@ -167,7 +167,7 @@ class CastCounter:
     def __init__(self, net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses = {parameter.data_ptr() for parameter in net.parameters()}
         self.single = self.together = self.kernels = 0
-        for module in (wrappers, products):
+        for module in (wrappers, float32_products):
             monkeypatch.setattr(module, "make_plain_cast", self.make_plain_cast)
         monkeypatch.setattr(weight_cache, "copy_", self.copy_)
 

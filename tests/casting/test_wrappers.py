@@ -19,7 +19,7 @@ from amp_patch.casting.wrappers import OpCasts
 from amp_patch.errors import BannedOpError
 
 PACKAGE = str(Path(amp_patch.__file__).parent)
-CASTING = ("whitelist", "blacklist", "match_self", "inplace_error")
+CASTING = ("whitelist", "blacklist", "match_self")
 RULES = (*CASTING, "promote", "sequence_promote", "banned")
 HALF, LOW, FULL = FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 Op = Callable[..., Any]
@@ -308,8 +308,8 @@ def test_beside_a_target_that_is_never_cast_the_others_stay(casts: OpCasts, targ
 @ways
 def test_refusals_name_the_way_out_and_leave_the_tensor(casts: OpCasts, as_keyword: bool) -> None:
     x = rand(2, dtype=LOW)
-    in_place, banned = casts.wrap("inplace_error", torch.exp_), casts.wrap("banned", F.binary_cross_entropy)
-    with pytest.raises(BannedOpError, match=rf"exp_ .* {LOW} tensor\. Call exp instead"):
+    in_place, banned = casts.wrap("banned", torch.exp_), casts.wrap("banned", F.binary_cross_entropy)
+    with pytest.raises(BannedOpError, match=f"exp_ is banned on {LOW} tensors"):
         in_place(input=x) if as_keyword else in_place(x)
     assert torch.equal(x, rand(2, dtype=LOW))
     with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):

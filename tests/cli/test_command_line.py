@@ -138,9 +138,10 @@ def test_help_and_usage_errors_import_no_torch(folder):
 
 
 def test_levels_are_those_of_the_shipped_presets_or_of_ones_own(tmp_path, monkeypatch):
-    from amp_patch.config import presets, shipped
+    from amp_patch.config import levels, presets, shipped
 
-    assert shipped.shipped_levels() == presets.Presets(shipped.shipped_presets()).names()
+    names = tuple(level.name for level in levels.read_levels())
+    assert names == presets.Presets(shipped.shipped_presets()).names()
     (tmp_path / "mine.yaml").write_text("Mine: {extends: O1}\n")
     monkeypatch.setenv(presets.PRESETS_VARIABLE, str(tmp_path / "mine.yaml"))
     assert [values.opt_level(name) for name in ("O4", "Mine")] == ["O4", "Mine"]

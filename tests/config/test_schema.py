@@ -32,7 +32,7 @@ def test_a_shipped_file_names_its_schema(path):
 
 GOOD = [
     "whitelist: [mm, F.gelu, torch.fft.rfft, lib_not_imported.ops.f]\nblacklist:\nextends: [float16, bfloat16]",
-    "blacklist: [{op: rms_norm, why: parity, since: '2.6', until: '99', optional: true}]\ninplace_blacklist: error",
+    "blacklist: [{op: rms_norm, why: parity, since: '2.6', until: '99', optional: true}]",
     "modules: [{match: 'a.*', run: low}, {type: torch.nn.Linear, run: float32, why: because}]",
 ]
 BAD = [
@@ -43,7 +43,7 @@ BAD = [
     "whitelist: [{name: mm}]",
     "whitelist: [{op: mm, why: [1]}]",
     "blacklist: [{op: mm, since: new}]",
-    "inplace_blacklist: maybe",
+    "inplace_blacklist: match",
     "modules: [{run: low}]",
     "modules: [{match: a, type: torch.nn.Linear, run: low}]",
     "modules: [{match: a, run: half}]",

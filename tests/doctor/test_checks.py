@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 import amp_patch
+from amp_patch.config import levels
 from amp_patch.doctor import Project, Selection, explain, sorted_rules
-from amp_patch.doctor.script import LEVELS, Script, expect
+from amp_patch.doctor.script import Script, expect
 from amp_patch.errors import SettingsError
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\nimport amp_patch as amp\n"
@@ -196,7 +197,8 @@ def test_a_file_without_initialize_takes_the_levels_of_those_with_it(tmp_path):
 def test_levels_with_a_loss_scale_are_those_of_the_shipped_presets():
     table = yaml.safe_load((Path(amp_patch.__file__).parent / "../lists/presets.yaml").read_bytes())
     scales = {name: {**table.get(own.get("extends"), {}), **own}["loss_scale"] for name, own in table.items()}
-    assert {name: scale == "dynamic" for name, scale in scales.items()} == LEVELS
+    facts = {level.name: level.has_dynamic_scale for level in levels.read_levels()}
+    assert {name: scale == "dynamic" for name, scale in scales.items()} == facts
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,6 @@ class OptimizerByHand:
     def end_window(self) -> None:
         self.found: dict[Scaler, bool] = {}  # by scaler: whether a pass overflowed that may skip the next step
         self.zeroed: set[Scaler] = set()  # of passes whose gradients were zeroed without a step
-        self.has_overflowed = False  # since the last step or zeroing
         self.is_unjudged_overflow = False  # left in masters by a pass that was not for this optimizer
         self.awaits_step = False  # since a pass
 
@@ -536,7 +535,7 @@ class ByHand:
 
     def note(self, optimizer: Any, scaler: Scaler, is_overflow: bool) -> None:
         """An overflow in a parameter of two optimizers may be new to one of them, and not to the other."""
-        has_overflowed = any(other.has_overflowed for other in self.partners_of(optimizer))
+        has_overflowed = any(any(other.found.values()) for other in self.partners_of(optimizer))
         optimizer.note(scaler, is_overflow or has_overflowed)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -602,16 +601,17 @@ class ByHand:
 
     def look(self, optimizer: Any, seen: set[int]) -> bool:
         """Make true sums of the gradients of an optimizer, but for those seen before, and tell whether a pass has
-        overflowed: in a sum that had overflowed before, nobody can tell.
+        overflowed: where the next step is skipped for an earlier pass, nobody can tell.
         """
         plain = [parameter for parameter in self.plain_of(optimizer) if id(parameter) not in seen]
         seen.update(map(id, plain))
         multiply(plain, 1.0 / self.scale_of_gradients)
-        is_overflow = not all(is_finite(p.grad) for p in plain if p.grad is not None) and not optimizer.has_overflowed
-        is_overflow = not self.fold(optimizer) or optimizer.is_unjudged_overflow or is_overflow
+        is_overflow = not all(is_finite(p.grad) for p in plain if p.grad is not None)
+        is_overflow = is_overflow or optimizer.is_unjudged_overflow
         optimizer.is_unjudged_overflow = False
-        optimizer.has_overflowed = optimizer.has_overflowed or is_overflow
-        return is_overflow
+        if any(optimizer.found.values()):  # the next step is skipped anyway, and what these sums hold may be of before
+            is_overflow = False
+        return not self.fold(optimizer) or is_overflow
 
     def has_unfolded(self, optimizer: Any) -> bool:
         return any(parameter.grad is not None for parameter, _ in self.pairs_of(optimizer))

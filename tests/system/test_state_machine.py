@@ -18,7 +18,7 @@ from torch_state import find_changes
 
 import amp_patch
 from amp_patch.casting import weight_cache
-from amp_patch.training.steps import Outcome
+from amp_patch.training.step_log import Outcome
 
 PATCHING = ("O1", "O4")
 INTERVAL = 2000

@@ -37,7 +37,7 @@ def new_flag() -> Tensor:
 
 def note_pass(scaler: LossScaler, overflow: bool) -> None:
     """One backward pass that overflowed, or not."""
-    scaler.note(scale_of(float(overflow)))
+    scaler.add_found_inf(scale_of(float(overflow)))
 
 
 def run_step(scaler: LossScaler, *overflows: bool) -> None:

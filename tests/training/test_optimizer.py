@@ -276,9 +276,9 @@ def test_a_binding_tells_of_a_skip_before_it_happens_and_takes_its_attributes_ba
     batch = make_batches(1)[0]
     for factor, skipped in ((1.0, False), (float("inf"), True)):
         backward(compute_loss(model, batch, factor), optimizer)
-        assert binding.ledger.is_overflow() is skipped
+        assert binding.flags.will_skip() is skipped
         optimizer.step()
-        assert optimizer.step_was_skipped is skipped and binding.ledger.is_overflow() is False
+        assert optimizer.step_was_skipped is skipped and binding.flags.will_skip() is False
     assert optimizer.mine == 2
     amp.reset()
     assert not hasattr(optimizer, "mine")
@@ -342,15 +342,15 @@ def test_the_state_of_an_optimizer_inside_of_another_outlives_the_session(level)
     assert len(optimizer.base.state) == len(momentum)
 
 
-def test_masters_are_pushed_once_in_a_step(monkeypatch):
+def test_masters_are_copied_to_parameters_once_in_a_step(monkeypatch):
     model, optimizer = initialize("O2", MAKERS["fused"])
-    pushes = []
-    push = Masters.push
-    monkeypatch.setattr(Masters, "push", lambda self, pairs=None: (pushes.append(1), push(self, pairs)))
+    copies = []
+    copy = Masters.copy_to_parameters
+    monkeypatch.setattr(Masters, "copy_to_parameters", lambda self, pairs=None: (copies.append(1), copy(self, pairs)))
     batches = make_batches(4)
     train(model, optimizer, batches[:3])
     model(batches[3][0])
-    assert len(pushes) == 3 - amp.stats().steps_skipped
+    assert len(copies) == 3 - amp.stats().steps_skipped
 
 
 def test_a_hook_that_edits_weights_is_not_overwritten():

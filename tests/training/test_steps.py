@@ -23,7 +23,7 @@ from training import take_step
 import amp_patch as amp
 from amp_patch.apex.contrib import optimizers as contrib
 from amp_patch.apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from amp_patch.training.steps import Outcome
+from amp_patch.training.step_log import Outcome
 
 PACKAGE = str(Path(amp.__file__).parent)
 

@@ -92,7 +92,7 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     view.attach("_prepare_amp_backward", hand_scaled.begin)
     view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
     if require_session().policy.master_weights:
-        view.attach("_master_params_to_model_params", view.push_masters)
+        view.attach("_master_params_to_model_params", view.copy_masters_to_parameters)
 
 
 def _masters_exist() -> None:

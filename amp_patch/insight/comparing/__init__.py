@@ -18,7 +18,7 @@ def compare(
     *,
     steps: int = 50,
     seeds: int = 1,
-    reference: str = "O0",
+    reference: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Train in several ways, for `steps` steps from each of the seeds 0, 1, ..., and compare the runs.
@@ -33,8 +33,10 @@ def compare(
     Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError
     or ArgumentValueError for other wrong arguments.
     """
-    from ...config import load_oplists  # imports torch
+    from ...config import levels, load_oplists  # imports torch
 
+    if reference is None:
+        reference = levels.find_plain_level().name
     if runs is not None:
         check_names(runs, "runs")
     for run in (*(runs or ()), reference):

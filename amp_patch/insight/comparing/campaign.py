@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...config import levels
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
 from ..records import (
@@ -30,15 +31,8 @@ LAYERS = "comparing.probes:LayerProbe"
 AS_IS = "as-is"
 """The name of a run at the script's own level, or with its own autocast."""
 
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
-NATIVE_RUNS = (AS_IS, "O0", "O1", "O4")
-"""What is compared by default: of a training that calls `initialize`, and of one by torch.autocast."""
-
 NOT_RUN = "did not run"
 """The reason of a run that was not begun, or has found nothing."""
-
-FLOAT16 = "O1"
-"""Which of the latter needs a loss scale."""
 
 CLOSE = 0.02
 """Weights that were rounded to 16 bits are closer to the reference's than this."""
@@ -69,7 +63,9 @@ def plan_runs(
     The reference is run first where it is not among them.
     """
     first = parse_run(reference)
-    runs, native_runs = _name_runs(asked or LEVELS, first), _name_runs(asked or NATIVE_RUNS, first)
+    trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
+    native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
+    runs, native_runs = _name_runs(asked or trained, first), _name_runs(asked or native, first)
     return Plan(runs, native_runs, name_of(first), steps, tuple(seeds), command, asked is not None)
 
 
@@ -139,12 +135,8 @@ class Campaign:
         if self._header is not None and self._header.is_native and self._plan.native_runs != self._runs:
             compared, curves = self._compared[reference], self._curves[reference]
             runs = dict(self._plan.native_runs)
-            if self._header.needs_scaler and not self._plan.is_asked and reference != FLOAT16:
-                del runs[FLOAT16]
-                self._left_out = (
-                    f"{FLOAT16} is left out: it is float16, whose gradients need a loss scale, and this training has no"
-                    " GradScaler"
-                )
+            if self._header.needs_scaler and not self._plan.is_asked:
+                self._leave_out_unscaled(runs)
             self._begin(runs)
             self._compared[reference], self._curves[reference] = compared, curves
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
@@ -162,6 +154,16 @@ class Campaign:
                     self._train(name, seed, is_noise=True)
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
+
+    def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
+        """Take the float16 levels out of the default runs, except for the reference."""
+        for level in levels.read_levels():
+            if level.needs_loss_scale and level.name in runs and level.name != self._plan.reference:
+                del runs[level.name]
+                self._left_out = (
+                    f"{level.name} is left out: it is float16, whose gradients need a loss scale, and this training has"
+                    " no GradScaler"
+                )
 
     def _has_same_losses(self) -> bool:
         """Tell whether the reference has the same losses from two seeds: the training sets a seed of its own."""

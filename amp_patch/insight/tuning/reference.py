@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from ...casting import Mode, compiling
+from ...config import OpRule
 from ...errors import SessionError
 from ...interrupts import UndoStack
 from ...patching import references
@@ -125,8 +126,9 @@ class _Shadowing:
         """
         self.is_on = True
         switch, patcher = self._session.switch, self._session.patcher
-        region = switch.enter(Mode.FLOAT32, self)
-        self._undo.callback(switch.leave, region)
+        region = switch.region(Mode.FLOAT32, pauses=False)
+        self._undo.callback(region.close)
+        region.open()
         self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, patcher, self._covers)
         self._undo.callback(self._mode.leave)  # what ends in the middle of a forward leaves it on
@@ -149,31 +151,33 @@ class _Shadowing:
         spelling = self._rules.find_spelling(owner, name, replacement)
         if spelling is None:
             return None
-        op, kind = spelling.entry.op, str(spelling.kind)
+        op, rule = spelling.entry.op, spelling.kind
 
         def cover(*args: Any, **kwargs: Any) -> Any:
-            return self.call(replacement, args, kwargs, op, kind)
+            return self.call(replacement, args, kwargs, op, rule)
 
         self._covers.append(cover)
         return cover
 
-    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, kind: str = "") -> Any:
-        """Call a function, with its shadow if it would run in 16 bits. `kind` is the list it is on, if any."""
+    def call(
+        self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None = None
+    ) -> Any:
+        """Call a function, with its shadow if it would run in 16 bits. `rule` is None for an op on no list."""
         if not self.is_on or self._is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if get_current_node() is not None:
             return function(*args, **kwargs)
         module = self._find_module()
         inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one.dtype is torch.float32]
-        is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(kind, module, inputs)
-        is_composed = not kind and self._session.casts is not None and isinstance(function, types.FunctionType)
+        is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(rule, module, inputs)
+        is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
         self._is_busy = not is_composed  # else the listed functions that it calls are seen
         try:
             if is_low and not is_composed:
                 place = ""
                 if module is not None:
                     place = self._names[id(module)] or WHOLE_MODEL
-                is_listed = kind in ("whitelist", "blacklist")
+                is_listed = rule is not None and bool(rule.runs_in)
                 if self._session.casts is None:  # a layer casts what it is given
                     is_listed = any(isinstance(one, nn.Parameter) for one in inputs)
                 result = self.shadow.run(place, op, function, args, kwargs, is_listed=is_listed)
@@ -189,7 +193,7 @@ class _Shadowing:
         self._ran.update(self._names[id(module)] for module in named)
         return next(iter(named), None)
 
-    def _is_low(self, kind: str, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
+    def _is_low(self, rule: OpRule | None, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
         run = ""
         if module is not None:
             run = self._runs[id(module)]
@@ -198,9 +202,9 @@ class _Shadowing:
         switch = self._session.switch
         if switch.autocast is not None and not switch.is_autocast_here():
             return False
-        if kind in ("whitelist", "blacklist"):
-            return run == "low" or (kind == "whitelist" and run != "float32")
-        if kind in ("banned", "inplace_error"):
+        if rule is not None and rule.runs_in:
+            return run == "low" or (rule.runs_in == "low" and run != "float32")
+        if rule is OpRule.BANNED:
             return False
         arrays = [one for one in inputs if one.dim()] or inputs
         return all(storage_of(one) in self._low_storages for one in arrays)

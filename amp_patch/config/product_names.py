@@ -1,5 +1,5 @@
-"""Which ops are products, and which have no 16-bit kernel on a CPU: what a session may compute in float32 between
-roundings, whatever rule the op follows.
+"""The ops that are products, and the ops without a 16-bit kernel on a CPU. A session may compute both in float32 and
+round the result, whatever their rules are.
 """
 
 import functools
@@ -15,7 +15,7 @@ PRODUCTS = (
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-"""What is a product, or made of products in C++, by names as lists have them."""
+"""Ops that are products, or call products in C++, named as in lists."""
 
 WITHOUT_KERNEL = (
     *("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss"),
@@ -26,8 +26,8 @@ WITHOUT_KERNEL = (
         for suffix in ("", "2", "n")
     ),
 )
-"""Ops that torch 2.13 has for float16 on a GPU and not on a CPU. Forms that need another kernel, such as
-`interpolate(antialias=True)` and `round(decimals=...)`, are left out: their op has one.
+"""Ops that torch 2.13 runs in float16 on a GPU but not on a CPU. Variants with a kernel of their own, such as
+`interpolate(antialias=True)` and `round(decimals=...)`, are left out: their op has a 16-bit kernel.
 """
 
 _PRODUCT_NAMES = frozenset(name for op in PRODUCTS for name in get_names(op.rpartition(".")[2]))
@@ -36,31 +36,31 @@ _OTHER_NAMES = frozenset(name.rpartition(".")[2] for name in WITHOUT_KERNEL)
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Tell whether torch's function of that name is one of `PRODUCTS`, an operator or in-place twin of one included.
+    """Return whether torch's function of that `__name__` is in `PRODUCTS`, or is an operator or in-place twin of one.
 
-    Functions of torch.linalg call themselves `linalg_matmul` and the like, those of torch.sparse `_sparse_mm`.
+    Functions of torch.linalg have names such as `linalg_matmul`, functions of torch.sparse such as `_sparse_mm`.
     """
-    return _is_one_of(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
+    return _is_among(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
 
 
 @functools.cache
 def is_without_kernel(name: str) -> bool:
-    """Tell the same of `WITHOUT_KERNEL`. Functions of torch.fft call themselves `fft_rfft` and the like."""
-    return _is_one_of(_OTHER_NAMES, name.removeprefix("fft_"))
+    """Return the same for `WITHOUT_KERNEL`. Functions of torch.fft have names such as `fft_rfft`."""
+    return _is_among(_OTHER_NAMES, name.removeprefix("fft_"))
 
 
-def _is_one_of(names: frozenset[str], name: str) -> bool:
+def _is_among(names: frozenset[str], name: str) -> bool:
     return name in names or name.removesuffix("_") in names
 
 
 def find_products(device_type: str) -> Iterator[tuple[object, str]]:
-    """Yield owner and name of every spelling of a product that this torch has, and on a CPU of every op without a
-    kernel, with their in-place twins.
+    """Yield owner and name of every spelling of a product that this torch has, and of its in-place twin. On a CPU, also
+    yield the ops without a 16-bit kernel.
     """
     seen = set()
     for op in (*PRODUCTS, *(WITHOUT_KERNEL if device_type == "cpu" else ())):
         for key, owner in find_spellings(op, may_be_missing=True).items():
-            for one in (key, inplace_twin(key)):
-                if owner is not None and one is not None and one not in seen:
-                    seen.add(one)
-                    yield owner, one[1]
+            for spelling in (key, inplace_twin(key)):
+                if owner is not None and spelling is not None and spelling not in seen:
+                    seen.add(spelling)
+                    yield owner, spelling[1]

@@ -1,10 +1,12 @@
-"""Products of 16-bit values that are computed in float32: operands rounded to 16 bits, the product computed in float32,
-its result rounded, as matrix units do. That is every product where the hardware has no instructions for them, and on a
-CPU that has them short attention, whose 16-bit kernels take several times as long there.
+"""Products of 16-bit values that are computed in float32, as matrix units compute them: operands are rounded to 16
+bits, multiplied and added in float32, and the result is rounded.
 
-The casts of an operand, to 16 bits and back to float32, are autograd's own, and so is that of the result. Hence a
-gradient is rounded where it leaves a product, as that of a 16-bit kernel is, and whatever knows casts (compilers,
-function transforms, double backward, checkpoints) knows these. For backward, autograd saves the float32 operands.
+On hardware without instructions for 16-bit products, all products are computed so. On a CPU with such instructions only
+short attention is: its 16-bit kernels take several times as long.
+
+The casts are ordinary casts that autograd records. Gradients are therefore rounded where they leave a product, as by a
+16-bit kernel, and everything that handles casts (compilers, function transforms, double backward, checkpoints) handles
+these. For backward, autograd saves the float32 operands.
 """
 
 import sys
@@ -23,7 +25,7 @@ from ..patching import Patch
 from .attention import Attention
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
-from .replacement import NEVER_OVERRIDDEN, Call, Op, PublicOp, Replacements, Rule, replace
+from .replacement import NEVER_OVERRIDDEN, OpFunction, PrepareCall, PreparedCall, PublicOp, Replacements, replace
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
@@ -31,19 +33,19 @@ _NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
 _ATTENTION = "scaled_dot_product_attention"
 
 
-class Products:
+class Float32Products:
     """Makes the replacements of products for one session.
 
     Args:
         low: the 16-bit dtype.
-        device_type: the only device type whose products are computed so.
-        cache: of rounded weights, or None.
-        longest_attention: compute nothing but attention in float32, and that only up to so many queries times keys;
-            None: compute every product so.
+        device_type: the only device type whose products are computed in float32.
+        cache: the cache of rounded weights, or None.
+        longest_attention: compute only attention in float32, and only up to this many queries times keys. None:
+            compute every product in float32.
 
     Attributes:
-        switch: on while the session is in force. Not that of the casts: whether something is cast does not say how
-            products of what is 16 bits already are computed.
+        switch: on while the session is in force. It is not the switch of the casts: 16-bit values are multiplied in
+            float32 in regions without casts, too.
     """
 
     def __init__(
@@ -67,101 +69,103 @@ class Products:
         return self.longest_attention is None
 
     def covers(self, name: str) -> bool:
-        """Tell whether torch's function of that name may be computed in float32."""
+        """Return whether torch's function of that name may be computed in float32."""
         if not self.takes_all:
             return name == _ATTENTION
         return op_lists.is_product(name) or op_lists.is_without_kernel(name)
 
     def let_go(self) -> None:
-        """Hold no replacement any more."""
+        """Drop all replacements."""
         self._replacements.clear()
 
     def _round(self, tensor: Tensor) -> Tensor:
-        """Return the value in the low dtype, as float32; what is not to be cast as it is."""
+        """Return a tensor as float32, rounded to the low dtype. A tensor that is never cast is returned as it is."""
         rounded = self._cast(tensor)
         if rounded.dtype is self.low:
             return self._widen(rounded)
         return rounded
 
     def _narrow(self, result: Any) -> Any:
-        """Return a result, or what of a nested one is float32, in the low dtype."""
+        """Return a result with its float32 tensors cast to the low dtype."""
         if result.__class__ is Tensor:
             if result.dtype is torch.float32:
                 return self._cast(result)
             return result
         return cast_nested(result, lambda tensor: self._cast(tensor) if tensor.dtype is torch.float32 else tensor)
 
-    # ---- where nothing is cast ---------------------------------------------------------------------------------------
+    # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product, and op without a kernel, but those in `taken`: ids of owners, and names."""
+        """Yield a patch for each product and each op without a 16-bit kernel, except `taken` (owner id, name)."""
         for owner, name in op_lists.find_products(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
 
-    def _run_unlisted(self, original: Op) -> Op:
-        def make() -> Op:
+    def _run_unlisted(self, original: OpFunction) -> OpFunction:
+        def make() -> OpFunction:
             public = PublicOp(getattr(original, "__name__", ""), original)
             return public.lead_to(self.run_low(original, public))
 
         return self._replacements.get("product", original, make)
 
-    def run_low(self, original: Op, public: PublicOp = NEVER_OVERRIDDEN) -> Op:
-        """Compute in float32 what is called with operands of the low dtype. Whatever has others, has only one (an
-        einsum of one operand is no product, and may be a view), or names where or in which dtype the result is to be,
-        runs as it was written.
+    def run_low(self, original: OpFunction, public: PublicOp = NEVER_OVERRIDDEN) -> OpFunction:
+        """Compute an op in float32 if all its operands have the low dtype.
+
+        A call runs as it was written if it has other operands, names `out` or a dtype, or has a single operand: an
+        einsum of one operand is no product, and may return a view.
         """
         if self.longest_attention is not None:
             return self._run_short(original, self.longest_attention, public)
         name = getattr(original, "__name__", "")
-        low, device_type, count = self.low, self.device_type, 2
+        low, device_type, fewest = self.low, self.device_type, 2
         if op_lists.is_without_kernel(name):
-            count = 1
+            fewest = 1
         compute = self._compute(original, None)
         if name.endswith("_") and not name.endswith("__"):
             compute = self._compute_in_place(original)
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
                 return original, args, kwargs
-            found = 0
+            operands = 0
             for value in (*args, *kwargs.values()):
                 for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                     if tensor.dtype is low:
                         if is_opaque(tensor) or tensor.device.type != device_type:
                             return original, args, kwargs
-                        found += 1
+                        operands += 1
                     elif tensor.is_floating_point() or tensor.is_complex():
                         return original, args, kwargs
-            if found < count:
+            if operands < fewest:
                 return original, args, kwargs
             return compute, args, kwargs
 
-        return replace(original, rule, self.switch, public, torch.float32)
+        return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _run_short(self, original: Op, longest: int, public: PublicOp) -> Op:
-        """Compute attention in float32 if all its operands are low, it is short, and it has neither a dropout nor a
-        mask that is added. What it saves for backward is 16 bits, as of the 16-bit kernel: also its result.
+    def _run_short(self, original: OpFunction, longest: int, public: PublicOp) -> OpFunction:
+        """Compute attention in float32 if it is short (see `Attention.is_short`). It saves 16-bit values for backward,
+        including its result, as the 16-bit kernel does.
         """
         low = self.low
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             try:
                 attention = Attention(*args, **kwargs)
                 is_due = attention.is_short(low, longest)
-            except (TypeError, AttributeError):  # wrong arguments: the error is torch's to raise
+            except (TypeError, AttributeError):  # wrong arguments: torch raises the error
                 is_due = False
             if not is_due:
                 return original, args, kwargs
             return attention.compute_in_float32, (original,), {}
 
-        return replace(original, rule, self.switch, public, torch.float32)
+        return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _compute(self, original: Op, cast: TensorCast | None) -> Op:
-        """Return `original` with every tensor as `cast` returns it, in float32 if that is low, and the result rounded.
+    def _compute(self, original: OpFunction, cast: TensorCast | None) -> OpFunction:
+        """Return a function that applies `cast` to every tensor, widens low tensors to float32, calls `original`, and
+        rounds the result.
 
-        What is called inside of it runs as it is: what a product is made of, and the product itself, which export calls
-        by its public name once more.
+        Products that `original` calls run unchanged: its own parts, and itself, because torch.export calls an op once
+        more by its public name.
         """
         low, widen, inside = self.low, self._widen, self._inside
 
@@ -177,7 +181,7 @@ class Products:
                 operands, kwargs = cast_arguments(args, kwargs, operand)
                 return self._narrow(original(*operands, **kwargs))
             frame = getattr(inside, "frame", None)
-            if frame is not None and is_running(frame):  # else an interrupt has ended that call
+            if frame is not None and is_running(frame):  # a frame that is over was ended by an interrupt
                 return original(*args, **kwargs)
             inside.frame = sys._getframe()
             try:
@@ -188,7 +192,7 @@ class Products:
 
         return compute
 
-    def _compute_in_place(self, original: Op) -> Op:
+    def _compute_in_place(self, original: OpFunction) -> OpFunction:
         widen = self._widen
 
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -203,18 +207,21 @@ class Products:
 
     # ---- whitelisted products ----------------------------------------------------------------------------------------
 
-    def round_operands(self, original: Op, low: Op, in_region: Callable[..., Call]) -> Rule:
-        """Round all tensors, compute in float32, and round the result. An opaque operand is asked for no more than one
-        cast, to the low dtype: what comes of it is computed as `low` does.
+    def round_operands(
+        self, original: OpFunction, low: OpFunction, in_region: Callable[..., PreparedCall]
+    ) -> PrepareCall:
+        """Round all tensors, compute in float32, and round the result.
+
+        A call with an opaque operand gets one cast, to the low dtype, and goes to `low`: the operand knows no other.
 
         Args:
-            low: the op where nothing is cast.
-            in_region: how the op is called in a region.
+            low: the op without casts.
+            in_region: prepares a call of the op in a region.
         """
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
         compute = self._compute(original, self.to_operand)
 
-        def rule(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Call:
+        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and kwargs.get("out") is not None:
                 return low, args, kwargs
             if mode is not Mode.BY_LISTS:
@@ -232,10 +239,10 @@ class Products:
                 return (low, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
 
-        return rule
+        return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
-        """Cast to the low dtype; a weight, which may be cached, to float32 with a value of the low dtype."""
+        """Cast a tensor to the low dtype, or a weight to float32, rounded to the low dtype: its copy may be cached."""
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)
         return self._cast(tensor)

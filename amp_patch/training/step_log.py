@@ -1,29 +1,32 @@
-"""`Steps`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
+"""`StepLog`: counts and reports the taken and skipped steps of an optimizer, with few waits for the device."""
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
 from ..reporting import say, say_loudly, tells_parameters, warn
 from .loss_scaler import LossScaler
+from .step_was_skipped import set_step_was_skipped
 
 TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 LOOK_EVERY = 100
-"""Gradients without a flag, such as those at a loss scale of 1, are checked in one of so many steps."""
+"""At a loss scale of 1 there is no flag, so the gradients of one in so many steps are checked."""
 
 
-TELL_AGAIN = 2.0**-24
-"""By what factor a loss scale falls between two warnings that it has fallen."""
+WARN_AGAIN = 2.0**-24
+"""The factor by which a loss scale falls between two warnings that it has fallen."""
 
 
 class Outcome:
-    """The flags of one step (0-dim float32), copied to the host from the moment this is created.
+    """The flags of one step (0-dim float32). The copy to the host begins when the object is made.
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
@@ -45,11 +48,12 @@ class Outcome:
         for scaler in found_inf:
             self._numbers.append(scaler.scale)
             self.may_skip = self.may_skip or scaler.is_dynamic
+        # on a CPU the numbers are on the host, and on mps no optimizer skips by itself, so the host waits anyway
         if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
             device = self._numbers[0].device
             on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
             for place, number in zip(on_host, self._numbers, strict=True):
-                place.copy_(number, non_blocking=True)  # a copy each: no launch, where stacking them is one
+                place.copy_(number, non_blocking=True)  # a copy for each is no launch; stacking them first would be
             self._numbers = list(on_host)
             self._event = torch.Event(device)
             self._event.record(torch.accelerator.current_stream(device))
@@ -84,26 +88,27 @@ def waits_for_each() -> bool:
     return tells_parameters() and not is_capturing()
 
 
-class Steps:
-    """The steps of one optimizer, in order.
+class StepLog:
+    """Counts and reports the steps of one optimizer, in order.
 
-    A step whose flags have not reached the host is reported at a later step, or when its result is asked for.
+    A step whose flags have not reached the host is reported at a later step, or when its result is asked for. Only then
+    `step_was_skipped` of the optimizer changes.
 
     Args:
-        scalers: those of the session; messages name them by their index.
+        optimizer: held by a weak reference.
+        scalers: all of the session. Messages name a scaler by its index.
         find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
-        tell_skipped: called for each step, with whether it was skipped.
     """
 
     def __init__(
         self,
+        optimizer: "weakref.ref[Optimizer]",
         scalers: Sequence[LossScaler],
         find_culprits: Callable[[], list[str]],
-        tell_skipped: Callable[[bool], None],
     ) -> None:
+        self._optimizer = optimizer
         self._scalers = scalers
         self._find_culprits = find_culprits
-        self._tell_skipped = tell_skipped
         self._pending: deque[Outcome] = deque()
         self._taken = 0
         self._skipped = 0
@@ -116,15 +121,22 @@ class Steps:
             self.resolve()
         return self._taken, self._skipped
 
-    def add(self, outcome: Outcome) -> None:
-        """Record the outcome of a step, and report all steps whose flags are known by now.
+    def add(self, outcome: Outcome | None) -> None:
+        """Record a step, and report all steps whose flags are known by now. None: a step without any flag, which is
+        taken. Of these, one in `LOOK_EVERY` waits for the device.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
-        self._pending.append(outcome)
+        if outcome is None and not self._pending:
+            self._count(is_skip=False)
+            if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
+                self._look_at_gradients()
+            return
+        # steps are reported in order, so one without flags waits for those before it
+        self._pending.append(Outcome({}) if outcome is None else outcome)
         while self._pending and (self._pending[0].is_known() or waits_for_each()):
-            self._resolve_first(is_latest=len(self._pending) == 1)
-        if self._skips_in_a_row and self._skips_in_a_row >= max(one.hopeless_after for one in self._scalers):
+            self._report_first(is_latest=len(self._pending) == 1)
+        if self._skips_in_a_row and self._skips_in_a_row >= max(scaler.hopeless_after for scaler in self._scalers):
             raise GradientOverflowError(
                 f"{self._skips_in_a_row} steps in a row were skipped, so the cause is not the loss scale. Parameters"
                 f" with non-finite gradients: {', '.join(self._find_culprits()) or 'none by now'}. Look for NaN in the"
@@ -132,15 +144,6 @@ class Steps:
             )
         if self._skips_in_a_row:
             stop_if_hopeless(self._scalers)
-
-    def add_taken(self) -> None:
-        """Record a step without any flag. Waits for the device once in `LOOK_EVERY` steps."""
-        if self._pending:
-            self.add(Outcome({}))
-            return
-        self._count(is_skip=False)
-        if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
-            self._look_at_gradients()
 
     def _look_at_gradients(self) -> None:
         culprits = self._find_culprits()
@@ -155,9 +158,9 @@ class Steps:
     def resolve(self) -> None:
         """Report all steps so far. Waits for flags that are not known yet."""
         while self._pending:
-            self._resolve_first()
+            self._report_first()
 
-    def _resolve_first(self, *, is_latest: bool = False) -> None:
+    def _report_first(self, *, is_latest: bool = False) -> None:
         outcome = self._pending.popleft()
         outcome.read()
         self._count(is_skip=outcome.is_skip)
@@ -165,11 +168,11 @@ class Steps:
             scaler.known_scale = scale
         for scaler in outcome.overflowed:
             if scaler.is_dynamic:
-                self._tell_of_overflow(scaler, is_latest=is_latest)
+                self._report_overflow(scaler, is_latest=is_latest)
             elif not outcome.is_skip and not self._has_warned:
-                self._warn_of_static()
+                self._warn_of_static_scale()
 
-    def _warn_of_static(self) -> None:
+    def _warn_of_static_scale(self) -> None:
         names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
         self._warn(
             f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never"
@@ -177,7 +180,9 @@ class Steps:
         )
 
     def _count(self, *, is_skip: bool) -> None:
-        self._tell_skipped(is_skip)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            set_step_was_skipped(optimizer, is_skip)
         if is_skip:
             self._skipped += 1
             self._skips_in_a_row += 1
@@ -185,34 +190,34 @@ class Steps:
             self._taken += 1
             self._skips_in_a_row = 0
 
-    def _tell_of_overflow(self, scaler: LossScaler, *, is_latest: bool) -> None:
+    def _report_overflow(self, scaler: LossScaler, *, is_latest: bool) -> None:
         scale = scaler.known_scale
-        told = "Gradient overflow.  Skipping step, loss scaler {} {} {}".format(
+        message = "Gradient overflow.  Skipping step, loss scaler {} {} {}".format(
             list(self._scalers).index(scaler),
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
-        if is_latest and waits_for_each():
+        if is_latest and waits_for_each():  # else later backward passes have changed the gradients
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"
-            say_loudly("%s (step %d, %s)", told, self._taken + self._skipped, where)
+            say_loudly("%s (step %d, %s)", message, self._taken + self._skipped, where)
         else:
-            say("%s", told)
-        tell_of_small_scale(scaler)
+            say("%s", message)
+        warn_of_small_scale(scaler)
 
     def _warn(self, message: str) -> None:
         self._has_warned = True
         warn(message)
 
 
-def tell_of_small_scale(scaler: LossScaler) -> None:
-    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `TELL_AGAIN`."""
+def warn_of_small_scale(scaler: LossScaler) -> None:
+    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `WARN_AGAIN`."""
     scale = scaler.known_scale
-    if scale > min(scaler.min_loss_scale or 1.0, scaler.told_scale * TELL_AGAIN):
+    if scale > min(scaler.min_loss_scale or 1.0, scaler.warned_scale * WARN_AGAIN):
         return
-    is_first = scaler.told_scale == math.inf
-    scaler.told_scale = scale
+    is_first = scaler.warned_scale == math.inf
+    scaler.warned_scale = scale
     if is_first:
         warn(
             f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any more."

@@ -1,20 +1,11 @@
-"""`Ledgers`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
+"""`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-With GradScaler you write
-
-    scaler.scale(loss).backward()    # .grad += scale * gradient
-    scaler.unscale_(optimizer)       # .grad /= scale, and found_inf is set if an element is inf or NaN
-    scaler.step(optimizer)           # skipped if found_inf is set
-    scaler.update()                  # the scale halves if found_inf was set, or grows after enough good steps
-
-Here a `scale_loss` block does the first two lines, and `step()` the others. Unlike with GradScaler, `.grad` holds
-unscaled sums whenever no block is open, so you can clip, log and accumulate at any time:
+Unlike with GradScaler, `.grad` holds unscaled sums whenever no block is open, so a script can clip, log and accumulate
+at any time:
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
 * `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
-  parameters to their masters. An overflow sets a flag in the ledger of each optimizer of the block, and in the scaler.
-* `step()` is skipped if a flag in the ledger of its optimizer belongs to a dynamic scaler. Either way it has these
-  scalers update their scales, and clears the ledger.
+  parameters to their masters. Then it reports the flag of the block to its optimizers and its scaler.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
@@ -43,42 +34,43 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..errors import OptimizerError, SessionError
+from ..interrupts import Change
 from ..reporting import warn
 from ..torch_private import is_engine_thread
-from .decisions import Decisions
-from .ledger import Block, Ledger
 from .loss_scaler import LossScaler
 from .masters import Pair
+from .overflow_flags import Block, OptState, OverflowFlags, check_
 from .reduction import LocalGradients, UnshardedSums
-from .unscaling import change_scale_, either, fold_, have_gradients, rescale_, unscale_
+from .scale_updates import ScaleUpdates
+from .unscaling import change_scale_, either, have_gradients, move_to_masters_, rescale_, unscale_
 
 
-class Ledgers:
+class GradientSums:
     """The gradients of a session. All are multiplied by the same scale, except those that are not reduced yet.
 
     Args:
         has_masters: whether parameters may have masters.
-        decisions: updates the scales.
+        scale_updates: updates the scales.
         sharded: the modules that `fully_shard` was applied to.
 
     Attributes:
-        all: the ledgers of the live optimizers.
+        all_flags: the overflow flags of the live optimizers.
         of_models: the parameters of the models, with or without an optimizer.
         local: knows which gradients no backward pass has reduced yet.
     """
 
-    def __init__(self, has_masters: bool, decisions: Decisions, sharded: Collection[Module]) -> None:
-        self.all: list[Ledger] = []
+    def __init__(self, has_masters: bool, scale_updates: ScaleUpdates, sharded: Collection[Module]) -> None:
+        self.all_flags: list[OverflowFlags] = []
         self.of_models: list[Tensor] = []
         self._has_masters = has_masters
         self.local = LocalGradients()
-        self.decisions = decisions
+        self.scale_updates = scale_updates
         self._unsharded = UnshardedSums(sharded)
         self._scale: Tensor | None = None  # that gradients are multiplied by; None: they are unscaled
         self._scaler: LossScaler | None = None  # whose scale that was last
         self._waiting: list[Block] = []  # have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._is_half_changed = False  # while gradients are changed, and for good if an exception ends that
+        self._change = Change()
         self._stepping: int | None = None  # the thread that runs a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
@@ -92,22 +84,24 @@ class Ledgers:
                 blocks.append(block)
         return blocks
 
-    def abandon_empty(self, block: Block) -> None:
-        """Treat gradients that were all set to None by hand as `zero_grad`, before the scale of a block is read."""
-        for ledger in block.ledgers:
-            ledger.has_begun = True
+    def await_step(self, block: Block) -> None:
+        """Record that the optimizers of a block get gradients to step on. Call it before the block reads its scale:
+        where a script has set all gradients to None by hand, this is a `zero_grad`, which may update the scale.
+        """
+        for flags in block.affected:
+            flags.was_passed = True
             # not where ranks decide together: one may hold no shard, and the others would wait for it
-            is_due = ledger.flags or ledger.overflow_of_others is not None
-            if is_due and not self.decisions.groups and ledger.groups.is_empty():
-                self.abandon(ledger)
-            ledger.awaits_step = True
+            if flags.found_inf and not self.scale_updates.groups and flags.groups.is_empty():
+                self.mark_zeroed(flags)
+            if flags.state is OptState.READY:
+                flags.state = OptState.PENDING
 
     def begin(self, block: Block) -> None:
         """Multiply all gradients by the scale of a block. Raises SessionError inside one of another scale or thread."""
         if self._open:
-            for other in self.open_blocks():
-                self._check_thread(other.thread, is_scaled=block.scale is not None or other.scale is not None)
-                if block.scale is not other.scale:
+            for outer in self.open_blocks():
+                self._check_thread(outer.thread, is_scaled=block.scale is not None or outer.scale is not None)
+                if block.scale is not outer.scale:
                     raise SessionError(
                         "a scale_loss block inside one with another loss scale: the gradients of each would be divided"
                         " by the scale of the other. Enter it after the first has ended, or use the same loss_id for"
@@ -115,8 +109,8 @@ class Ledgers:
                     )
         if self._stepping is not None:
             self._check_thread(self._stepping, is_scaled=block.scale is not None)
-        self._carry(block.scale)
-        self._unsharded.carry(block.scale)
+        self._rescale_to(block.scale)
+        self._unsharded.rescale_to(block.scale)
         self._scaler = block.scaler
         self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
 
@@ -137,104 +131,105 @@ class Ledgers:
         for reference in tuple(self._open):
             if reference() is block:
                 self._open.remove(reference)
-        if self._is_half_changed and block.has_failed:
-            return  # what comes next says so
+        if self._change.is_half_done and block.has_failed:
+            return  # the next block or step raises the error
         self.local.end_pass(self._scale)
+        # O0 and O4 at a scale of 1: there is nothing to do, and the block costs nothing
         is_idle = self._scale is None and not self._has_masters and not self._waiting
         if block.scale is None and is_idle:
             return
         self._waiting.append(block)
         if not is_delayed:
-            self.settle()
+            self.unscale_all()
             if self._open:
-                self._carry(block.scale)  # that of the block around it
+                self._rescale_to(block.scale)  # for the rest of the block around it, which has the same scale
 
     def close(self) -> None:
         """Leave unscaled gradients behind, or none where an interrupt left them half changed. Open blocks are over."""
         self._open.clear()
-        if self._is_half_changed:
+        if self._change.is_half_done:
             self._drop_all()
         else:
-            self.make_true()
+            self.flush()
 
-    def make_true(self) -> None:
-        """Unscale all gradients unless a block is open, so that parameters can be added or removed."""
+    def flush(self) -> None:
+        """Unscale all gradients, also those not reduced yet, so that parameters can be added or removed. Inside a block
+        do nothing.
+        """
         if not self._open:
             self._rescale_local(None)
-            self.settle()
+            self.unscale_all()
 
     # ---- steps and zeroing -------------------------------------------------------------------------------------------
 
-    def prepare_step(self, ledger: Ledger) -> None:
-        """Unscale and check the gradients of an optimizer before its step, until `resume`. Waits for nothing."""
-        if self._is_half_changed:
+    def unscale(self, flags: OverflowFlags) -> None:
+        """Unscale and check the gradients of an optimizer now. Inside a block, they are scaled again at once."""
+        self.begin_step(flags)
+        self.end_step(flags)
+
+    def begin_step(self, flags: OverflowFlags) -> None:
+        """Unscale and check the gradients of an optimizer before its step, until `end_step`. Waits for nothing."""
+        if self._change.is_half_done:
             self._refuse()
         open_blocks = self.open_blocks() if self._open else []
         if open_blocks and not is_engine_thread():  # where hooks run, which may step: the block's own thread waits
             for block in open_blocks:
                 self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
-        if not open_blocks:
-            if self._scale is not None or self._waiting or self._has_masters:
-                self.settle()
-            return
-        if self._scale is None:
-            self._fold_unscaled(ledger)
-            return
-        self._is_half_changed = True
-        found_inf = self._unscale_and_check(ledger, self._scale, set(self.local.ids))
-        self._is_half_changed = False
-        for block in self._blocks_with(ledger):
-            block.found_inf = either(block.found_inf, found_inf)
-            is_first = ledger not in block.stepped_early
-            ledger.note(block.scaler, block.found_inf if is_first else found_inf)
+        if open_blocks:
+            self._unscale_inside(flags)
+        elif self._scale is not None or self._waiting or self._has_masters:
+            self.unscale_all()
 
-    def resume(self, ledger: Ledger) -> None:
-        """End what `prepare_step` began: inside a block, scale the gradients again for what is left of it."""
+    def end_step(self, flags: OverflowFlags) -> None:
+        """End what `begin_step` began: inside a block, scale the gradients again for the rest of its backward pass."""
         self._stepping = None
         if self._open and self._scale is not None:
-            plain, _ = ledger.groups.read()
-            self._is_half_changed = True
-            rescale_(_take(plain, set(self.local.ids)), self._scale)
-            self._is_half_changed = False
+            plain, _ = flags.groups.read()
+            with self._change:
+                rescale_(_take(plain, set(self.local.ids)), self._scale)
 
-    def end_window(self, ledger: Ledger) -> None:
-        """Record that an optimizer has stepped or skipped a step: later gradients are for the next one."""
-        ledger.end_window()
-        if self._open or self._waiting:
-            for block in self._blocks_with(ledger):
-                block.stepped_early.append(ledger)
+    def _unscale_inside(self, flags: OverflowFlags) -> None:
+        """Unscale and check the gradients of one optimizer inside a block. All others stay scaled."""
+        if self._scale is None:
+            self._move_unscaled([flags])
+            return
+        with self._change:
+            found_inf = self._unscale_and_check(flags, self._scale, set(self.local.ids))
+        is_first_step = flags.state is not OptState.READY
+        for block in self._blocks_with(flags):
+            block.found_inf = either(block.found_inf, found_inf)
+            # a second step in the same block does not skip for gradients of the first
+            flags.add_found_inf(block.scaler, block.found_inf if is_first_step else found_inf)
 
-    def abandon(self, ledger: Ledger) -> None:
-        """Record that the gradients of an optimizer are zeroed without a step.
+    def mark_zeroed(self, flags: OverflowFlags) -> None:
+        """Record that the gradients of an optimizer are zeroed without a step, before they are.
 
         An overflow in them still lowers the loss scale. The next step checks the gradients that it finds by then.
         """
         if self._waiting:
-            self._finish_waiting(ledger)
-        scalers = list(ledger.flags)
-        to_recheck = ledger.to_recheck
-        ledger.end_window()
-        ledger.to_recheck = to_recheck
-        ledger.recheck_at_step(scalers)
-        self.decisions.judge_outside_of_steps(scalers)
-        self.decisions.look_at_scales()
+            self._check_waiting(flags)
+        scalers = list(flags.found_inf)
+        flags.was_zeroed = flags.was_zeroed or bool(scalers)
+        flags.found_inf = {}
+        if flags.state is not OptState.READY:
+            is_inside = bool(self._open) and any(flags in block.affected for block in self.open_blocks())
+            flags.state = OptState.PENDING if is_inside else OptState.READY  # inside, more gradients are to come
+        self.scale_updates.update_without_step(scalers)
+        self.scale_updates.look_at_scales()
 
-    def _finish_waiting(self, ledger: Ledger) -> None:
-        """Check gradients of delayed blocks that are about to be zeroed."""
-        local = self.local.find(ledger.groups.model_parameters)
-        if local:  # what one rank alone has found may not change its loss scale
+    def _check_waiting(self, flags: OverflowFlags) -> None:
+        """Check the gradients of an optimizer that delayed blocks have left, before they are zeroed."""
+        local = self.local.find(flags.groups.model_parameters)
+        if local:  # an overflow that only this rank has found may not change its loss scale
             self.local.ids -= local
             for block in self._waiting:
-                block.ledgers = [other for other in block.ledgers if other is not ledger]
-            self._waiting = [block for block in self._waiting if block.ledgers]
-        elif not self._open:
-            self.settle()
+                block.affected = [affected for affected in block.affected if affected is not flags]
+            self._waiting = [block for block in self._waiting if block.affected]
+        elif self._open:
+            self.unscale(flags)
         else:
-            self.prepare_step(ledger)
-            self.resume(ledger)
-            for block in self._waiting:
-                block.stepped_early.append(ledger)
+            self.unscale_all()
 
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Move gradients of 16-bit parameters to their masters, which a backward pass outside of `scale_loss` leaves to
@@ -242,11 +237,11 @@ class Ledgers:
         """
         if not (self._open or self._waiting):
             if self._has_masters:
-                self.settle()
+                self.unscale_all()
             return
         pairs: list[Pair] = []
-        for ledger in self.all:
-            pairs += ledger.groups.pairs()
+        for flags in self.all_flags:
+            pairs += flags.groups.pairs()
         if self._scale is not None:
             pairs += [(parameter, parameter) for parameter in self._all_parameters()]
         given = set(map(id, parameters))
@@ -266,182 +261,170 @@ class Ledgers:
         """Whether gradients are multiplied by a loss scale now."""
         return self._scale is not None
 
-    def settle(self) -> None:
-        """Unscale and check all gradients, except those not reduced yet, and set the flags of waiting blocks."""
-        if self._is_half_changed:
+    def unscale_all(self) -> None:
+        """Unscale and check all gradients, except those not reduced yet, and report to the optimizers and scalers of
+        the blocks that have ended. Inside a block, the caller scales them again.
+        """
+        if self._change.is_half_done:
             self._refuse()
-        if self._scale is None and not self._waiting:
-            if self._has_masters:
-                self._fold_all_unscaled()
-            return
         scale = self._scale
-        judged: list[Block] = []
+        ended: list[Block] = []
         for block in self._waiting:
             if block.scale is not None:
-                judged.append(block)
-        if scale is not None and not judged and not self._open:
-            judged = [self._replace_lost_block()]
-        if judged and scale is None:  # they were divided before
-            scale = torch.ones_like(judged[0].scaler.scale)
+                ended.append(block)
+        if scale is not None and not ended and not self._open:
+            ended = [self._replace_lost_block()]
+        if scale is None and ended:  # they waited for gradients to be reduced; all others were divided before
+            scale = torch.ones_like(ended[0].scaler.scale)
+        if scale is None:
+            self._waiting = []
+            if self._has_masters:
+                self._move_unscaled(self.all_flags)
+            return
         open_blocks = self.open_blocks() if self._open else []
-        self._is_half_changed = True
-        found = self._unscale_all(scale, [*judged, *open_blocks])
-        self._scale = None
-        self._waiting = []
-        if self.local.ids:
-            for block in judged:
-                if any(self.local.find(ledger.groups.model_parameters) for ledger in block.ledgers):
-                    self._waiting.append(block)
-        self._is_half_changed = False
+        with self._change:
+            found_infs = self._unscale_and_check_all(scale, [*ended, *open_blocks])
+            self._scale = None
+            self._waiting = []
+            if self.local.ids:
+                self._waiting = [block for block in ended if self._has_local_gradients(block)]
         for block in open_blocks:
-            for ledger in block.ledgers:
-                if ledger in found:
-                    block.found_inf = either(block.found_inf, found[ledger])
-        for block in judged:
-            self._judge(block, found)
+            for flags in block.affected:
+                block.found_inf = either(block.found_inf, found_infs[flags])
+        for block in ended:
+            self._report(block, found_infs)
 
     def _replace_lost_block(self) -> Block:
         """Return a block for all optimizers in place of one that was garbage-collected before it ended."""
         assert self._scaler is not None
-        block = Block(self._scaler, self.all)
+        block = Block(self._scaler, self.all_flags)
         block.scale = self._scale
         block.has_failed = True
         return block
 
-    def _unscale_all(self, scale: Tensor | None, blocks: Sequence[Block]) -> dict[Ledger, Tensor]:
+    def _has_local_gradients(self, block: Block) -> bool:
+        """Return whether a block has to wait until gradients of its optimizers are reduced."""
+        return any(self.local.find(flags.groups.model_parameters) for flags in block.affected)
+
+    def _unscale_and_check_all(self, scale: Tensor, blocks: Sequence[Block]) -> dict[OverflowFlags, Tensor]:
         """Divide all gradients by a scale, and return a found_inf for each optimizer of the given blocks."""
         seen = set(self.local.ids)
-        found: dict[Ledger, Tensor] = {}
+        found_infs: dict[OverflowFlags, Tensor] = {}
         for block in blocks:
-            for ledger in block.ledgers:
-                if ledger not in found and scale is not None:
-                    found[ledger] = self._unscale_and_check(ledger, scale, seen)
-        if scale is None:
-            self._fold_all_unscaled()
-            return found
+            for flags in block.affected:
+                if flags not in found_infs:
+                    found_infs[flags] = self._unscale_and_check(flags, scale, seen)
         checked = seen - self.local.ids
-        for ledger in self.all:
-            if ledger not in found:
-                self._fold_of_others(ledger, scale, checked)
+        for flags in self.all_flags:
+            if flags not in found_infs:
+                self._unscale_unchecked(flags, scale, checked)
         others = _take(self._all_parameters(), seen)
         if others:
             unscale_(others, scale, None)
-        return found
+        return found_infs
 
-    def _fold_of_others(self, ledger: Ledger, scale: Tensor, checked: set[int]) -> None:
-        """Unscale the gradients of an optimizer that none of the blocks was for, and move them to their masters.
-
-        If its groups now hold parameters that were checked for another optimizer (`checked`, by id), its step checks
-        them again.
-        """
-        plain, pairs = ledger.groups.read()
-        if not checked.isdisjoint(map(id, plain)):
-            ledger.recheck_at_step(self.decisions.scalers)
-        reduced = self._reduced(pairs)
-        if have_gradients(reduced):
-            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            fold_(reduced, scale, found_inf)
-            ledger.overflow_of_others = either(ledger.overflow_of_others, found_inf)
-
-    def _fold_all_unscaled(self) -> None:
-        for ledger in self.all:
-            self._fold_unscaled(ledger)
-
-    def _fold_unscaled(self, ledger: Ledger) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters. They may be of no block: the step checks."""
-        _, pairs = ledger.groups.read()
-        if not have_gradients(pairs):
-            return
-        for affected in (ledger, *ledger.partners):
-            if affected is ledger or have_gradients(affected.groups.read()[1]):
-                affected.recheck_at_step(self.decisions.scalers)
-                affected.awaits_step = True
-        self._is_half_changed = True
-        fold_(self._reduced(pairs), None, None)
-        self._is_half_changed = False
-
-    def _unscale_and_check(self, ledger: Ledger, scale: Tensor, seen: set[int]) -> Tensor:
+    def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale, except those of parameters in `seen`, by id. Return a new
         overflow in them as found_inf: 0-dim float32.
-
-        In sums that held inf or NaN before, a second overflow cannot be detected and does not count.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        plain, pairs = ledger.groups.read()
+        plain, pairs = flags.groups.read()
         unscale_(_take(plain, seen), scale, found_inf)
-        before = ledger.overflow
-        if before is not None:
-            found_inf = found_inf * (1.0 - before.to(found_inf.device))
-        if pairs:
-            fold_(self._reduced(pairs), scale, found_inf)
-        if ledger.overflow_of_others is not None:
-            found_inf = either(ledger.overflow_of_others, found_inf)
-            ledger.overflow_of_others = None
-        ledger.overflow = either(before, found_inf)
+        if flags.state is OptState.UNCHECKED:  # the sums in the masters were not checked when they were made
+            check_([master for _, master in pairs], found_inf)
+            flags.state = OptState.PENDING
+        if flags.found_inf:
+            found_inf = flags.mask(found_inf)
+        if pairs:  # the gradients of this pass are not part of the sums yet, so what is found in them is new
+            move_to_masters_(self._reduced(pairs), scale, found_inf)
         return found_inf
 
-    def _judge(self, block: Block, found: dict[Ledger, Tensor]) -> None:
+    def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
+        """Move the gradients of 16-bit parameters to their masters for an optimizer that none of the blocks was for.
+
+        Its next block or step checks them, and also parameters that a script has put into its groups by now, and that
+        were checked for another optimizer (`checked`, by id).
+        """
+        plain, pairs = flags.groups.read()
+        reduced = self._reduced(pairs)
+        if have_gradients(reduced):
+            _mark_unchecked(flags)
+            move_to_masters_(reduced, scale, None)
+        elif not checked.isdisjoint(map(id, plain)):
+            _mark_unchecked(flags)
+
+    def _move_unscaled(self, all_flags: Iterable[OverflowFlags]) -> None:
+        """Move unscaled gradients of 16-bit parameters to their masters. They may be of no block, so the next block or
+        step checks them.
+        """
+        for flags in all_flags:
+            _, pairs = flags.groups.read()
+            if have_gradients(pairs):
+                _mark_unchecked(flags)
+                with self._change:
+                    move_to_masters_(self._reduced(pairs), None, None)
+
+    def _report(self, block: Block, found_infs: dict[OverflowFlags, Tensor]) -> None:
         """Set the flags of the optimizers and the scaler of a block, once all of its gradients are checked."""
-        for ledger in block.ledgers:
-            block.found_inf = either(block.found_inf, found[ledger])
+        for flags in block.affected:
+            block.found_inf = either(block.found_inf, found_infs[flags])
         if block in self._waiting or block.found_inf is None:
             return
-        if block.has_failed:  # counts only if it overflowed; a device may have failed with it
-            is_overflow = False
-            with contextlib.suppress(RuntimeError):
-                is_overflow = block.scaler.is_dynamic and bool(block.found_inf)
-            if not is_overflow:
-                return
-        for ledger in block.ledgers:
-            if ledger not in block.stepped_early:
-                ledger.note(block.scaler, block.found_inf)
-            elif not ledger.groups.is_empty():
-                ledger.note(block.scaler, found[ledger])
-        block.scaler.note(block.found_inf)
-        if block.stepped_early and all(ledger in block.stepped_early for ledger in block.ledgers):
-            self.decisions.judge_outside_of_steps([block.scaler])
+        if block.has_failed and not _is_overflow(block):
+            return
+        is_step_to_come = False
+        for flags in block.affected:
+            if flags.state is not OptState.READY:
+                is_step_to_come = True
+                flags.add_found_inf(block.scaler, block.found_inf)
+            elif not flags.groups.is_empty():  # it has stepped in the block: only later gradients count
+                flags.add_found_inf(block.scaler, found_infs[flags])
+        block.scaler.add_found_inf(block.found_inf)
+        if block.affected and not is_step_to_come:  # else the next step updates the scale
+            self.scale_updates.update_without_step([block.scaler])
 
-    def _carry(self, scale: Tensor | None) -> None:
+    def _rescale_to(self, scale: Tensor | None) -> None:
         """Multiply unscaled gradients, or those of another scale, so that all have this one. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
-        self.settle()
+        if self._scale is not None or self._waiting or self._has_masters or self._change.is_half_done:
+            self.unscale_all()
         if scale is None:
             return
-        self._is_half_changed = True
-        gradients = _take(self._all_parameters(), set(self.local.ids))
-        if gradients:
-            rescale_(gradients, scale)
-        self._scale = scale
-        self._is_half_changed = False
+        with self._change:
+            gradients = _take(self._all_parameters(), set(self.local.ids))
+            if gradients:  # none in the usual loop, which zeroes them before
+                rescale_(gradients, scale)
+            self._scale = scale
 
     def _all_parameters(self) -> list[Tensor]:
         """Return the parameters of the models and of the optimizers, not their masters; many of them twice."""
         parameters = list(self.of_models)
-        for ledger in self.all:
-            parameters += ledger.groups.model_parameters()
+        for flags in self.all_flags:
+            parameters += flags.groups.model_parameters()
         return parameters
 
     def _reduced(self, pairs: list[Pair]) -> list[Pair]:
+        """Return the pairs whose gradients are reduced."""
         if not self.local.ids:
             return pairs
         return [(parameter, master) for parameter, master in pairs if id(parameter) not in self.local.ids]
 
-    def _blocks_with(self, ledger: Ledger) -> list[Block]:
-        return [block for block in (*self._waiting, *self.open_blocks()) if ledger in block.ledgers]
+    def _blocks_with(self, flags: OverflowFlags) -> list[Block]:
+        return [block for block in (*self._waiting, *self.open_blocks()) if flags in block.affected]
 
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
-    def release_unreduced(self, ledger: Ledger) -> None:
+    def release_unreduced(self, flags: OverflowFlags) -> None:
         """Let a step of this rank alone use gradients that were never reduced. Raises OptimizerError with masters."""
         if not self.local.ids:
             return
-        local = self.local.find(ledger.groups.model_parameters)
+        local = self.local.find(flags.groups.model_parameters)
         if not local:
             return
-        plain, pairs = ledger.groups.read()
+        plain, pairs = flags.groups.read()
         if pairs:
             raise OptimizerError(
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
@@ -468,12 +451,30 @@ class Ledgers:
     def _drop_all(self) -> None:
         """Drop gradients that an interrupt left half changed: no step may use them."""
         holders = self._all_parameters()
-        for ledger in self.all:
-            holders += ledger.groups.parameters()
+        for flags in self.all_flags:
+            holders += flags.groups.parameters()
         for holder in holders:
             holder.grad = None
-        self._scale, self._waiting, self._is_half_changed = None, [], False
+        self._scale, self._waiting = None, []
+        self._change.is_half_done = False
         warn("an interrupt left gradients half unscaled, so they were dropped: the next step does not use them")
+
+
+def _mark_unchecked(flags: OverflowFlags) -> None:
+    """Record that unchecked gradients are about to be moved to the masters of an optimizer, and of its partners."""
+    for partner in flags.partners:
+        if have_gradients(partner.groups.read()[1]):
+            partner.state = OptState.UNCHECKED
+    flags.state = OptState.UNCHECKED
+
+
+def _is_overflow(block: Block) -> bool:
+    """Return whether a block that ended with an exception overflowed and may skip a step. Waits for the device."""
+    if block.found_inf is None or not block.scaler.is_dynamic:
+        return False
+    with contextlib.suppress(RuntimeError):  # the device may have failed, too
+        return bool(block.found_inf)
+    return False
 
 
 def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""`Decisions`: update loss scales and agree on skipped steps, in each process alone or in all ranks that step together.
+"""`ScaleUpdates`: updates loss scales and agrees on skipped steps, in each process alone or in all ranks that step
+together.
 
 Ranks that hold different gradients (shards, pipeline stages) find different overflows, but must skip the same steps.
 So they reduce the maximum of their flags before each step, as DeepSpeed and Megatron-LM do. DistributedDataParallel
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from ..torch_distributed import broadcast_tensors
 from .loss_scaler import LossScaler
-from .steps import is_capturing, stop_if_hopeless, tell_of_small_scale
+from .step_log import is_capturing, stop_if_hopeless, warn_of_small_scale
 
 LOOK_EVERY = 32
 """After so many updates outside of steps the host looks at the scales."""
 
 
-class Decisions:
+class ScaleUpdates:
     """Updates the scalers of a session, a list that is read at each call.
 
     Attributes:
@@ -48,29 +49,35 @@ class Decisions:
         for scaler, state in zip(dynamic, states, strict=True):
             scaler.receive_state(state)
 
-    def judge(self, found_inf: dict[LossScaler, Tensor]) -> dict[LossScaler, Tensor]:
-        """Update the scales of a step's scalers, and return the flags (0-dim float32) on which the step may be skipped.
+    def update(self, found_inf: dict[LossScaler, Tensor]) -> dict[LossScaler, Tensor]:
+        """Update the scales for a step, and return the flags (0-dim float32) that decide whether it is skipped.
 
-        Where ranks decide together, each of them must call this as often as the others, with or without flags: the
-        result has one for each dynamic scaler then. Waits for nothing; a reduction of three float32 numbers for each
-        dynamic scaler, none under static ones.
+        A process that decides alone updates the scalers of the step. Where ranks decide together, all of them call this
+        equally often, with or without flags. The result then has a flag for each dynamic scaler: an overflow of any
+        rank skips the step on all. This takes one reduction of three float32 numbers for each dynamic scaler. Waits for
+        nothing.
         """
-        dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic] if self.groups else []
-        judged: dict[LossScaler, Tensor] = {}
+        if not self.groups:
+            for scaler in found_inf:
+                scaler.update()
+            return found_inf
+        agreed: dict[LossScaler, Tensor] = {}
+        dynamic: list[LossScaler] = [scaler for scaler in self.scalers if scaler.is_dynamic]
         for scaler, flag in found_inf.items():
             if scaler not in dynamic:
                 scaler.update()
-                judged[scaler] = flag
+                agreed[scaler] = flag
         if dynamic:
             flags = torch.stack([self._flags_of(scaler, found_inf.get(scaler)) for scaler in dynamic])
+            # one after the other: a flag reaches all ranks of overlapping groups, such as pipeline stages with shards
             for group in self.groups:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             for scaler, row in zip(dynamic, flags, strict=True):
-                judged[scaler], due, is_due = row.unbind()
-                scaler.follow(due, is_due)
-        return judged
+                agreed[scaler], since_update, is_due = row.unbind()
+                scaler.update_with_ranks(since_update, is_due)
+        return agreed
 
-    def judge_outside_of_steps(self, scalers: Iterable[LossScaler]) -> None:
+    def update_without_step(self, scalers: Iterable[LossScaler]) -> None:
         """Update scales after passes that no step follows. Where ranks decide together, the next step does that."""
         if not self.groups:
             for scaler in scalers:
@@ -88,14 +95,15 @@ class Decisions:
             before = scaler.known_scale
             scaler.known_scale = scaler.loss_scale()
             if scaler.is_dynamic and scaler.known_scale < before:
-                tell_of_small_scale(scaler)
+                warn_of_small_scale(scaler)
                 stop_if_hopeless([scaler])
 
     def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
-        """Return the flag of the step, that of all passes since the last update, and whether there are such passes:
-        shape (3,), float32.
+        """Return the flag of the step, the flag of all backward passes since the last update, and whether there are
+        such passes: shape (3,), float32.
         """
         zero = torch.zeros((), dtype=torch.float32, device=self._device_type)
-        own = zero if found_inf is None else found_inf.to(zero.device)
-        due = zero if scaler.found_inf is None else scaler.found_inf.to(zero.device)
-        return torch.stack([own, due, torch.full_like(zero, float(scaler.found_inf is not None))])
+        of_step = zero if found_inf is None else found_inf.to(zero.device)
+        since_update = zero if scaler.found_inf is None else scaler.found_inf.to(zero.device)
+        is_due = torch.full_like(zero, float(scaler.found_inf is not None))
+        return torch.stack([of_step, since_update, is_due])

@@ -1,0 +1,113 @@
+"""The levels as facts: what a level casts and scales. Code asks for these facts, never for a level's name.
+
+`presets.yaml` is the only file that knows the levels. Commands and the doctor read it here without torch; `presets`
+makes policies from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PolicyError
+from .shipped import shipped_presets
+from .yaml_nodes import Node, load_mapping
+
+DEFAULT_LEVEL = "O1"
+"""The level of calls that name none, as in Apex."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a level does.
+
+    Attributes:
+        low: the 16-bit dtype, "float16" or "bfloat16"; empty for a level that runs in float32.
+        patches_functions: ops cast their arguments by lists, and weights stay float32.
+        has_masters: the optimizer steps on float32 copies of 16-bit weights.
+        has_dynamic_scale: the loss scale follows the gradients, and an overflow skips a step.
+        lists: the name of the list that ops follow; empty for none.
+    """
+
+    name: str
+    low: str
+    patches_functions: bool
+    has_masters: bool
+    has_dynamic_scale: bool
+    lists: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the level runs in float32. Such a level is the reference of comparisons."""
+        return not self.low
+
+    @property
+    def keeps_small_updates(self) -> bool:
+        """Whether the optimizer steps on float32 weights. 16-bit weights lose updates below their precision."""
+        return self.is_plain or self.patches_functions or self.has_masters
+
+    @property
+    def fits_autocast(self) -> bool:
+        """Whether regions of torch.autocast can take the level: it casts ops, or nothing."""
+        return self.is_plain or self.patches_functions
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether gradients underflow without a loss scale."""
+        return self.low == "float16"
+
+    @property
+    def fits_whole_script(self) -> bool:
+        """Whether a script without mixed precision can run in one region at this level: it scales no loss."""
+        return self.patches_functions and not self.needs_loss_scale
+
+
+def read_levels() -> tuple[Level, ...]:
+    """Return the levels that come with the package, in the order of the file."""
+    root = load_mapping(shipped_presets(), PolicyError).value
+    assert isinstance(root, dict)
+    return tuple(_make_level(name, _merge(name, root)) for name in root)
+
+
+def find_plain_level() -> Level:
+    """Return the level that runs in float32."""
+    return next(level for level in read_levels() if level.is_plain)
+
+
+def find_patching_level(low: str) -> Level:
+    """Return the first level whose ops run in the dtype `low` by lists."""
+    return next(level for level in read_levels() if level.patches_functions and level.low == low)
+
+
+def find_master_level(low: str) -> Level:
+    """Return the first level that casts the model to `low` and keeps float32 master weights."""
+    return next(level for level in read_levels() if level.has_masters and level.low == low)
+
+
+def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
+    """Return the properties of a level as the file states them, over those of the level that it extends."""
+    stated = levels[name].value
+    assert isinstance(stated, dict)
+    properties = {key: node.value for key, node in stated.items()}
+    base = properties.pop("extends", None)
+    if not isinstance(base, str):
+        return properties
+    return {**_merge(base, levels), **properties}
+
+
+def _make_level(name: str, properties: Mapping[str, Any]) -> Level:
+    """Return a level of the shipped file, which writes dtypes and booleans in one way."""
+    patches_functions = properties["patch_torch_functions"] == "true"
+    low = properties["patch_torch_functions_type" if patches_functions else "cast_model_type"]
+    if low == "float32":
+        low = ""
+    lists = ""
+    if patches_functions:
+        lists = properties.get("lists", low)
+    return Level(
+        name,
+        low=low,
+        patches_functions=patches_functions,
+        has_masters=properties["master_weights"] == "true",
+        has_dynamic_scale=properties["loss_scale"] == "dynamic" or isinstance(properties["loss_scale"], dict),
+        lists=lists,
+    )

@@ -1,0 +1,156 @@
+"""The rules for ops: one row for each. List files, messages, recordings and casts read a rule's properties here.
+
+To add a rule, add a row here and its cast to `casting/wrappers.py`. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+AS_IT_IS = "as it is"
+_SIXTEEN_BIT = ("float16", "bfloat16")
+_CASTABLE = (*_SIXTEEN_BIT, "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """The properties of a rule; see `OpRule`. `effects` holds only dtypes that the rule affects."""
+
+    name: str
+    summary: str
+    meaning: str = ""
+    example: str = ""
+    runs_in: str = ""
+    effects: Mapping[str, str] = field(default_factory=dict)
+    exempt: tuple[str, ...] = ()
+    covers_twins: bool = False
+    covers_writes: bool = False
+    reads_first: bool = False
+
+
+class OpRule(StrEnum):
+    """What happens to the arguments of an op. A member equals its name, prints as it, and is written to JSON as it.
+
+    Attributes:
+        summary: the rule in a few words; `{low}` stands for the low dtype.
+        meaning: the comment above its key in a list file. Rules without one are not keys of list files.
+        example: an entry of a list file.
+        runs_in: "low" or "float32" if the rule casts every argument to that dtype. Regions and module rules override
+            such a rule. Empty if the arguments decide, or nothing is cast.
+        exempt: the arguments with which a call runs as it was written.
+        covers_twins: whether the in-place twin of an op follows an entry of the op.
+        covers_writes: whether a spelling that writes to its first argument follows the rule itself, instead of
+            `match_self`. A rule that casts the first argument must not: the op would write to a copy.
+        reads_first: whether the op takes its tensors in a sequence, its first argument.
+    """
+
+    summary: str
+    meaning: str
+    example: str
+    runs_in: str
+    exempt: tuple[str, ...]
+    covers_twins: bool
+    covers_writes: bool
+    reads_first: bool
+    _effects: Mapping[str, str]
+
+    WHITELIST = _Row(
+        name="whitelist",
+        summary="runs in {low}",
+        meaning="Ops that run in the low dtype.",
+        example="{op: gelu, why: speed}",
+        runs_in="low",
+        effects=dict.fromkeys(_CASTABLE, "cast to {low}"),
+        exempt=("out",),
+        covers_twins=True,
+    )
+    BLACKLIST = _Row(
+        name="blacklist",
+        summary="runs in float32",
+        meaning="Ops that run in float32.",
+        example="{op: softmax, why: range}",
+        runs_in="float32",
+        effects=dict.fromkeys(_SIXTEEN_BIT, "cast to float32"),
+        exempt=("out", "dtype"),
+        covers_twins=True,
+    )
+    PROMOTE = _Row(
+        name="promote",
+        summary="runs in the widest dtype among its arguments",
+        meaning="Ops that run in the widest dtype among their arguments.",
+        example="rms_norm",
+        effects={
+            "float16": "cast to float32 beside float32 or bfloat16",
+            "bfloat16": "cast to float32 beside float32 or float16",
+        },
+        exempt=("out",),
+        covers_twins=True,
+    )
+    SEQUENCE_PROMOTE = _Row(
+        name="sequence_promote",
+        summary="runs in the widest dtype among the tensors of its first argument",
+        meaning="The same for ops whose first argument is a sequence of tensors.",
+        example="cat",
+        effects=PROMOTE.effects,
+        exempt=("out",),
+        reads_first=True,
+    )
+    BANNED = _Row(
+        name="banned",
+        summary="refuses 16-bit arguments",
+        meaning="Ops that raise an error on 16-bit tensors.",
+        example="binary_cross_entropy",
+        effects=dict.fromkeys(_SIXTEEN_BIT, "an error"),
+        covers_writes=True,
+    )
+    NEUTRAL = _Row(
+        name="neutral",
+        summary="taken off its list, so it runs in the dtype it is given",
+        meaning="Ops that come off the list an earlier file put them on.",
+        example="sum",
+        covers_twins=True,
+        covers_writes=True,
+    )
+    MATCH_SELF = _Row(
+        name="match_self",
+        summary="writes to its first argument, in the dtype of that argument",
+        effects=dict.fromkeys(_CASTABLE, "cast to the dtype of the first argument"),
+        covers_writes=True,
+    )
+    UNLISTED = _Row(name="unlisted", summary="on no list, so it runs in the dtype it is given")
+
+    def __new__(cls, row: _Row) -> "OpRule":
+        member = str.__new__(cls, row.name)
+        member._value_ = row.name
+        member.summary = row.summary
+        member.meaning = row.meaning
+        member.example = row.example
+        member.runs_in = row.runs_in
+        member.exempt = row.exempt
+        member.covers_twins = row.covers_twins
+        member.covers_writes = row.covers_writes
+        member.reads_first = row.reads_first
+        member._effects = row.effects
+        return member
+
+    __repr__ = str.__repr__
+
+    @property
+    def is_casting(self) -> bool:
+        """Whether the rule changes or refuses any argument."""
+        return bool(self._effects)
+
+    def describe_effects(self, low: str) -> dict[str, str]:
+        """Return what happens to an argument of each dtype that is ever cast, when the low dtype is `low`."""
+        described = {}
+        for dtype in _CASTABLE:
+            effect = self._effects.get(dtype, AS_IT_IS).format(low=low)
+            described[dtype] = AS_IT_IS if effect == f"cast to {dtype}" else effect
+        return described
+
+
+RULES: dict[str, OpRule] = {str(rule): rule for rule in OpRule}
+"""Every rule, by its name."""
+
+RULE_KEYS = tuple(rule for rule in OpRule if rule.meaning)
+"""The rules that are keys of a list file, in their order."""

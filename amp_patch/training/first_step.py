@@ -1,0 +1,81 @@
+"""`FirstStepChecks`: warnings about a loop that trains nothing, or not as its author thinks, at its first step."""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..reporting import warn
+from .masters import Masters
+from .overflow_flags import OverflowFlags
+from .scale_updates import ScaleUpdates
+
+
+class FirstStepChecks:
+    """Warns once of an optimizer without gradients, of a dynamic scale without scaled losses, and of 16-bit buffers
+    that training changes.
+
+    Args:
+        optimizer: held by a weak reference.
+        get_names: returns names of parameters and buffers.
+
+    Attributes:
+        is_done: whether a step has come for which there was anything to check.
+    """
+
+    def __init__(
+        self,
+        optimizer: "weakref.ref[Optimizer]",
+        flags: OverflowFlags,
+        scale_updates: ScaleUpdates,
+        masters: Masters,
+        get_names: Callable[[Iterable[Tensor]], list[str]],
+    ) -> None:
+        self.is_done = False
+        self._optimizer = optimizer
+        self._flags = flags
+        self._scale_updates = scale_updates
+        self._masters = masters
+        self._get_names = get_names
+
+    def look(self) -> None:
+        """Check before a step, whose gradients are unscaled. Waits for the device if buffers were cast."""
+        if self._flags.was_passed:
+            self.is_done = True
+            self._look_at_buffers()
+            self._look_for_gradients()
+        elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and not self._flags.groups.is_empty():
+            self.is_done = True
+            for scaler in self._scale_updates.scalers:
+                scaler.awaits_loss = False
+            warn(
+                f"step() of {self._describe()} under a dynamic loss scale, but no loss has been scaled: small gradients"
+                " may be lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
+                " scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
+            )
+
+    def _describe(self) -> str:
+        return type(self._optimizer()).__name__
+
+    def _look_at_buffers(self) -> None:
+        changed = self._masters.find_changed_buffers()
+        if changed:
+            names = self._get_names(changed[:3])
+            warn(
+                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
+                " their values are lost. Keep the module that holds them in float32, with a list such as"
+                " `modules: [{match: NAME, run: float32}]`"
+            )
+
+    def _look_for_gradients(self) -> None:
+        if self._scale_updates.groups or not self._flags.groups.is_empty():  # of several ranks, one may hold no shard
+            return
+        if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
+            warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")
+            return
+        warn(
+            f"step() of {self._describe()} after the backward pass of its loss, but none of its parameters has a"
+            " gradient: it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap"
+            " the model first, then create the optimizer, then call initialize."
+        )

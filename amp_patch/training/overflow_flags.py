@@ -1,0 +1,137 @@
+"""`OverflowFlags`: what decides whether the next step of an optimizer is skipped; `Block`: one `scale_loss` block.
+
+`found_inf` is a flag as in torch.amp: a 0-dim float32 tensor, 1.0 if a check found inf or NaN, else 0.0. There is one
+for each backward pass (`Block`), one for each optimizer and loss scaler (`OverflowFlags`), and one for each scaler
+(`LossScaler`). A check reports to the pass, and the pass to its optimizers and its scaler.
+"""
+
+import enum
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .groups import Groups
+from .loss_scaler import LossScaler
+from .unscaling import either, unscale_
+
+
+class OptState(enum.Enum):
+    """Where an optimizer stands between two steps, like the enum of that name in torch.amp."""
+
+    READY = enum.auto()
+    """It has stepped, or its gradients were zeroed, and no backward pass has begun since."""
+
+    PENDING = enum.auto()
+    """A `scale_loss` block with this optimizer has begun. At its end, `found_inf` describes the gradients."""
+
+    UNCHECKED = enum.auto()
+    """It also holds gradients that no block with this optimizer has checked: from a backward pass outside of
+    `scale_loss` or for the loss of another optimizer, or from before `initialize`. The next block or step checks them.
+    """
+
+
+class OverflowFlags:
+    """The overflow flags of one optimizer since its last step, like GradScaler's state per optimizer.
+
+    Attributes:
+        found_inf: a flag for each scaler that scaled a loss of this optimizer since its last step or `zero_grad`. If
+            the scaler is dynamic and its flag is set, the next step is skipped.
+        state: where the optimizer stands between two steps.
+        was_zeroed: gradients were zeroed after a block had checked them. A script may have saved them, and may put them
+            back (PCGrad and other gradient surgery), so the next step checks the gradients that are there by then.
+        was_passed: whether this optimizer was ever passed to `scale_loss`.
+        partners: the flags of optimizers that share a parameter with this one: an overflow counts for all of them.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.found_inf: dict[LossScaler, Tensor] = {}
+        self.state = OptState.READY
+        self.was_zeroed = False
+        self.was_passed = False
+        self.partners: list[OverflowFlags] = []
+
+    def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Add the flag of a backward pass: the next step depends on it.
+
+        Overflows in a parameter that was infinite before are not found again, so the flags of optimizers that share a
+        parameter count, too.
+        """
+        for partner in self.partners:
+            for flag in partner.found_inf.values():
+                found_inf = either(flag, found_inf)
+        self.found_inf[scaler] = either(self.found_inf.get(scaler), found_inf)
+
+    def mask(self, found_inf: Tensor) -> Tensor:
+        """Return `found_inf`, or 0.0 if the next step is skipped anyway.
+
+        Sums that held inf or NaN before still hold it, so a check cannot tell whether the last pass has overflowed.
+        Without this, every later scaler of the window would lower its scale for an overflow of the first.
+        """
+        for flag in self.found_inf.values():
+            found_inf = found_inf * (1.0 - flag.to(found_inf.device))
+        return found_inf
+
+    def clear(self) -> None:
+        """Begin anew after a step, taken or skipped."""
+        self.found_inf = {}
+        self.state = OptState.READY
+        self.was_zeroed = False
+
+    def will_skip(self) -> bool:
+        """Return whether the next step will be skipped, as far as blocks have checked. Waits for the device."""
+        return any(scaler.is_dynamic and bool(found_inf) for scaler, found_inf in self.found_inf.items())
+
+    def check_at_step(self, scalers: Iterable[LossScaler]) -> dict[LossScaler, Tensor]:
+        """Return the flags on which the step depends. Checks the present gradients if `found_inf` does not cover them,
+        on behalf of every dynamic scaler.
+        """
+        if self.state is not OptState.UNCHECKED and not self.was_zeroed:
+            return self.found_inf
+        dynamic = [scaler for scaler in scalers if scaler.is_dynamic]
+        if not dynamic:  # a static scale skips no step, so nobody needs the check
+            return self.found_inf
+        found_inf = torch.zeros((), dtype=torch.float32, device=dynamic[0].scale.device)
+        check_(self.groups.parameters(), found_inf)
+        flags = dict(self.found_inf)
+        # it is not known which scaler's loss left these gradients, and any dynamic flag skips the step
+        for scaler in dynamic:
+            flags[scaler] = either(flags.get(scaler), found_inf)
+        return flags
+
+
+def check_(holders: Iterable[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (0-dim float32) to 1.0 if a gradient of these tensors holds inf or NaN. Waits for nothing."""
+    gradients: list[Tensor] = []
+    for holder in holders:
+        if holder.grad is not None:
+            gradients.append(holder.grad)
+    unscale_(gradients, torch.ones_like(found_inf), found_inf)
+
+
+class Block:
+    """One `scale_loss` block and its backward pass.
+
+    Attributes:
+        scaler: the scaler of its loss.
+        scale: the factor of its loss, 0-dim float32. None means 1.
+        affected: the flags of the optimizers whose next step an overflow skips.
+        found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
+        has_failed: it ended with an exception, so there may have been no backward pass.
+        thread: the thread that runs it.
+    """
+
+    def __init__(self, scaler: LossScaler, all_flags: Iterable[OverflowFlags]) -> None:
+        self.scaler = scaler
+        self.scale: Tensor | None = None
+        self.affected: list[OverflowFlags] = []
+        for flags in all_flags:
+            # an overflow in a shared parameter would reach the weights by the step of either optimizer
+            for affected in (flags, *flags.partners):
+                if affected not in self.affected:
+                    self.affected.append(affected)
+        self.found_inf: Tensor | None = None
+        self.has_failed = False
+        self.thread = threading.get_ident()
