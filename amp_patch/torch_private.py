@@ -132,7 +132,11 @@ def get_call_kwargs(frame: types.FrameType) -> dict[str, Any]:
     return cast("dict[str, Any]", frame.f_locals.get("kwargs", {}))
 
 
-_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks") + (
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )

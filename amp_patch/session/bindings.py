@@ -167,7 +167,7 @@ class Bindings:
                     cache=self._cache,
                     gradients=self.gradients,
                     get_names=self.names_of,
-                    on_new_parameters=self._connect_flags,
+                    on_new_parameters=self._take_in_parameters,
                 )
             )
         self._optimizers = [*self._optimizers, *added]
@@ -185,6 +185,12 @@ class Bindings:
         finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
+
+    def _take_in_parameters(self) -> None:
+        """An optimizer has got parameters, perhaps those of modules that a model has got."""
+        for binding in self._models:
+            binding.hook_new_modules()
+        self._connect_flags()
 
     def _connect_flags(self) -> None:
         """Record the flags of all optimizers and the parameters of all models, and which optimizers share a parameter.

@@ -26,6 +26,7 @@ from .model_hooks import (
     CastOutputs,
     EndLoading,
     Float32StateDict,
+    HookNewModules,
     InvalidateCache,
     LoadMasters,
     SyncMasters,
@@ -63,6 +64,7 @@ class ModelBinding:
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
         }
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that save and load float32 values
         self._undo = UndoStack()
 
     def parameters(self) -> Iterator[Tensor]:
@@ -100,11 +102,10 @@ class ModelBinding:
             self._add(model.register_forward_pre_hook, CastModelInputs(taken), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
-            for module in model.modules():
-                hook = self._add(module.register_state_dict_post_hook, Float32StateDict(self._masters))
-                put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
-                self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
-                self._add(module.register_load_state_dict_post_hook, EndLoading(self._masters))
+            hook_new_modules = HookNewModules(self)
+            self._add(model.register_state_dict_pre_hook, hook_new_modules)
+            self._add(model.register_load_state_dict_pre_hook, hook_new_modules)
+            self.hook_new_modules()
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
             self._add(model.register_forward_hook, CastOutputs(output_dtype))
@@ -112,6 +113,20 @@ class ModelBinding:
             invalidate = InvalidateCache(self._cache)
             self._add(model.register_forward_pre_hook, invalidate)
             self._add(model.register_forward_hook, invalidate)
+
+    def hook_new_modules(self) -> None:
+        """Let the modules of a cast model save and load float32 values, also those that the script has added to it."""
+        model = self.model
+        if model is None or self._policy.cast_model_type is None:
+            return
+        for module in model.modules():
+            if module in self._hooked:
+                continue
+            self._hooked.add(module)
+            hook = self._add(module.register_state_dict_post_hook, Float32StateDict(self._masters))
+            put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
+            self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
+            self._add(module.register_load_state_dict_post_hook, EndLoading(self._masters))
 
     def keep_rules(self, regions: RuleRegions) -> None:
         """Apply module rules in the model, also to modules that it holds only when it is called."""

@@ -274,6 +274,15 @@ class SyncMasters(SessionHook):
             masters.sync()
 
 
+class HookNewModules(SessionHook):
+    """State-dict and load-state-dict pre-hook of a model: hook the modules that the script has added to it."""
+
+    def __call__(self, *_: Any) -> None:
+        binding = self._target()
+        if binding is not None:
+            binding.hook_new_modules()
+
+
 class Float32StateDict(SessionHook):
     """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none. A copy of
     the module stores its own tensors as they are.

@@ -299,6 +299,31 @@ def test_state_dicts_are_float32_and_those_of_submodules_too(level):
         assert {value.dtype for value in state.values()} <= {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("comes_first", ["layer", "parameters"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_that_is_added_saves_and_loads_its_masters(level, comes_first):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    added = nn.Linear(4, 4).to(LOWS[level])
+    if comes_first == "layer":
+        model.append(added)
+    optimizer.add_param_group({"params": list(added.parameters())})
+    if comes_first == "parameters":
+        model.append(added)
+    backward(model(torch.ones(2, 4)).square().mean(), optimizer)
+    optimizer.step()
+    masters = [master.detach() for master in amp.master_params(optimizer)]
+    saved = model.state_dict()
+    torch.testing.assert_close(list(saved.values()), masters, rtol=0, atol=0)
+    torch.testing.assert_close(list(added.state_dict().values()), masters[2:], rtol=0, atol=0)
+    loaded = {name: value + 1e-4 for name, value in saved.items()}
+    model.load_state_dict(loaded)
+    torch.testing.assert_close(masters, list(loaded.values()), rtol=0, atol=0)
+    amp.reset()
+    assert not any(module._state_dict_hooks or module._state_dict_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_state_dict_that_keeps_variables_has_float32_ones_that_can_be_trained(level):
     model = make_model(0)

@@ -128,8 +128,28 @@ def gradients_put_back(level, factor):
     backward(loss_of(model, factor), optimizer)
     kept = [stepped.grad.clone() for stepped in amp.master_params(optimizer)]
     optimizer.zero_grad()
+    model.zero_grad()
     for stepped, gradient in zip(amp.master_params(optimizer), kept, strict=True):
         stepped.grad = gradient
+    optimizer.step()
+    return optimizer
+
+
+def backward_outside_into_a_shared_parameter(level, factor):
+    (model, other), _ = make(level)
+    first = torch.optim.SGD([model.weight, other.weight], lr=0.5)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    initialize([model, other], [first, optimizer], level)
+    loss_of(other, factor).backward()
+    optimizer.step()
+    return optimizer
+
+
+def zeroed_inside_before_the_backward_pass(level, factor):
+    (model, other), (optimizer, second) = prepare(level)
+    with amp.scale_loss(loss_of(model) + loss_of(other, factor), [optimizer, second]) as scaled:
+        optimizer.zero_grad()
+        scaled.backward()
     optimizer.step()
     return optimizer
 
@@ -145,8 +165,9 @@ BOTH = [
     parameter_moved_by_hand,
     gradient_from_before,
     gradients_put_back,
+    zeroed_inside_before_the_backward_pass,
 ]
-WITH_MASTERS = [backward_outside, block_of_another_optimizer]
+WITH_MASTERS = [backward_outside, backward_outside_into_a_shared_parameter, block_of_another_optimizer]
 
 
 @pytest.mark.filterwarnings("ignore:step\\(\\) of SGD")
@@ -169,6 +190,52 @@ def test_unchecked_gradients_count_for_the_next_block_and_lower_the_scale():
     optimizer.step()
     assert (second.step_was_skipped, optimizer.step_was_skipped) == (False, True)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 512.0
+
+
+# ---- steps inside a block --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_step_in_a_block_does_not_skip_for_the_first(level):
+    (model, _), (optimizer, _) = prepare(level)
+    skips = []
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        for factor in (math.inf, 1.0):
+            (scaled * factor).backward(retain_graph=True)
+            optimizer.step()
+            skips.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+    assert skips == [True, False]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_a_block_is_not_repeated_for_the_rest_of_the_block(level):
+    """What overflows for another optimizer, once this one has stepped, skips no later step of this one."""
+    (model, other), (optimizer, second) = prepare(level)
+    with amp.scale_loss(loss_of(model) + loss_of(other, math.inf), [optimizer, second]) as scaled:
+        scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+    second.step()
+    assert second.step_was_skipped is True
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_block_after_one_with_all_steps_inside_has_the_next_scale(level):
+    (model, _), (optimizer, _) = prepare(level)
+    scales = []
+    for _ in range(3):
+        loss = loss_of(model)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scales.append(float(scaled / loss))
+            (scaled * math.inf).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.step_was_skipped
+    assert scales == [1024.0, 512.0, 256.0]
 
 
 def test_the_list_of_reasons_names_functions_that_exist():
