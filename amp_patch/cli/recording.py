@@ -1,6 +1,7 @@
-"""Runs in the process of a script: applies lists to its torch.autocast, and records its session into a file.
+"""In the process of a script that a command runs: lays lists over its torch.autocast; waits for a session, and writes
+what a probe has seen into a file.
 
-Imported when Python starts, so it imports torch only after the script has.
+Imported as Python starts, so it imports no torch before the script does.
 """
 
 import atexit
@@ -24,33 +25,32 @@ from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
 NO_REGION, WAITING, ERROR, PROGRESS = "no-region", "waiting", "error", "progress"
-"""Files in the folder of a run: the reason for refusing it at its end; a note that it steps without mixed precision so
-far; the error that ended it; the number of steps that have ended.
+"""Files in the folder of a run: what it was refused for at its end, that it takes steps without mixed precision so far,
+what it failed with, and how many steps have ended.
 """
 
-_PROGRESS_SECONDS = 1.0
+_TOLD_SECONDS = 1.0
 
 
 class _Waiting(events.Watcher):
-    """Makes a probe when the first session is opened, and writes its recording when it is complete or the process ends.
-
-    A complete recording ends the script by SystemExit.
+    """Makes a probe when the first session is opened, and writes its file when it has seen enough, or the process ends
+    before. The script ends with that, by SystemExit.
     """
 
     def __init__(self, folder: str, run: Run) -> None:
         self._folder = Path(folder)
         self._run = run
         self._probe: Probe | None = None
-        self._due = time.monotonic() + _PROGRESS_SECONDS
+        self._due = time.monotonic() + _TOLD_SECONDS
 
     def step_ended(self, optimizer: Any) -> None:
-        """Write the number of steps to `PROGRESS`, at most once a second."""
+        """Leave in `PROGRESS`, now and then, how many steps have ended."""
         if self._probe is not None and time.monotonic() > self._due:
-            self._due = time.monotonic() + _PROGRESS_SECONDS
+            self._due = time.monotonic() + _TOLD_SECONDS
             (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
     def session_opened(self, session: Any) -> None:
-        """Make the probe, which watches from then on."""
+        """Hand over to a probe, which is told of everything from then on."""
         if self._probe is None:
             self._probe = make_probe(self._run, self._end)
             events.watch(self._probe)
@@ -63,7 +63,7 @@ class _Waiting(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._probe.ends_alone and find_rank() is not None:
-            return  # the other ranks would wait for this one for ever: the command ends all of them
+            return  # the others would wait for this one for ever: the command ends them all
         raise SystemExit(0)
 
     def _write(self) -> None:
@@ -78,17 +78,17 @@ class _Waiting(events.Watcher):
 
 
 def take_over(*, is_first: bool, folder: str | None, told: str | None, **options: Any) -> None:
-    """Install a `Takeover` as soon as torch is imported.
+    """Lay over torch.autocast, as soon as torch is imported, what a `Takeover` is told to.
 
     Args:
-        is_first: this is the Python that the command started, and not one that the script started.
-        folder: the folder of a watched run, else None.
-        told: a file that the first process makes before it prints what was changed; None: nothing is printed.
-        options: the arguments of the `Takeover`.
+        is_first: whether this is the Python that the command started, and not one that the script started.
+        folder: that of a watched run, else None.
+        told: a file that the first process makes that says what was laid over what; None: no process is to say it.
+        options: those of a `Takeover`.
     """
     import wrapt
 
-    installed: list[Any] = []
+    taken: list[Any] = []
 
     def start(_: types.ModuleType) -> None:
         from .. import native
@@ -96,43 +96,43 @@ def take_over(*, is_first: bool, folder: str | None, told: str | None, **options
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
         elif told is None:
-            options["on_plain_step"] = str  # prints nothing
+            options["on_plain_step"] = str  # says nothing
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_tell_once, told)
         native.start(takeover, is_watched=folder is not None)
-        installed.append(takeover)
+        taken.append(takeover)
 
-    atexit.register(_end, installed, os.getpid(), folder, is_first=is_first)  # registered first, so called last
+    atexit.register(_end, taken, os.getpid(), folder, is_first=is_first)  # first of all, so it is called last
     if folder is None:
         sys.excepthook = _print_refusal
     wrapt.when_imported("torch")(start)
 
 
 def _tell_once(told: str | None, line: str) -> None:
-    """Print a line to stderr, unless another process of the run has. stdout belongs to the script."""
+    """Print a line to stderr, unless another process of the run has printed one: stdout is the script's."""
     from ..reporting import find_rank  # imports torch
 
     if told is None or find_rank():
         return
     with contextlib.suppress(FileExistsError):
-        with contextlib.suppress(PermissionError, FileNotFoundError):  # the folder is not for this process
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # of a folder that is not for this process
             Path(told).open("x").close()
         print(line, file=sys.stderr, flush=True)
 
 
 def forget_told(told: str) -> None:
-    """Remove the file `told` when this process ends. Called in the first process of a run."""
+    """Remove the file of `take_over` when this process ends, which is the first one of the run."""
     pid = os.getpid()
 
     def forget() -> None:
-        if os.getpid() == pid:  # not in a fork
+        if os.getpid() == pid:  # and not a fork
             Path(told).unlink(missing_ok=True)
 
     atexit.register(forget)
 
 
 def _make_note(folder: str) -> Callable[[str], None]:
-    """Return a function that warns of steps without mixed precision, in the script and in the command."""
+    """Return what says of a step that it is one without mixed precision: also to a command that shows nothing else."""
 
     def note(line: str) -> None:
         from ..reporting import say_loudly
@@ -143,16 +143,16 @@ def _make_note(folder: str) -> Callable[[str], None]:
     return note
 
 
-def _end(installed: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
-    """Fail with exit code 1 at the end of a script that has trained without mixed precision, if it was to be changed.
+def _end(taken: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
+    """Refuse at its end a script that has trained and had no mixed precision to change, with exit code 1.
 
-    A script that failed by itself has printed its error. In a Python that the script started, only launchers need the
-    exit code; other processes may train in float32 on purpose.
+    One that failed by itself has said why. Of a Python that the script started, a launcher wants the exit code; another
+    may well train in float32.
     """
-    if not installed or os.getpid() != process_id or getattr(sys, "last_value", None) is not None:
+    if not taken or os.getpid() != process_id or getattr(sys, "last_value", None) is not None:
         return
     try:
-        installed[0].check_end()
+        taken[0].check_end()
     except NoRegionError as error:
         if folder is not None:
             Path(folder, NO_REGION).write_text(str(error), encoding="utf-8")
@@ -163,16 +163,16 @@ def _end(installed: list[Any], process_id: int, folder: str | None, *, is_first:
 
 
 def _exit_with(code: int) -> None:
-    """End the process with an exit code. All other exit handlers have run; open files are flushed here."""
-    for file in gc.get_objects():
-        if issubclass(type(file), io.IOBase):
+    """End the process as it would by itself now, but with this exit code: after all exit handlers, so files remain."""
+    for one in gc.get_objects():
+        if issubclass(type(one), io.IOBase):
             with contextlib.suppress(Exception):
-                file.flush()
+                one.flush()
     os._exit(code)
 
 
 def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print the error that ends a script. A level that does not fit is no fault of the script, so it is one line."""
+    """Print what ends a script: in a line that it cannot be changed as asked, for it is no fault of the script's."""
     if issubclass(kind, UnsuitedLevelError):
         print_error("amp-patch run", "failed", str(error))
     else:
@@ -180,35 +180,33 @@ def _print_refusal(kind: type[BaseException], error: BaseException, trace: types
 
 
 def _make_excepthook(folder: str) -> Callable[..., None]:
-    """Return an excepthook that prints the traceback, and writes a short one to `ERROR` for the command.
-
-    The command itself reports Ctrl-C.
+    """Return what prints the traceback of what ends the script, and leaves a short one in `ERROR`: of a level that the
+    script cannot have, the message alone. Of Ctrl-C the command says a line.
     """
 
-    def print_and_write(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
-                file.write(_shorten(error))  # of the first process only: others may have failed because of it
+                file.write(_shorten(error))  # of several processes the first: the others may have failed for it
 
-    return print_and_write
+    return tell
 
 
 def _shorten(error: BaseException) -> str:
-    """Return a traceback without the frames of torch and of this package. Of an unsuited level, the message alone."""
+    """Return a traceback without the frames of torch and of this package: what is left is the user's."""
     if isinstance(error, UnsuitedLevelError):
         return str(error)
     packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]
-    files = [package.__file__ for package in packages if package is not None and package.__file__]
-    hidden = tuple(f"{os.path.dirname(file)}{os.sep}" for file in files)
-    short = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in short.stack if not frame.filename.startswith(hidden)]
-    short.stack = traceback.StackSummary.from_list(frames)
-    return "".join(short.format(chain=False))
+    hidden = tuple(f"{os.path.dirname(one.__file__)}{os.sep}" for one in packages if one is not None and one.__file__)
+    found = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in found.stack if not frame.filename.startswith(hidden)]
+    found.stack = traceback.StackSummary.from_list(frames)
+    return "".join(found.format(chain=False))
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
-    """Let a probe watch this process, and write its recording to a file in `folder`."""
+    """Watch this process by a probe, and write what it has seen into a file in `folder`."""
     sys.excepthook = _make_excepthook(folder)
     if seed is not None:
         seed_when_imported(seed)
