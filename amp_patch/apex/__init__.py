@@ -14,6 +14,8 @@ An installed `apex` of NVIDIA is used as far as possible. If it still has `amp`,
 project (PyPI has one) is replaced, with a warning.
 """
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 import contextlib
 from collections.abc import Sequence
 from typing import Any

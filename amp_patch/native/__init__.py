@@ -7,6 +7,8 @@
 or run `amp-patch run --lists my_lists.yaml train.py`.
 """
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 from .installation import check_not_installed as check_not_installed
 from .installation import install as install
 from .installation import remove as remove
