@@ -14,6 +14,8 @@ lost it keeps what it has and gets from here what it lacks. Another project's pa
 named in a warning and stepped in front of.
 """
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 import contextlib
 from collections.abc import Sequence
 from typing import Any

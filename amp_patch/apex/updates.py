@@ -9,6 +9,8 @@ tensors. They change nothing where `found_inf`, None or a 0-dim float32 tensor, 
 but for these two without a kernel.
 """
 
+__role__ = "optimizer"  # in reports of `insight`: see its `sites`
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

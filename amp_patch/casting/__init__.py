@@ -1,5 +1,7 @@
 """Which tensors an op gets: wrappers around listed ops, whether they act in a thread, and the cache of low weights."""
 
+__role__ = "cast"  # in reports of `insight`: see its `sites`
+
 from . import compiling as compiling
 from . import op_patches as op_patches
 from .autocast import Autocast as Autocast

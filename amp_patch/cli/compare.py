@@ -4,13 +4,12 @@ The script runs unmodified, as under `amp-patch run`, several times for each run
 """
 
 import argparse
-import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
 from .. import config
 from ..doctor import get_advice
-from ..errors import MissingExtraError, SessionError
+from ..errors import SessionError
 from ..terminal import print_report
 from .run import check_everywhere
 from .scripts import ScriptRunner, add_script, describe_command
@@ -39,11 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=positive, default=1, help="seeds per run, from --seed on (default: %(default)s)"
     )
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
-    parser.add_argument("--png", type=new_file, metavar="FILE", help="draw a picture (needs matplotlib)")
     parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records as JSON lines")
     add_script(
         parser,
-        usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--png FILE] [--jsonl FILE]",
+        usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--jsonl FILE]",
         has_level=False,
         has_report=True,
     )
@@ -55,8 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.opt_level is not None:
         arguments.parser.error("compare takes no --opt-level: name levels with --runs, such as --runs O0,O4")
-    if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("--png needs matplotlib, not installed here; run: pip install matplotlib")
     asked, reference = arguments.runs, arguments.reference
     if reference is None:
         reference = config.levels.find_plain_level().name
@@ -99,7 +95,6 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),
         (arguments.html, comparison.save_html),
-        (arguments.png, comparison.save_png),
     ):
         if path is not None:
             save(path)

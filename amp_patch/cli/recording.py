@@ -1,7 +1,6 @@
-"""In the process of a script that a command runs: lays lists over its torch.autocast; waits for a session, and writes
-what a probe has seen into a file.
+"""Runs in the process of a script that a command has started: applies lists, waits for a session, records with a probe.
 
-Imported as Python starts, so it imports no torch before the script does.
+It is imported when Python starts, so it imports no torch before the script does.
 """
 
 import atexit
@@ -25,16 +24,17 @@ from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
 NO_REGION, WAITING, ERROR, PROGRESS = "no-region", "waiting", "error", "progress"
-"""Files in the folder of a run: what it was refused for at its end, that it takes steps without mixed precision so far,
-what it failed with, and how many steps have ended.
+"""Files in the folder of a run: why it was refused at its end; a note that its steps have no mixed precision so far;
+its error; and the number of steps that have ended.
 """
 
 _TOLD_SECONDS = 1.0
 
 
 class _Waiting(events.Watcher):
-    """Makes a probe when the first session is opened, and writes its file when it has seen enough, or the process ends
-    before. The script ends with that, by SystemExit.
+    """Makes a probe when the first session is opened. Writes its file once it has seen enough, or the process ends.
+
+    A probe that has seen enough ends the script with SystemExit.
     """
 
     def __init__(self, folder: str, run: Run) -> None:
@@ -44,13 +44,13 @@ class _Waiting(events.Watcher):
         self._due = time.monotonic() + _TOLD_SECONDS
 
     def step_ended(self, optimizer: Any) -> None:
-        """Leave in `PROGRESS`, now and then, how many steps have ended."""
+        """Write the number of steps into `PROGRESS`, at most once a second."""
         if self._probe is not None and time.monotonic() > self._due:
             self._due = time.monotonic() + _TOLD_SECONDS
             (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
     def session_opened(self, session: Any) -> None:
-        """Hand over to a probe, which is told of everything from then on."""
+        """Make the probe, which receives all events from now on."""
         if self._probe is None:
             self._probe = make_probe(self._run, self._end)
             events.watch(self._probe)
@@ -63,7 +63,7 @@ class _Waiting(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._probe.ends_alone and find_rank() is not None:
-            return  # the others would wait for this one for ever: the command ends them all
+            return  # other ranks would wait for this one for ever, so the command ends them all
         raise SystemExit(0)
 
     def _write(self) -> None:
@@ -78,13 +78,13 @@ class _Waiting(events.Watcher):
 
 
 def take_over(*, is_first: bool, folder: str | None, told: str | None, **options: Any) -> None:
-    """Lay over torch.autocast, as soon as torch is imported, what a `Takeover` is told to.
+    """Start a `Takeover` of torch.autocast as soon as torch is imported.
 
     Args:
-        is_first: whether this is the Python that the command started, and not one that the script started.
-        folder: that of a watched run, else None.
-        told: a file that the first process makes that says what was laid over what; None: no process is to say it.
-        options: those of a `Takeover`.
+        is_first: whether the command started this Python, and not the script.
+        folder: the folder of a watched run, else None.
+        told: the path of a file that the first process makes which reports the takeover; None: no process reports it.
+        options: the options of the `Takeover`.
     """
     import wrapt
 
@@ -96,43 +96,43 @@ def take_over(*, is_first: bool, folder: str | None, told: str | None, **options
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
         elif told is None:
-            options["on_plain_step"] = str  # says nothing
+            options["on_plain_step"] = str  # a function that does nothing
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_tell_once, told)
         native.start(takeover, is_watched=folder is not None)
         taken.append(takeover)
 
-    atexit.register(_end, taken, os.getpid(), folder, is_first=is_first)  # first of all, so it is called last
+    atexit.register(_end, taken, os.getpid(), folder, is_first=is_first)  # registered first, so it is called last
     if folder is None:
         sys.excepthook = _print_refusal
     wrapt.when_imported("torch")(start)
 
 
 def _tell_once(told: str | None, line: str) -> None:
-    """Print a line to stderr, unless another process of the run has printed one: stdout is the script's."""
+    """Print a line to stderr, unless another process of the run has. stdout belongs to the script."""
     from ..reporting import find_rank  # imports torch
 
     if told is None or find_rank():
         return
     with contextlib.suppress(FileExistsError):
-        with contextlib.suppress(PermissionError, FileNotFoundError):  # of a folder that is not for this process
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # the folder belongs to another user or is gone
             Path(told).open("x").close()
         print(line, file=sys.stderr, flush=True)
 
 
 def forget_told(told: str) -> None:
-    """Remove the file of `take_over` when this process ends, which is the first one of the run."""
+    """Remove the file of `take_over` when this process, the first one of the run, ends."""
     pid = os.getpid()
 
     def forget() -> None:
-        if os.getpid() == pid:  # and not a fork
+        if os.getpid() == pid:  # a fork runs the exit handlers, too
             Path(told).unlink(missing_ok=True)
 
     atexit.register(forget)
 
 
 def _make_note(folder: str) -> Callable[[str], None]:
-    """Return what says of a step that it is one without mixed precision: also to a command that shows nothing else."""
+    """Return the function that reports a step without mixed precision, also to a command that hides the output."""
 
     def note(line: str) -> None:
         from ..reporting import say_loudly
@@ -144,10 +144,10 @@ def _make_note(folder: str) -> Callable[[str], None]:
 
 
 def _end(taken: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
-    """Refuse at its end a script that has trained and had no mixed precision to change, with exit code 1.
+    """Exit with code 1 if the script has trained without any mixed precision to change.
 
-    One that failed by itself has said why. Of a Python that the script started, a launcher wants the exit code; another
-    may well train in float32.
+    A script that failed has reported why. A Python that the script started gets the exit code only under a launcher or
+    multiprocessing; others may well train in float32.
     """
     if not taken or os.getpid() != process_id or getattr(sys, "last_value", None) is not None:
         return
@@ -163,16 +163,16 @@ def _end(taken: list[Any], process_id: int, folder: str | None, *, is_first: boo
 
 
 def _exit_with(code: int) -> None:
-    """End the process as it would by itself now, but with this exit code: after all exit handlers, so files remain."""
-    for one in gc.get_objects():
-        if issubclass(type(one), io.IOBase):
+    """End the process with an exit code. All exit handlers have run, so open files only need to be flushed."""
+    for file in gc.get_objects():
+        if issubclass(type(file), io.IOBase):
             with contextlib.suppress(Exception):
-                one.flush()
+                file.flush()
     os._exit(code)
 
 
 def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print what ends a script: in a line that it cannot be changed as asked, for it is no fault of the script's."""
+    """Print the exception that ends a script: only a line if amp cannot change the script as asked."""
     if issubclass(kind, UnsuitedLevelError):
         print_error("amp-patch run", "failed", str(error))
     else:
@@ -180,33 +180,35 @@ def _print_refusal(kind: type[BaseException], error: BaseException, trace: types
 
 
 def _make_excepthook(folder: str) -> Callable[..., None]:
-    """Return what prints the traceback of what ends the script, and leaves a short one in `ERROR`: of a level that the
-    script cannot have, the message alone. Of Ctrl-C the command says a line.
+    """Return the hook that prints the traceback of a script that fails, and writes a short one into `ERROR`.
+
+    After Ctrl-C it does nothing, since the command prints a line.
     """
 
-    def tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
-                file.write(_shorten(error))  # of several processes the first: the others may have failed for it
+                file.write(_shorten(error))  # only the first process that fails: others may fail because of it
 
-    return tell
+    return report
 
 
 def _shorten(error: BaseException) -> str:
-    """Return a traceback without the frames of torch and of this package: what is left is the user's."""
+    """Return a traceback without the frames of torch and of this package."""
     if isinstance(error, UnsuitedLevelError):
-        return str(error)
+        return str(error)  # no line of the script is at fault
     packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]
-    hidden = tuple(f"{os.path.dirname(one.__file__)}{os.sep}" for one in packages if one is not None and one.__file__)
-    found = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in found.stack if not frame.filename.startswith(hidden)]
-    found.stack = traceback.StackSummary.from_list(frames)
-    return "".join(found.format(chain=False))
+    files = [package.__file__ for package in packages if package is not None and package.__file__]
+    hidden = tuple(f"{os.path.dirname(file)}{os.sep}" for file in files)
+    shown = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in shown.stack if not frame.filename.startswith(hidden)]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format(chain=False))
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
-    """Watch this process by a probe, and write what it has seen into a file in `folder`."""
+    """Let a probe watch this process, and write its recording into a file in `folder`."""
     sys.excepthook = _make_excepthook(folder)
     if seed is not None:
         seed_when_imported(seed)

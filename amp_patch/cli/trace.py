@@ -1,7 +1,7 @@
 """`amp-patch trace`: the first value of a script that does not fit, the op that made it, why, and what to try.
 
 The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault. With `--fix` it then
-runs again, with a list of what is advised, to say whether that is enough.
+runs again, with the advised list, to say whether the list is enough.
 """
 
 import argparse
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 FAULT, TROUBLE = 1, 2
 FURTHER = 10
-"""So many steps beyond the one that had the fault are looked at with a list, unless --steps says which. Those that a
-dynamic loss scale skips do not count: in them no list is at fault, and none is proved.
+"""Steps after the fault in which a list has to prove itself, unless --steps says which. Steps that a dynamic loss scale
+skips do not count: they prove nothing about the list.
 """
 
-_ROUNDS = 5  # lists that are tried, each with more than the one before, and the other of two
-
-_PERHAPS_BY_TUNE = frozenset({"scale", "gradients", "list", "weights"})  # remedies beside which there may be a list
+_ROUNDS = 5  # the most lists that are tried, each with more entries than the one before, or the alternative entries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +64,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_script(parser, usage=usage, has_report=True)
 
 
+class _TracedRun:
+    """A traced run of the script.
+
+    Args:
+        watched: the exit code of the script, and the recording of each process.
+        first: the first step that was to be checked.
+        prog: the name of the command, for messages.
+    """
+
+    def __init__(self, watched: Watched, first: int, prog: str) -> None:
+        self.watched = watched
+        self._first = first
+        self._prog = prog
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self.watched.is_interrupted
+
+    @property
+    def faults(self) -> "list[tuple[FaultRecord, Recording]]":
+        """The faults to report in order, each with its recording."""
+        pairs = [(fault, recording) for recording in self.watched.recordings for fault in recording.faults]
+        return sorted(pairs, key=lambda pair: _order(pair[0]))
+
+    @property
+    def _searches(self) -> "list[FaultRecord]":
+        """The faults of steps that were skipped while a dynamic loss scale came down. All ranks skip the same steps."""
+        return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
+
+    @property
+    def _checked(self) -> int:
+        """The number of steps that were checked. None was before the script entered its first region of autocast."""
+        begun = max((recording.run.steps_before for recording in self.watched.recordings), default=0)
+        return max(self.watched.steps, default=0) - max(self._first, begun)
+
+    @property
+    def are_all_skipped(self) -> bool:
+        """Whether the script ended well, and skipped each of its steps while a dynamic loss scale came down."""
+        return 0 < self._checked <= len(self._searches) and not self.watched.code
+
+    def print_search(self) -> None:
+        """Print how far a dynamic loss scale came down, if it did."""
+        from ..insight import describe_search
+
+        if self._searches:
+            print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
+
+    def report_none(self) -> int:
+        """Print that no fault was found, or why nothing could be checked. Return the exit code."""
+        if self.are_all_skipped:
+            return 0
+        has_checked = bool(self.watched.recordings) and self._checked > 0
+        if has_checked and (self.is_interrupted or not self.watched.code):
+            fitting = self._checked - len(self._searches)
+            print(f"every value fits, in {count_of(fitting, 'step')}", flush=True)
+            if not self.is_interrupted:
+                return 0
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        print_error(self._prog, "failed", self._describe_end())
+        return TROUBLE
+
+    def _describe_end(self) -> str:
+        """Return how the script ended too early to be checked."""
+        code, steps = self.watched.code, max(self.watched.steps, default=0)
+        ended = f"the script ended with exit code {code}" if code else "the script ended"
+        if not self.watched.recordings:
+            return ended if code else "the script called no model and no amp.initialize"
+        if not steps:
+            question = "" if code else ". Are weights changed by hand?"
+            return f"{ended} without an optimizer step; the values that it computed fit{question}"
+        if self._checked <= 0:
+            taken = count_of(steps, "optimizer step")
+            return f"{ended} after {taken}, but steps from {self._first} on were to be checked"
+        return f"{ended} after {count_of(self._checked, 'step')}, in which every value fits"
+
+
+def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
+    """Return the sort key of the faults of several ranks. A value from another rank comes after the fault there."""
+    is_foreign = fault.may_come_from_another_rank
+    return fault.step, is_foreign, is_foreign and fault.origin.module is None
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print what was found; return 0, or 1 for a fault, or 2 where nothing could be looked at, also by
-    an error of this command.
+    """Run the script, and print the faults. Return 0 for none, 1 for a fault, 2 if nothing could be checked.
+
+    Errors of this command also return 2, since 1 says that the script has a fault.
     """
     try:
         return _trace(arguments)
@@ -82,37 +165,37 @@ def run(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
-    if arguments.fix is not None:
+    repeating_runner = None
+    if arguments.fix is not None:  # checked before the first run, which may take long
         refuse_ranks(arguments.parser, "trace --fix")
+        repeating_runner = ScriptRunner(arguments, is_repeated=True)
     first, last = arguments.steps or (0, None)
-    repeated = None
-    if arguments.fix is not None:
-        repeated = ScriptRunner(arguments, is_repeated=True)
-    found = _watch(ScriptRunner(arguments), arguments, first, last)
-    faults = _find_faults(found)
-    _tell_of_search(found, is_all=not faults and _are_all_skipped(found, first))
+    traced = _run_traced(ScriptRunner(arguments), arguments, first, last)
+    faults = traced.faults
+    traced.print_search()
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
-        for line in describe_further([one for one, _ in faults]):
+        for line in describe_further([fault for fault, _ in faults]):
             print(line, flush=True)
-    if arguments.json is not None and found.recordings:  # which may fail: what was found has been said
-        write_all(found.recordings, arguments.json)
+    if arguments.json is not None and traced.watched.recordings:
+        write_all(traced.watched.recordings, arguments.json)  # last, since it may fail
     if not faults:
-        return _tell_of_none(found, first, arguments.parser.prog)
-    if found.is_interrupted:
+        return traced.report_none()
+    if traced.is_interrupted:
         raise KeyboardInterrupt
-    if repeated is None:
+    if repeating_runner is None:
         return FAULT
     try:
-        return _fix(repeated, arguments, fault, recording)
+        return _fix(repeating_runner, arguments, fault, recording)
     finally:
-        repeated.tell_of_files()
+        repeating_runner.tell_of_files()
 
 
-def _watch(
+def _run_traced(
     runner: ScriptRunner, arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()
-) -> Watched:
+) -> _TracedRun:
+    """Run the script under a tracer that looks at the steps from `first` up to, but not including, `last`."""
     from ..insight.runs import Run
 
     options = {
@@ -123,18 +206,25 @@ def _watch(
         "counts_skipped": arguments.steps is not None,
     }
     run = Run("tracer:Tracer", options, Settings(None, lists), name="last-run")
-    return runner.watch(run, until=_has_fault)
+    watched = runner.watch(run, until=lambda recording: bool(recording.faults))
+    return _TracedRun(watched, first, arguments.parser.prog)
+
+
+# ---- --fix -----------------------------------------------------------------------------------------------------------
 
 
 def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
-    """Write a list against a fault, run the script with it, and add what is found then; return 0 if it is enough."""
-    from ..insight import format_fault, remedies
+    """Write a list against a fault, and run the script with it. Add to the list what further faults need.
+
+    Return 0 if the list is enough.
+    """
+    from ..insight import find_remedy, format_fault, remedies
 
     path: Path = arguments.fix
-    remedy = remedies.find_remedy(fault, recording.run)
+    remedy = find_remedy(fault, recording.run)
     if not remedy.has_list:
         reason = "none helps against this"
-        if remedy.kind in _PERHAPS_BY_TUNE:
+        if remedy.may_need_list:
             reason = "trace knows none that helps; amp-patch tune --units both may find one"
         print(f"\nno list was written: {reason}", flush=True)
         return FAULT
@@ -146,34 +236,35 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
         first, end = arguments.steps or (0, last)
         write_file(path, _format_list(remedy, describe_command(arguments)))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
-        found = _watch(runner, arguments, first, end, (str(path),))
-        faults = _find_faults(found)
-        if not faults:
-            return _tell_of_fixed(found, first, path, arguments)
-        fault, recording = faults[0]
-        more = remedies.add(remedy, remedies.find_remedy(fault, recording.run))
+        traced = _run_traced(runner, arguments, first, end, (str(path),))
+        if not traced.faults:
+            return _report_fixed(traced, path, arguments)
+        fault, recording = traced.faults[0]
+        more = remedies.merge(remedy, find_remedy(fault, recording.run))
         if more == remedy and alternative.has_list:
-            more, alternative = alternative, replace(alternative, ops=())
-        if more == remedy or found.is_interrupted:
+            more, alternative = alternative, replace(alternative, ops=())  # once
+        if more == remedy or traced.is_interrupted:
             break
         remedy = more
     print(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", flush=True)
-    if found.is_interrupted:
+    if traced.is_interrupted:
         raise KeyboardInterrupt
     return FAULT
 
 
 def _locate(name: str, lists: list[str], folder: Path) -> str:
-    """Return by what a list in a folder extends another: a shipped one by name, a file by its path; "" if the script
-    alone knows where that is, over whose own lists this one is laid.
+    """Return how a list in a folder names the list that it extends: a shipped list by name, a file by its path.
+
+    "" if only the script knows where the file is. The new list then changes the lists of the script without naming it.
     """
     if name in config.shipped.shipped_names():
         return name
-    files = [Path(one) for one in (*lists, os.path.abspath(name)) if Path(one).name == Path(name).name]
-    return next((os.path.relpath(file, folder) for file in files if file.is_file()), "")
+    candidates = [Path(path) for path in (*lists, os.path.abspath(name)) if Path(path).name == Path(name).name]
+    return next((os.path.relpath(file, folder) for file in candidates if file.is_file()), "")
 
 
 def _format_list(remedy: "remedies.Remedy", command: str) -> str:
+    """Return the text of a list, with the command that made it in a comment."""
     from ..insight import remedies
 
     lines = [f"# {command}"]
@@ -182,25 +273,26 @@ def _format_list(remedy: "remedies.Remedy", command: str) -> str:
     return "\n".join([*lines, *remedies.format_entries(remedy), ""])
 
 
-def _tell_of_fixed(found: Watched, first: int, path: Path, arguments: argparse.Namespace) -> int:
-    """Say that a list is enough, if there was anything to look at with it."""
-    _tell_of_search(found, is_all=_are_all_skipped(found, first))
-    if _are_all_skipped(found, first):
+def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace) -> int:
+    """Print whether a list is enough, after a run with it that had no fault. Return the exit code."""
+    traced.print_search()
+    if traced.are_all_skipped:  # no step has proved the list
         return FAULT
-    code = _tell_of_none(found, first, arguments.parser.prog)
-    if code == 0 and not _agrees(path, arguments, max(found.steps)):
+    code = traced.report_none()
+    if code != 0:
+        return code
+    if not _agrees_with_float32(path, arguments, max(traced.watched.steps)):
         return FAULT
-    if code == 0:
-        print(
-            f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
-            f" lists=...\nto see whether it trains as float32 does: {_format_compare(path, arguments)}",
-            flush=True,
-        )
-    return code
+    print(
+        f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
+        f" lists=...\nto see whether it trains as float32 does: {_format_compare(path, arguments)}",
+        flush=True,
+    )
+    return 0
 
 
-def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
-    """Train with a list, and in float32, untraced; say how the losses of both move, and tell whether they agree."""
+def _agrees_with_float32(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
+    """Train with a list and in float32, both untraced. Print the losses, and return whether they agree."""
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError
 
@@ -226,7 +318,7 @@ def _agrees(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
 
 
 def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
-    """Return the command that compares the script with a list to float32, with all that it was traced with."""
+    """Return the command that compares the script with a list to float32, with the options of this trace."""
     command = ["amp-patch", "compare"]
     command += ["-m", arguments.module] if arguments.module else [arguments.script]
     command += ["--runs", f"{config.levels.find_plain_level().name},as-is+{os.path.relpath(path)}"]
@@ -236,79 +328,6 @@ def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
     if arguments.rest:
         command += ["--", *arguments.rest]
     return shlex.join(command)
-
-
-def _find_faults(found: Watched) -> "list[tuple[FaultRecord, Recording]]":
-    """Return the faults that are to be told, in their order, each with the recording that has it."""
-    from ..insight import FaultRecord
-
-    pairs = [(fault, one) for one in found.recordings for fault in one.of(FaultRecord) if not fault.is_search]
-    return sorted(pairs, key=lambda pair: _order(pair[0]))
-
-
-def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
-    """Return by what the faults of several ranks are sorted: what only came in may have come from another of them."""
-    is_let_in = fault.cause == "came in" and not fault.parameter
-    return fault.step, is_let_in, is_let_in and not fault.module
-
-
-def _has_fault(recording: "Recording") -> bool:
-    from ..insight import FaultRecord
-
-    return any(not fault.is_search for fault in recording.of(FaultRecord))
-
-
-def _find_searches(found: Watched) -> "list[FaultRecord]":
-    """Return what is known of the steps that were skipped as a dynamic loss scale came down."""
-    from ..insight import FaultRecord
-
-    return [fault for one in found.recordings[:1] for fault in one.of(FaultRecord) if fault.is_search]
-
-
-def _tell_of_search(found: Watched, *, is_all: bool) -> None:
-    from ..insight import describe_search
-
-    searches = _find_searches(found)
-    if searches:
-        print(describe_search(searches, is_all=is_all), flush=True)
-
-
-def _tell_of_none(found: Watched, first: int, prog: str) -> int:
-    steps_taken = _count_seen(found, first)
-    if _are_all_skipped(found, first):
-        return 0
-    if found.recordings and steps_taken > 0 and (found.is_interrupted or not found.code):
-        checked = steps_taken - len(_find_searches(found))
-        print(f"every value fits, in {count_of(checked, 'step')}", flush=True)
-        if not found.is_interrupted:
-            return 0
-    if found.is_interrupted:
-        raise KeyboardInterrupt
-    ended = f"the script ended with exit code {found.code}" if found.code else "the script ended"
-    if not found.recordings:
-        problem = ended if found.code else "the script called no model and no amp.initialize"
-    elif not max(found.steps):
-        problem = f"{ended} without an optimizer step; the values that it computed fit"
-        if not found.code:
-            problem += ". Are weights changed by hand?"
-    elif steps_taken <= 0:
-        taken = count_of(max(found.steps), "optimizer step")
-        problem = f"{ended} after {taken}, but steps from {first} on were to be checked"
-    else:
-        problem = f"{ended} after {count_of(steps_taken, 'step')}, in which every value fits"
-    print_error(prog, "failed", problem)
-    return TROUBLE
-
-
-def _are_all_skipped(found: Watched, first: int) -> bool:
-    """Tell whether the script ended well, and each of its steps was skipped as a dynamic loss scale came down."""
-    return 0 < _count_seen(found, first) <= len(_find_searches(found)) and not found.code
-
-
-def _count_seen(found: Watched, first: int) -> int:
-    """Return how many steps were looked at, from `first` on: none before the script entered what was to be changed."""
-    begun = max((one.run.steps_before for one in found.recordings), default=0)
-    return max(found.steps, default=0) - max(first, begun)
 
 
 def _share(text: str) -> float:

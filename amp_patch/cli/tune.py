@@ -4,6 +4,7 @@ The script runs unmodified, as under `amp-patch run`, for a few steps: once in f
 """
 
 import argparse
+from dataclasses import fields
 
 from .scripts import ScriptRunner, add_script
 from .values import at_least, check_lists, new_file, oplist, positive
@@ -49,22 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     After Ctrl-C, 130. What was found by then is written.
     """
-    from ..insight import Tuner
+    from ..insight import TuneOptions, Tuner
 
     runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
-    tuner = Tuner(
-        runner,
-        opt_level=arguments.opt_level,
-        extends=arguments.extends,
-        units=arguments.units,
-        tolerance=arguments.tolerance,
-        steps=arguments.steps,
-        seed=arguments.seed,
-        max_runs=arguments.max_runs,
-        out=arguments.out,
-        log=_print,
-    )
+    names = {field.name for field in fields(TuneOptions)}
+    options = {name: value for name, value in vars(arguments).items() if name in names}
+    tuner = Tuner(runner, **options, log=_print)
     try:
         result = tuner.run()
     except KeyboardInterrupt:  # before the first list was tried

@@ -1,8 +1,11 @@
-"""Show what ran in which precision, and why. `import amp_patch` does not import this package."""
+"""Shows which op ran in which precision, and why. `import amp_patch` does not import this package."""
+
+__role__ = ""  # in reports of `insight`: see its `sites`
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import notebook as notebook
 from . import runs as runs
 
 if TYPE_CHECKING:
@@ -10,29 +13,33 @@ if TYPE_CHECKING:
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
+    from .causes import find_remedy as find_remedy
     from .comparing import compare as compare
+    from .fault_record import FaultRecord as FaultRecord
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
     from .recorder import explain as explain
     from .recorder import recording as recording
-    from .records import FaultRecord as FaultRecord
-    from .records import Recording as Recording
+    from .recordings import Recording as Recording
     from .text import format_recording as format_recording
     from .tracer import trace as trace
+    from .tuning.options import TuneOptions as TuneOptions
     from .tuning.result import TuneResult as TuneResult
     from .tuning.tuner import Tuner as Tuner
     from .tuning.tuner import tune as tune
 
 _HOMES = {
-    "FaultRecord": "records",
-    "Recording": "records",
+    "FaultRecord": "fault_record",
+    "Recording": "recordings",
+    "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
     "Tuner": "tuning.tuner",
     "compare": "comparing",
     "describe_further": "fault_text",
     "describe_search": "fault_text",
     "explain": "recorder",
+    "find_remedy": "causes",
     "format_fault": "fault_text",
     "format_recording": "text",
     "recording": "recorder",
@@ -45,7 +52,7 @@ __all__ = ["runs", *_MODULES, *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has the name when it is first asked for: a file is read, and printed, without torch."""
+    """Import a public name at its first use, so that recordings can be read and printed without torch."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

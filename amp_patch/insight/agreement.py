@@ -1,37 +1,38 @@
-"""Whether a training that was repaired trains as float32 does: what is finite may stand still all the same."""
+"""Whether a repaired training trains as float32 does. Its values may all be finite, and its loss may still not move."""
 
 import math
 from statistics import median
 
-from .records import CurveRecord, Recording
+from .recordings import Recording
+from .records import CurveRecord
 
-_FIRST = 0.1  # from equal weights, low precision puts a loss off by less than this share of it
-_SHARE = 0.2  # of how far the loss of float32 has moved
+_FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of it
+_SHARE = 0.2  # of the way that the loss of float32 has moved
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:
-    """Return the losses of a run, none where none was seen."""
+    """Return the losses of a run; none if no loss was seen."""
     return [curve for curve in recording.of(CurveRecord) if curve.losses]
 
 
 def describe_losses(curve: CurveRecord) -> str:
-    """Return how the loss of a run has moved."""
+    """Return the first and the last loss of a run as text."""
     return f"{curve.losses[0]:.4g} to {curve.losses[-1]:.4g}"
 
 
 def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
-    """Return in words by what a run differs from the one in float32 more than rounding explains, "" for nothing.
+    """Return how a run differs from the run in float32 by more than rounding explains; "" if it does not.
 
-    A step that is skipped as the loss scale comes down puts a run back, and is allowed for.
+    A run may lag by the steps that it skips while the loss scale comes down.
     """
     steps = min(len(repaired.losses), len(plain.losses))
     if not steps:
         return "there is no loss to compare with that of float32"
     losses, wanted = repaired.losses[:steps], plain.losses[:steps]
-    for what, values in (("in float32, too,", wanted), ("with the list,", losses)):
+    for run, values in (("in float32, too,", wanted), ("with the list,", losses)):
         bad = next((number for number, loss in enumerate(values) if not math.isfinite(loss)), None)
         if bad is not None:
-            return f"{what} the loss of step {bad} is {values[bad]}"
+            return f"{run} the loss of step {bad} is {values[bad]}"
     skipped = sum(number < steps for number in repaired.skipped)
     if skipped == steps:
         return f"all of the {steps} steps are skipped"
@@ -40,7 +41,7 @@ def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     moved = max(wanted) - min(wanted)
     last = max(steps // 4, 1)
     allowed = _FIRST * abs(median(wanted[-last:])) + (_SHARE + skipped / steps) * moved
-    if moved and max(losses) == min(losses):
+    if moved and max(losses) == min(losses):  # no step has changed the weights
         return f"the loss stays {losses[0]:.4g}, and in float32 it moves to {wanted[-1]:.4g}"
     if abs(median(losses[-last:]) - median(wanted[-last:])) > allowed:
         return f"the last losses are about {median(losses[-last:]):.4g}, and {median(wanted[-last:]):.4g} in float32"

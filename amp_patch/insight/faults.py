@@ -1,8 +1,8 @@
-"""`FaultFinder`: the first value that does not fit: what op made it, out of what, and why.
+"""`FaultFinder`: finds the first value that does not fit, the op that made it, and the evidence for its cause.
 
-A value fits where it is finite. What an op is given is looked at only where what it gives does not fit: an op whose
-inputs are finite is where the fault is, and whether the same op on the same inputs in float32 is finite says why.
-Values that do not fit are followed through the storages that ops write, so that each fault is told once.
+A value fits if it is finite. The inputs of an op are read only if its result does not fit. If they are finite, the
+fault is in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed
+through the storages that ops write, so that each fault is reported once.
 """
 
 import math
@@ -16,18 +16,20 @@ from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
 from ..session import Session, current
 from ..torch_dispatch import clone, get_node_number, is_random
-from .folding import Call
-from .naming import ModuleStack, is_backward_of_user, name_tensors
-from .ops import Op, Overload, compute_in_float32, find_factor, is_reduction
+from .causes import Course, diagnose
+from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, RegionKind, Value
+from .folding import OpCall
+from .naming import ModuleStack, name_tensors
+from .ops import Op, Overload, compute_in_float32
 from .recent import Blame, Recent
-from .records import FaultRecord
 from .repair import Repair
 from .rules import short
+from .sites import is_backward_of_user
+from .storages import Storages, is_of_scaled
 from .tensors import (
     floating_in,
     has_nan,
     is_finite,
-    is_whole,
     read_largest,
     read_largest_number,
     storage_of,
@@ -36,27 +38,45 @@ from .tensors import (
 from .written import Written
 
 TRAIL = 6
-"""How many ops before a fault are told."""
+"""The number of ops before a fault that its record names."""
 
 _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scaled_dot_product_")
-"""Ops that are given -inf by intention; NaN where all of a row is."""
-_SEEDS = ("ones_like", "full_like")
-"""Ops that make the gradient with which a backward pass begins."""
+"""Ops that are given -inf on purpose. They give NaN if a whole row is -inf."""
 
 
 class _Input(NamedTuple):
-    """A floating tensor as an op was given it, and the address of its storage."""
+    """A floating tensor as an op read it, and the address of its storage."""
 
     tensor: Tensor
     storage: int
 
 
+class _Output(NamedTuple):
+    """A result of an op.
+
+    Attributes:
+        op, position: the op, and the position of the result among its floating results.
+        tensor, written: the result, and what is known of it.
+        forward: the op of the forward pass whose gradient this is part of; None if unknown.
+    """
+
+    op: Op
+    position: int
+    tensor: Tensor
+    written: Written
+    forward: Written | None
+
+    @property
+    def has_nan(self) -> bool:
+        return math.isnan(self.written.largest)
+
+
 class FaultFinder:
-    """Looks at every op, in their order. Reads values on the host: on a GPU, each op is waited for.
+    """Looks at every op, in order. It reads values on the host, so on a GPU the host waits for each op.
 
     Args:
-        underflow: the share of values, from 0 to 1, that may become zero in 16 bits and are not in float32; None: any.
-        ignore: ops, by the last part of their name, whose values may be what they are.
+        underflow: the share of values, from 0 to 1, that may be zero in 16 bits and not in float32; None: any.
+        ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
     """
@@ -72,13 +92,13 @@ class FaultFinder:
         self._ignore = frozenset(ignore)
         self._get_scale = get_scale
         self._on_fault = on_fault
-        self._written: dict[int, Written] = {}
         self.step = 0
         self.faults: list[FaultRecord] = []
-        self.repair = Repair(underflow, get_scale, self._is_scaled)
+        self.storages = Storages()
+        self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
-        self._by_node: dict[int, Written] = {}  # of the forward pass
+        self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
 
     def watch(self, session: Session, running: ModuleStack) -> None:
         """Look at the ops of a session from now on."""
@@ -86,19 +106,15 @@ class FaultFinder:
         self._running = running
 
     def end_step(self) -> None:
-        """Forget storages, those of the next step are others; but for one step more what is known not to fit: gradients
-        and losses may be looked at when the step has ended.
-        """
-        self._written = {key: one for key, one in self._written.items() if one.is_known and not one.is_old}
-        for known in self._written.values():
-            known.is_old, known.parents, known.faults = True, (), frozenset()
+        """Forget the ops of the step."""
+        self.storages.end_step()
         self._recent.clear()
         self._by_node.clear()
-        self.repair = Repair(self._underflow, self._get_scale, self._is_scaled)
+        self.repair = Repair(self._underflow, self._get_scale, self.storages.is_scaled)
         self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments with copies of those whose memory the op is about to write, and reads before."""
+        """Return the arguments of an op, with copies of those that the op reads and then writes."""
         written = overload.written
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
@@ -109,318 +125,331 @@ class FaultFinder:
         )
         return copied
 
-    def look(self, op: Op, call: Call | None, number: int | None) -> None:
-        """Look at what an op gave.
+    def look(self, op: Op, call: OpCall | None, number: int | None) -> None:
+        """Look at the results of an op.
 
-        `call` is what the op is part of, None: of amp; `number` that of the node that it made in the graph of the
-        backward pass, None for none.
+        `call` is the call that the op is part of; None for an op of amp. `number` is the number of the autograd node
+        that the op made; None if it made none.
         """
         overload = op.overload
-        node, of, is_of_user = "", None, False
+        node, is_of_user, forward = "", False, None
         if op.node is not None:
             node, is_of_user = op.node.name(), is_backward_of_user(op.node)
-            if not is_of_user:
-                of = self._by_node.get(get_node_number(op.node))
+            forward = None if is_of_user else self._by_node.get(get_node_number(op.node))
         outputs = op.floating_results()
-        if overload.written and not outputs:  # but integers, which floating tensors may share their memory with
+        # An op in place that gives no floating tensor may write into the memory of one: `x.view(torch.int32).add_(1)`.
+        if overload.written and not outputs:
             for tensor in op.outputs():
-                self._written.pop(storage_of(tensor), None)
+                self.storages.forget(tensor)
         if overload.is_in_bulk:
-            self._pass_on(op, node, outputs)
+            self.storages.pass_on(op, node, outputs)
             return
-        parents = [known for tensor in op.inputs() if (known := self._written.get(storage_of(tensor))) is not None]
+        parents = self.storages.find_parents(op)
         if overload.has_one_output:
             outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
-        if is_of_user:  # whose lines can be changed
+        if is_of_user:  # the line of an op in a `backward` that the user wrote can be changed, so the op may be named
             for tensor, written in zip(outputs, made, strict=True):
                 written.is_low = tensor.dtype in LOW_DTYPES
-        if number is not None and of is not None:
-            self._by_node[number] = of
+        if number is not None and forward is not None:
+            self._by_node[number] = forward
         elif number is not None and made:
             self._by_node[number] = made[0]
-        looks_at_zeros = self._underflow is not None
         is_bad = not all(math.isfinite(written.largest) for written in made)
-        if is_bad or looks_at_zeros or self.repair.is_under_way:
-            with current.without_casts():
-                self.repair.follow(op, call, made, of)
+        if is_bad or self._underflow is not None or self.repair.is_under_way:
+            with current.without_casts():  # the ops below read values, and no list may act on them
+                # Before the checks: it would drop the twin of an output that a check has just made.
+                self.repair.follow(op, call, made, forward)
                 for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
-                    if not math.isfinite(written.largest):
-                        self._judge(op, index, tensor, written, call, of)
-                    elif looks_at_zeros and call is not None:
-                        self._judge_zeros(op, index, tensor, written, call)
+                    self._check(_Output(op, index, tensor, written, forward), call)
         for tensor, written in zip(outputs, made, strict=True):
-            self._keep(tensor, written)
+            self.storages.keep(tensor, written)
         if call is not None and made:
-            self._recent.add(op, made[0], is_backward=call.phase == "backward")
+            self._recent.keep(op, made[0], is_backward=call.phase == "backward")
 
-    def expect(self, op: Op, call: Call, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Have a line give in other modules what it gave in one, although they have not run."""
+    def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
+        """Note that a line gives inf in other modules, too, although these have not run."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
-    def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: Call | None) -> Written:
-        """Return what is known of an output; take down which op of the forward pass gave 16 bits, and how large."""
+    def enter_let_in(self, tensors: Iterable[Tensor]) -> None:
+        """Enter faults for values that came in and have reached some tensors: these values are no mask."""
+        for tensor in tensors:
+            known = self.storages.find(tensor)
+            if known is not None and known.let_in is not None and not known.is_known:
+                self._enter(known, known.let_in)
+
+    def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
+        """Return what is known of an output. Note its size, if it is a 16-bit output of the forward pass."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
-            known = [one for one in parents if one.is_scaled or one.op in _SEEDS]
-            written.is_scaled = bool(known) or not parents
+            written.is_scaled = not parents or any(map(is_of_scaled, parents))
             return written
         is_low = output.dtype in LOW_DTYPES
         written.describe(op, call, self._running.module_here() is not None, is_low)
-        written.summed = self._find_summed(op, output)
+        written.summed = self.storages.compute_summed(op, output)
         self.repair.made.append(written)
         if is_low and call.phase == "forward" and call.module:
             peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(output.dtype)), {})
             peak = peaks.setdefault(call.module, 0.0)
-            if math.isfinite(written.largest):  # else it may come of another module
+            if math.isfinite(written.largest):  # else the value may come from another module
                 peaks[call.module] = max(peak, written.largest)
         return written
 
-    def _is_scaled(self, tensor: Tensor) -> bool:
-        known = self._written.get(storage_of(tensor))
-        return known is None or known.is_scaled or known.op in _SEEDS
-
-    def _find_summed(self, op: Op, output: Tensor) -> float:
-        """Return how many times larger an output is than the mean of its terms."""
-        found = 1.0
-        for tensor in op.inputs():
-            known = self._written.get(storage_of(tensor))
-            if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
-                found = max(found, known.summed)
-        return found * find_factor(op, output) if found > 1 or is_reduction(op) else found
-
-    def find_summed(self, tensor: Tensor) -> float:
-        """Return how many times larger a loss is than the mean of its terms."""
-        known = self._written.get(storage_of(tensor))
-        return 1.0 if known is None else known.summed
-
-    def _keep(self, output: Tensor, written: Written) -> None:
-        storage = storage_of(output)
-        earlier = self._written.get(storage)
-        if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
-            # what does not fit may lie beside what was written
-            if math.isfinite(written.largest):
-                return
-            written.faults |= earlier.faults
-            written.is_known |= earlier.is_known
-        self._written[storage] = written
-
-    def _pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Take in an op that is not looked at."""
-        inputs = list(floating_in(op.inputs()))
-        known = [one for tensor in inputs if (one := self._written.get(storage_of(tensor))) and one.is_known]
-        for tensor in (*inputs, *outputs):
-            self._written.pop(storage_of(tensor), None)
-            if known:
-                self._written[storage_of(tensor)] = written = Written(op.overload.name, node, math.inf, known)
-                written.come_of(known)
-                written.size = tensor.untyped_storage().nbytes()
-
-    def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the faults that what does not fit in some tensors comes of, as far as that was seen."""
-        known = (self._written.get(storage_of(tensor)) for tensor in tensors)
-        return set().union(*(one.faults for one in known if one is not None))
-
-    def _judge(
-        self, op: Op, number: int, output: Tensor, written: Written, call: Call | None, of: Written | None
-    ) -> None:
-        """Find out what made an output that does not fit, and enter a fault if that is told first here."""
-        inputs = _read_inputs(op)
-        bad = [one for one in inputs if not math.isfinite(read_largest(one.tensor))]
-        known = [self._find_known(one) for one in bad]
-        if sources := [one for one in known if one is not None and one.is_known]:
-            written.come_of(sources)
-            return
-        if call is None or self._is_ignored(op, call):
-            return
-        if _has_such_number(op, written.largest) and call.phase != "backward":
-            return
-        strangers = [
-            one
-            for one, origin in zip(bad, known, strict=True)
-            if (origin is None or math.isfinite(origin.largest)) and not self._is_mask(one)
-        ]
-        is_made_here = math.isnan(written.largest) and not any(has_nan(one.tensor) for one in bad)
-        if strangers:
-            self._let_in(op, strangers[0], output, written, call)
-            return
-        for one, origin in zip(bad, known, strict=True):
-            if origin is None or math.isfinite(origin.largest):
-                written.let_in = self._make_let_in(op, one, output, written, call)
-            elif origin.let_in is not None:
-                written.let_in = origin.let_in
-        if is_made_here and written.let_in is not None and not op.overload.name.startswith(_TAKES_MASKS):
-            self._enter_let_in(written)
-        elif is_made_here or not bad:
-            written.is_known, written.faults = True, frozenset({len(self.faults)})
-            is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output, *(one.tensor for one in inputs)))
-            blame = self._find_reason(op, number, output, is_low=is_low)
-            in_float32 = math.inf
-            if blame.exact is not None:
-                in_float32 = read_largest(blame.exact)
-                wanted = list(blame.wanted)
-                if written.is_low and not (call.phase == "recompute" and self.faults):
-                    wanted.insert(0, written)
-                self.repair.begin(output, blame.exact, wanted)
-                if call.phase == "backward":
-                    self.repair.judge_gradient(output, blame.exact, of, is_scaled=written.is_scaled)
-            facts: dict[str, Any] = {"in_float32": in_float32, "lost": blame.lost}
-            facts["cause"] = "precision" if math.isfinite(in_float32) else "mathematics"
-            facts |= {"value": name_value(math.isnan(written.largest)), "is_of_rounding": bool(blame.wanted)}
-            self._enter(self._make(op, inputs, output, written, call, **facts))
-
-    def let_in(self, tensors: Iterable[Tensor]) -> None:
-        """Enter the faults of what came in and reaches some tensors: it was no mask."""
-        for tensor in tensors:
-            known = self._written.get(storage_of(tensor))
-            if known is not None and known.let_in is not None and not known.is_known:
-                self._enter_let_in(known)
-
-    def _enter_let_in(self, written: Written) -> None:
-        assert written.let_in is not None
-        written.is_known, written.faults = True, frozenset({len(self.faults)})
-        self._enter(written.let_in)
-
-    def _find_reason(self, op: Op, number: int, output: Tensor, *, is_low: bool) -> Blame:
-        """Compute an op in float32, if it was not; where that does not fit either, without the rounding of the ops
-        before it. There is nothing exact where float32 fits nowhere more than the output does.
-        """
-        exact = _compute_exact(op, number, output) if is_low else None
-        if exact is not None and is_finite(exact):
-            return Blame(exact)
-        blame = self._recent.explain(op, number)
-        if blame is not None:
-            self.repair.rounding += [one.item for one in blame.wanted if one.item is not None]
-            return blame
-        if exact is not None and not bool((exact.isfinite() & ~output.isfinite()).any()):
-            exact = None
-        return Blame(exact)  # what is left may be masked later
-
     def _find_name(self, storage: int) -> str:
-        """Return the name of the parameter or buffer in a storage, "" for another."""
+        """Return the name of the parameter or buffer in a storage, "" for another tensor."""
         for name, tensor in name_tensors(self._session.models()):
             if storage_of(tensor) == storage:
                 return name
         return ""
 
     def _find_master(self, storage: int) -> Tensor | None:
-        """Return the float32 master of the parameter in a storage, None for another."""
+        """Return the float32 master of the parameter in a storage, None for another tensor."""
         for model in self._session.models():
             for weight in model.parameters():
                 if storage_of(weight) == storage:
                     return self._session.find_master(weight)
         return None
 
-    def _find_known(self, one: _Input) -> Written | None:
-        """Return what is known of an input; of the step before, if its memory has not become another's since."""
-        known = self._written.get(one.storage)
-        if known is not None and known.is_old and known.size != one.tensor.nbytes:
-            return None
-        return known
+    # ---- values that do not fit --------------------------------------------------------------------------------------
 
-    def _is_ignored(self, op: Op, call: Call) -> bool:
+    def _check(self, output: _Output, call: OpCall | None) -> None:
+        if not math.isfinite(output.written.largest):
+            self._check_nonfinite(output, call)
+        elif self._underflow is not None and call is not None:
+            self._check_zeros(output, call, self._underflow)
+
+    def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
+        """Find out where an output that does not fit comes from, and enter a fault if it is seen here first."""
+        inputs = _read_inputs(output.op)
+        bad = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
+        known = [self.storages.find_at(given.storage, given.tensor.nbytes) for given in bad]
+        explained = [written for written in known if written is not None and written.is_known]
+        if explained:
+            output.written.explain_by(explained)
+            return
+        if call is None or self._is_accepted(output, call):
+            return
+        # An input that no op made is a stranger, unless it looks like a mask. A mask is kept as `let_in`: if it reaches
+        # the loss or becomes NaN, it was none.
+        strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
+        for given in strangers:
+            if not self._is_mask(given):
+                self._enter_stranger(output, call, given)
+                return
+        self._inherit_let_in(output, call, list(zip(bad, known, strict=True)))
+        is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad)
+        let_in = output.written.let_in
+        if is_nan_made_here and let_in is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
+            self._enter(output.written, let_in)
+        elif is_nan_made_here or not bad:
+            self._enter_made_here(output, call, inputs)
+
+    def _is_accepted(self, output: _Output, call: OpCall) -> bool:
+        """Return whether an op is ignored, or was given the very number that it gives, except in a backward pass."""
+        if self._is_ignored(output.op, call):
+            return True
+        return call.phase != "backward" and _has_such_number(output.op, output.written.largest)
+
+    def _is_ignored(self, op: Op, call: OpCall) -> bool:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
-    def _is_mask(self, one: _Input) -> bool:
-        """Tell whether a tensor that came in is one of those that are infinite by intention: a mask, a constant."""
-        if self._find_name(one.storage) and one.tensor.requires_grad:
+    def _is_mask(self, given: _Input) -> bool:
+        """Return whether a tensor that came in is infinite on purpose: a mask or a constant."""
+        if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
-        infinite = one.tensor[~one.tensor.isfinite()]
-        return bool((infinite == -math.inf).all()) or (one.tensor.dim() == 0 and not has_nan(infinite))
+        infinite = given.tensor[~given.tensor.isfinite()]
+        return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _let_in(self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call) -> None:
-        name = self._find_name(stranger.storage)
-        self._written[stranger.storage] = known = Written(name, "", math.inf, ())
-        known.is_known, known.faults = True, frozenset({len(self.faults)})
-        written.come_of([known])
-        facts: dict[str, Any] = {}
-        exact = self._find_master(stranger.storage)
-        if exact is not None and exact.shape == stranger.tensor.shape and is_finite(exact):
-            self.repair.begin(stranger.tensor, exact, [written])
-            self.repair.follow(op, call, [written], None)
-            facts["in_float32"] = read_largest(exact)
-        self._enter(self._make_let_in(op, stranger, output, written, call, **facts))
+    def _inherit_let_in(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
+        """Note the fault that an output would be if the masks that it is made from turn out to be none."""
+        for given, source in bad:
+            if source is None or not _is_from_op(source):
+                output.written.let_in = self._make_let_in(output, call, given)
+            elif source.let_in is not None:
+                output.written.let_in = source.let_in
+
+    def _enter_stranger(self, output: _Output, call: OpCall, stranger: _Input) -> None:
+        """Enter a fault for an input that no op made. The float32 master of a weight may be finite."""
+        source = Written(self._find_name(stranger.storage), "", math.inf, ())
+        self.storages.put(stranger.storage, source)
+        source.explain_by_fault(len(self.faults))
+        output.written.explain_by([source])
+        in_float32 = None
+        master = self._find_master(stranger.storage)
+        if master is not None and master.shape == stranger.tensor.shape and is_finite(master):
+            # The rest of the step is computed as if the weight had been its float32 master.
+            self.repair.begin(stranger.tensor, master, [output.written])
+            self.repair.follow(output.op, call, [output.written], None)
+            in_float32 = read_largest(master)
+        self._enter(source, self._make_let_in(output, call, stranger, in_float32))
 
     def _make_let_in(
-        self, op: Op, stranger: _Input, output: Tensor, written: Written, call: Call, **facts: Any
+        self, output: _Output, call: OpCall, stranger: _Input, in_float32: float | None = None
     ) -> FaultRecord:
-        facts |= {"value": name_value(has_nan(stranger.tensor)), "parameter": self._find_name(stranger.storage)}
-        return self._make(op, [stranger], output, written, call, cause="came in", **facts)
+        return self._make(
+            output,
+            call,
+            [stranger],
+            name_value(has_nan(stranger.tensor)),
+            in_float32=in_float32,
+            parameter=self._find_name(stranger.storage),
+            came_in=True,
+        )
 
-    def _judge_zeros(self, op: Op, number: int, output: Tensor, written: Written, call: Call) -> None:
-        """Enter a fault if more of an output is zero than may be, and is not in float32."""
-        if output.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
+    def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
+        """Enter a fault for an op that makes from finite inputs what does not fit, and start its repair."""
+        written, is_backward = output.written, call.phase == "backward"
+        is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
+        blame = self._find_blame(output, is_low=is_low)
+        in_float32 = None
+        if blame.exact is not None:
+            in_float32 = none_if_inf(read_largest(blame.exact))
+            wanted = list(blame.wanted)
+            # A checkpoint runs the op again that has given a fault in the forward pass. It needs no second entry.
+            is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
+            if written.is_low and not is_seen_in_forward:
+                wanted.insert(0, written)
+            self.repair.begin(output.tensor, blame.exact, wanted)
+            if is_backward:
+                self.repair.fit_gradient(output.tensor, blame.exact, output.forward, is_scaled=written.is_scaled)
+        fault = self._make(
+            output,
+            call,
+            inputs,
+            name_value(output.has_nan),
+            in_float32=in_float32,
+            lost=blame.lost,
+            is_of_rounding=bool(blame.wanted),
+        )
+        self._enter(written, fault)
+
+    def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
+        """Compute an op in float32 if it ran in 16 bits, and then also without the rounding of the ops before it.
+
+        `exact` is None if float32 is finite nowhere that the output is not.
+        """
+        exact = _compute_exact(output) if is_low else None
+        if exact is not None and is_finite(exact):
+            return Blame(exact)
+        blame = self._recent.find_blame(output.op, output.position)
+        if blame is not None:
+            self.repair.rounding += [written.culprit for written in blame.wanted if written.culprit is not None]
+            return blame
+        if exact is not None and not bool((exact.isfinite() & ~output.tensor.isfinite()).any()):
+            exact = None
+        return Blame(exact)  # a later op may mask the values that are not finite
+
+    def _check_zeros(self, output: _Output, call: OpCall, underflow: float) -> None:
+        """Enter a fault if a larger share of an output than `underflow` is zero, and is not zero in float32."""
+        tensor, op = output.tensor, output.op
+        if tensor.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
-        exact = _compute_exact(op, number, output)
+        exact = _compute_exact(output)
         if exact is None:
             return
         held = exact != 0
-        share = int((held & (output == 0)).count_nonzero()) / max(int(held.count_nonzero()), 1)
-        assert self._underflow is not None
-        if share > self._underflow:
-            facts = {"value": "zero", "in_float32": read_largest(exact), "share": share}
-            if call.phase == "backward" and written.is_scaled:
-                self.repair.begin(output, exact, ())
-                self.repair.raise_scale(output, exact)
-            else:
-                self.repair.begin(output, None, [written])
-            self._enter(self._make(op, _read_inputs(op), output, written, call, cause="precision", **facts))
+        share = int((held & (tensor == 0)).count_nonzero()) / max(int(held.count_nonzero()), 1)
+        if share <= underflow:
+            return
+        if call.phase == "backward" and output.written.is_scaled:
+            self.repair.begin(tensor, exact, ())
+            self.repair.raise_scale(tensor, exact)
+        else:
+            self.repair.begin(tensor, None, [output.written])
+        in_float32 = none_if_inf(read_largest(exact))
+        self._add(self._make(output, call, _read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
 
-    def _enter(self, fault: FaultRecord) -> None:
+    def _enter(self, written: Written, fault: FaultRecord) -> None:
+        """Add a fault, and note that it explains what was written."""
+        written.explain_by_fault(len(self.faults))
+        self._add(fault)
+
+    def _add(self, fault: FaultRecord) -> None:
         self.faults.append(fault)
         self._on_fault()
 
     def _make(
-        self, op: Op, inputs: Sequence[_Input], output: Tensor, written: Written, call: Call, **facts: Any
+        self,
+        output: _Output,
+        call: OpCall,
+        inputs: Sequence[_Input],
+        value: Value,
+        *,
+        in_float32: float | None,
+        share: float | None = None,
+        lost: float | None = None,
+        is_of_rounding: bool = False,
+        parameter: str = "",
+        came_in: bool = False,
     ) -> FaultRecord:
-        if "share" not in facts:
-            facts["share"] = int((~output.isfinite()).count_nonzero()) / output.numel()
-        is_unscaled = call.phase == "backward" and not written.is_scaled and facts["cause"] != "came in"
-        return FaultRecord(
-            step=self.step,
-            phase=call.phase,
-            aten=op.overload.name,
-            node=written.node.rpartition("::")[2],
-            module=call.module,
-            op=call.op,
-            rule=call.rule,
-            entry=call.entry,
-            listed=call.listed,
-            region=call.region,
-            site=call.site.place,
-            given=tuple(short(one.tensor.dtype) for one in inputs),
-            out=short(output.dtype),
-            largest=max((read_largest_number(one.tensor) for one in inputs), default=0.0),
+        """Return the record of a fault. Its cause may change when the step ends."""
+        written, tensor = output.written, output.tensor
+        if share is None:
+            share = int((~tensor.isfinite()).count_nonzero()) / tensor.numel()
+        # Some values of a backward pass carry no loss scale, such as the square that divides in the gradient of 1 / x.
+        is_unscaled = call.phase == "backward" and not written.is_scaled and not came_in
+        origin = Origin(
+            module=call.module or None,
+            op=call.op or None,
+            rule=call.rule or None,
+            entry=call.entry or None,
+            listed=call.listed or None,
+            region=RegionKind(call.region) if call.region else None,
+            site=call.site.place or None,
+            aten=output.op.overload.name,
+            node=_shorten_node(written.node) or None,
+            given=tuple(short(given.tensor.dtype) for given in inputs),
+            out=short(tensor.dtype),
+            share=share,
+            parameter=parameter or None,
+            came_in=came_in,
+        )
+        evidence = Evidence(
+            largest=max((read_largest_number(given.tensor) for given in inputs), default=0.0),
+            in_float32=in_float32,
             loss_scale=1.0 if is_unscaled else self._get_scale(),
             trail=tuple(_trail(written)),
-            **facts,
+            is_of_rounding=is_of_rounding,
+            lost=lost,
         )
+        fault = FaultRecord(self.step, Phase(call.phase), value, Cause.MATHEMATICS, origin=origin, evidence=evidence)
+        return diagnose(fault, Course())
+
+
+def _is_from_op(source: Written | None) -> bool:
+    """Return whether an op that was seen made a value that does not fit, by what is known of its storage."""
+    return source is not None and not math.isfinite(source.largest)
 
 
 def _read_inputs(op: Op) -> list[_Input]:
-    """Return the floating tensors that an op read, as they were before it, and where they are."""
+    """Return the floating tensors that an op read, with the values before it, and the addresses of their storages."""
     given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
     if op.overload.is_overwriting:
         given, copies = given[1:], copies[1:]
     elif (out := op.kwargs.get("out")) is not None:
-        given, copies = [one for one in given if one is not out], [one for one in copies if one is not out]
+        given, copies = [value for value in given if value is not out], [value for value in copies if value is not out]
     pairs = zip(floating_in(given), floating_in(copies), strict=True)
     return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
 
 
-def _compute_exact(op: Op, number: int, output: Tensor) -> Tensor | None:
-    """Return an output in float32, None where that cannot be computed."""
-    results = compute_in_float32(op)
-    if len(results) > number and results[number].shape == output.shape:
-        return results[number]
+def _compute_exact(output: _Output) -> Tensor | None:
+    """Return an output in float32, or None if it cannot be computed."""
+    results = compute_in_float32(output.op)
+    if len(results) > output.position and results[output.position].shape == output.tensor.shape:
+        return results[output.position]
     return None
 
 
-def name_value(is_nan: bool) -> str:
-    """Return how records call a value that does not fit."""
-    return "nan" if is_nan else "inf"
+def name_value(is_nan: bool) -> Value:
+    """Return the word of records for a value that is not finite."""
+    return Value.NAN if is_nan else Value.INF
+
+
+def none_if_inf(largest: float) -> float | None:
+    """Return None for inf: records have no number where float32 holds none."""
+    return None if math.isinf(largest) else largest
 
 
 def _by_fit(value: float) -> float:
@@ -428,16 +457,21 @@ def _by_fit(value: float) -> float:
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
-    """Tell whether an op was given a number like what it gives: inf, or NaN, which comes of inf by mistake alone."""
+    """Return whether an op was given inf and gives inf, or NaN and NaN. NaN from inf is a mistake of the script."""
     is_alike = math.isnan if math.isnan(largest) else math.isinf
-    return any(isinstance(one, float) and is_alike(one) for one in (*op.args, *op.kwargs.values()))
+    return any(isinstance(value, float) and is_alike(value) for value in (*op.args, *op.kwargs.values()))
+
+
+def _shorten_node(node: str) -> str:
+    """Return the name of an autograd node without its namespace; of a Function of the user, its class."""
+    return node.rpartition("::")[2]
 
 
 def _trail(written: Written) -> Iterator[tuple[str, float]]:
-    """Yield the ops that led to one, the latest first: of several that it read, the one of the largest magnitude."""
+    """Yield the ops that led to a value, the latest first: of several inputs, the one of the largest magnitude."""
     for _ in range(TRAIL):
         if not written.parents:
             return
-        written = max(written.parents, key=lambda one: _by_fit(one.largest))
-        node = written.node.rpartition("::")[2]  # of a Function of the user's, its class
+        written = max(written.parents, key=lambda parent: _by_fit(parent.largest))
+        node = _shorten_node(written.node)
         yield f"{written.op} in {node}" if node else written.op, written.largest

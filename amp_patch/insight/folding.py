@@ -1,26 +1,31 @@
-"""`Folding`: calls that are alike, folded into one record with their number: memory goes by lines of code."""
+"""`Folding`: folds equal calls into one record that counts them, so memory grows with lines of code, not with calls."""
 
 import threading
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from .naming import Site
 from .records import OpRecord, UndoneCastRecord
 from .rules import short
+from .sites import Site
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """One call while it runs, and as long as ops of its backward pass may come.
+class OpCall:
+    """One call of an op, kept while it runs and while ops of its backward pass may follow.
 
     Attributes:
-        listed: the name by which the lists have the op, "" for one that is on none.
+        op: the spelling that was called, or `aten.` and the name of the op.
+        module: the name of the innermost module that runs.
+        site: the line of the script.
+        phase: as in `OpRecord`; so are `rule`, `entry`, `region`, `given`, `out`, `ran` and `casts`.
+        listed: the name of the op in the lists; "" for an op on no list.
         target: the dtype that the rule asks for, or None.
-        sources: addresses of the tensors that are to be cast for it; `copied`: of those that were.
-        cast_dtypes: from and to which dtypes it cast.
+        sources: addresses of the tensors that have to be cast for the call.
+        copied: addresses of the tensors that were cast.
+        cast_dtypes: pairs of the dtypes from and to which tensors were cast.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast of the script's to a dtype that its line names, and not to another tensor's.
+        names_dtype: whether it is a cast of the script to a dtype that its line names, not to the dtype of a tensor.
     """
 
     op: str
@@ -44,10 +49,10 @@ class Call:
 
 
 class Folding:
-    """The records so far, in the order in which the first of each kind came. Calls come from any thread.
+    """The records so far, each in the place of its first call. Any thread may add calls.
 
     Args:
-        keeps_ops: False: nothing is recorded.
+        keeps_ops: whether anything is recorded.
     """
 
     def __init__(self, *, keeps_ops: bool = True) -> None:
@@ -57,14 +62,14 @@ class Folding:
         self._undone: dict[UndoneCastRecord, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, call: Call) -> None:
-        """Take in a call that has ended."""
+    def count(self, call: OpCall) -> None:
+        """Count a call that has ended."""
         if not self.keeps_ops:
             return
         avoided = 0
         if call.target is not None:
             target = short(call.target)
-            if target in call.ran or target in call.out:  # else it ran as it was written: with out=, say
+            if target in call.ran or target in call.out:  # else the rule did not act, as for a call with out=
                 avoided = len(call.sources - call.copied)
         record = OpRecord(
             *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),
@@ -76,15 +81,15 @@ class Folding:
             counts[1] += call.casts
             counts[2] += avoided
 
-    def add_undone(self, producer: Call, consumer: Call, outside: str, between: str) -> None:
-        """Take in a cast that undoes one of the call before."""
+    def count_undone(self, producer: OpCall, consumer: OpCall, outside: str, between: str) -> None:
+        """Count a cast of `consumer` that undoes a cast of `producer`."""
         if not self.keeps_ops:
             return
         record = UndoneCastRecord(self.step, consumer.module, producer.op, consumer.op, outside, between)
         with self._lock:
             self._undone[record] = self._undone.get(record, 0) + 1
 
-    def ops(self) -> list[OpRecord]:
+    def make_op_records(self) -> list[OpRecord]:
         """Return the records of ops."""
         with self._lock:
             return [
@@ -92,7 +97,7 @@ class Folding:
                 for record, (calls, casts, avoided) in self._ops.items()
             ]
 
-    def undone(self) -> list[UndoneCastRecord]:
+    def make_undone_records(self) -> list[UndoneCastRecord]:
         """Return the records of casts that undo each other."""
         with self._lock:
             return [replace(record, calls=calls) for record, calls in self._undone.items()]

@@ -1,4 +1,8 @@
-"""Records as lines of JSON, and back."""
+"""Records as lines of JSON, and back.
+
+A field whose type is a dataclass is a part of its record. Its own fields are keys of the record in JSON. A field that
+`absent` declares is None in Python and has another value in JSON.
+"""
 
 import json
 import math
@@ -6,7 +10,8 @@ import reprlib
 import stat
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import Field, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_args, get_origin
 
@@ -16,20 +21,19 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""Bytes of a line: a file without any, such as one of zeros, is not read into memory."""
+"""Bytes of a line. A longer line is refused, so that a file without line ends is never read into memory."""
 
 MAX_INT = 1 << 63
 
 
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
-    """Yield the data of each line of a file and its record, of the class that `kinds` has for it; None for a kind that
-    only a later version knows.
+    """Yield the data of each line of a file, and its record; None for a kind that only a later version knows.
 
-    A file may come from anybody: a record has values of the types that its fields have, and texts without control
-    characters, which a terminal would obey. Raises RecordError for any other file.
+    `kinds` has the class of each kind. The file need not be trusted: values have the types of their fields, and texts
+    have no control characters, which a terminal would execute. Raises RecordError for any other file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device no end
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end
             raise RecordError(f"{path}: not a regular file; give the path of a recording")
         with path.open("rb") as stream:
             yield from _read_stream(stream, path, kinds)
@@ -69,26 +73,37 @@ def _read_line(line: bytes, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any
     kind = kinds.get(name or "")
     if kind is None:
         return data, None
-    values = {
-        field.name: to_type(data[field.name], field.type, field.name)
-        for field in fields(kind)  # type: ignore[arg-type]
-        if field.name in data
-    }
-    return data, kind(**values)
+    return data, _build(kind, data)
+
+
+def _build(kind: type[R], data: Mapping[str, Any]) -> R:
+    """Return a record, or a part of one, from the keys of a line. A key that is missing has the default."""
+    values: dict[str, Any] = {}
+    for declared in fields(kind):  # type: ignore[arg-type]
+        name, type_of_field = declared.name, declared.type
+        if is_dataclass(type_of_field):
+            values[name] = _build(type_of_field, data)  # type: ignore[arg-type]
+        elif name in data and _is_stored(declared):  # a file of an earlier version lacks later keys
+            is_none = "absent" in declared.metadata and data[name] == plain(declared.metadata["absent"])
+            values[name] = None if is_none else to_type(data[name], type_of_field, name)
+    return kind(**values)
 
 
 def to_type(value: Any, kind: Any, name: str) -> Any:
-    """Return a value of JSON as one of a field's type: lists are tuples there, and the names of inf and NaN are floats.
-    Raises TypeError for a value that is of another type, by the name of its field.
+    """Return a value of JSON as the type of a field: lists become tuples, and the names of inf and NaN floats.
+
+    Raises TypeError, with the name of the field, for a value of another type.
     """
     if isinstance(kind, types.UnionType):
         if value is None and type(None) in get_args(kind):
             return None
-        (kind,) = (one for one in get_args(kind) if one is not type(None))
+        (kind,) = (member for member in get_args(kind) if member is not type(None))
     if get_origin(kind) is tuple and isinstance(value, list):
         return _to_tuple(value, get_args(kind), name)
     if kind is str and isinstance(value, str):
         return make_printable(value)
+    if isinstance(kind, type) and issubclass(kind, Enum) and value in [member.value for member in kind]:
+        return kind(value)
     if kind is float and value in ("inf", "-inf", "nan"):
         return float(value)
     if kind is float and type(value) in (int, float) and (isinstance(value, float) or abs(value) < MAX_INT):
@@ -108,12 +123,33 @@ def _to_tuple(values: list[Any], kinds: tuple[Any, ...], name: str) -> tuple[Any
     return tuple(to_type(value, kind, name) for value, kind in zip(values, kinds, strict=True))
 
 
+def absent(value: Any) -> Any:
+    """Declare a field that is None by default, and whose None is stored as `value`."""
+    return field(default=None, metadata={"absent": value})
+
+
+def flatten(record: Any) -> dict[str, Any]:
+    """Return the fields of a record and of its parts by name, as they are stored."""
+    flat: dict[str, Any] = {}
+    for declared in fields(record):
+        value = getattr(record, declared.name)
+        if is_dataclass(value):
+            flat.update(flatten(value))
+        elif _is_stored(declared):
+            flat[declared.name] = declared.metadata.get("absent") if value is None else value
+    return flat
+
+
+def _is_stored(declared: Field[Any]) -> bool:
+    return bool(declared.metadata.get("is_stored", True))
+
+
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """Return a value as JSON can hold it: inf and NaN are strings, tuples lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return value

@@ -1,20 +1,24 @@
-"""Recordings, faults and comparisons as notebooks and `print` show them: plain tables, without style or script."""
+"""What `print` and notebooks show of recordings, faults and comparisons: plain tables, without style or script."""
 
 from collections.abc import Iterable, Sequence
 
+from . import display
 from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
+from .fault_record import FaultRecord
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
-from .records import ComparisonRecord, FaultRecord, Recording, RunRecord
+from .recordings import Recording
+from .records import ComparisonRecord, RunRecord
 from .report.markup import Markup, element, join
 from .text import OP_COLUMNS, choose_forward, describe_recording, entitle_recording, format_recording, op_cells
 
 ROWS = 200
-"""So many rows of ops are shown at most."""
+"""The most rows of ops that are shown."""
 
 
-def recording_as_text(recording: Recording) -> str:
-    """Return a recording as the command that makes such a one prints it."""
+@display.as_text.register
+def _format_recording(recording: Recording) -> str:
+    """Return a recording as the command that makes it prints it."""
     if recording.of(ComparisonRecord):
         return format_comparison(Summary(recording))
     if recording.ops:
@@ -22,26 +26,29 @@ def recording_as_text(recording: Recording) -> str:
     return f"{entitle_recording(recording)}\n{format_faults(recording)}"
 
 
-def fault_as_text(fault: FaultRecord) -> str:
+@display.as_text.register
+def _format_fault(fault: FaultRecord) -> str:
     """Return a fault as `amp-patch trace` prints it."""
     return format_fault(fault, None)
 
 
-def recording_in_a_line(recording: Recording) -> str:
-    """Return a line that says what a recording is of."""
+@display.as_line.register
+def _name_recording(recording: Recording) -> str:
+    """Return a line that says what a recording holds."""
     if recording.of(ComparisonRecord):
         return f"Comparison: {heading(Summary(recording))}"
-    what = f"{sum(op.calls for op in recording.ops)} calls of ops"
+    contents = f"{sum(op.calls for op in recording.ops)} calls of ops"
     if not recording.ops:
-        what = format_faults(recording).partition("\n")[0]
-    return f"Recording: {entitle_recording(recording)}; {what}"
+        contents = format_faults(recording).partition("\n")[0]
+    return f"Recording: {entitle_recording(recording)}; {contents}"
 
 
-def show_recording(recording: Recording) -> Markup:
-    """Return the faults of a recording; of one without, its runs if it compares some, else its ops."""
+@display.as_html.register
+def _show_recording(recording: Recording) -> Markup:
+    """Return the runs of a comparison; else the faults of a recording, or its ops if it has no faults."""
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
-    faults = [fault for fault in recording.of(FaultRecord) if not fault.is_search]
+    faults = recording.faults
     if faults:
         further = [element("p", line) for line in describe_further(faults)]
         return join([show_fault(faults[0], recording.run), *further])
@@ -49,13 +56,14 @@ def show_recording(recording: Recording) -> Markup:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_forward(recording)
     heading, *notes = describe_recording(recording)
-    if len(ops) > ROWS:
+    if len(ops) > ROWS:  # a notebook keeps its output in the file
         notes.insert(0, f"{len(ops) - ROWS} more rows: format_recording has them")
     return join([element("p", heading), _table(OP_COLUMNS, map(op_cells, ops[:ROWS])), _list(notes)])
 
 
+@display.as_html.register
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
-    """Return a fault as a table of two columns, lists as they are to be written."""
+    """Return a fault as a table of two columns, with lists as a user has to write them."""
     named: dict[str, list[str]] = {}
     for name, line in describe_fault(fault, run):
         named.setdefault(name or list(named)[-1], []).append(line)
@@ -66,8 +74,9 @@ def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
     return join([element("p", entitle_fault(fault)), element("table", *rows)])
 
 
+@display.as_html.register
 def show_comparison(summary: Summary) -> Markup:
-    """Return a row for each run, and what there is to know of all."""
+    """Return a row for each run, and the footnotes."""
     columns, rows = tabulate(summary.rows())
     table = _table(columns, [[cell.text for cell in row] for row in rows])
     return join([element("p", heading(summary)), table, _list(list(footnotes(summary)))])

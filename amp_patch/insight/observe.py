@@ -1,10 +1,10 @@
 """`Observer`: sees every call of a listed op from above, and every op that torch dispatches from below.
 
-A cover around each replacement that the session installed knows what was called, by which line of which list, and what
-it was given; a dispatch mode below knows what the kernels got. The cover of a call is on a stack while it runs, and
-autograd numbers the nodes that it makes, by which ops of the backward pass are told to the call that they are of.
+A cover around each function that the session patched sees the call: its name, the line of the list that decides, and
+the arguments. A dispatch mode below sees the tensors that the kernels get. The call is on a stack while its cover runs.
+Autograd numbers the nodes that the call makes, and these numbers assign the ops of the backward pass to the call.
 
-No tensor is kept and none is read: a recorded run computes what it computes without.
+No tensor is kept or read, so a recorded run computes the same results as without a recording.
 """
 
 import threading
@@ -31,20 +31,25 @@ from ..torch_dispatch import (
     leave_mode,
 )
 from .faults import FaultFinder
-from .folding import Call, Folding
-from .naming import ModuleStack, Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
+from .folding import Folding, OpCall
+from .naming import ModuleStack
 from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
+from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .tensors import address_of, storage_of, tensors_in
 
 
-class _OfThread(threading.local):
-    """What an observer knows of a thread: the calls that run, whether it sees or has paused, and how many nodes of
-    autograd there were.
+class _ThreadState(threading.local):
+    """The state of an observer in one thread.
+
+    Attributes:
+        calls: the listed call that runs, if there is one.
+        is_below: whether the dispatch mode is on; `is_paused`: whether `pause` has turned it off.
+        nodes: the number of autograd nodes so far.
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
         self.is_below = self.is_paused = False
         self.nodes: int | None = None
 
@@ -54,8 +59,8 @@ class Observer:
 
     Args:
         session: whose ops are observed.
-        folding: takes the calls in.
-        finder: looks at what ops compute, where it is asked to.
+        folding: counts the calls.
+        finder: looks at the values that ops compute; None: nothing does.
     """
 
     def __init__(self, session: Session, folding: Folding, finder: FaultFinder | None = None) -> None:
@@ -68,17 +73,17 @@ class Observer:
         self.finder = finder
         if finder is not None:
             finder.watch(session, self._running)
-        self._local = _OfThread()
-        self._by_node: dict[int, Call] = {}
-        self._writers: dict[int, Call] = {}  # of a storage, by its address: the call whose op wrote it last
+        self._local = _ThreadState()
+        self._by_node: dict[int, OpCall] = {}
+        self._writers: dict[int, OpCall] = {}  # by the address of a storage: the call that wrote it last
         self._below = _Below(self)
         self._covers: list[Callable[..., Any]] = []
         self._undo = UndoStack()
         self.is_on = False
-        self.has_seen = False  # any op
+        self.has_seen = False  # an op
 
     def start(self) -> None:
-        """Observe from now on, in this thread what is unlisted too."""
+        """Observe from now on: listed ops in all threads, and other ops in this one."""
         self.is_on = True
         self._undo.callback(references.uncover, self._patcher, self._covers)
         self._undo.callback(self._running.close)
@@ -88,9 +93,10 @@ class Observer:
         self._below.__enter__()
 
     def stop(self) -> None:
-        """Leave everything as it was. Harmless twice; called in another thread than `start`, call it there again, too.
+        """Remove all covers and the dispatch mode. Harmless twice.
 
-        What took hold of a cover and cannot be found calls what the cover is around.
+        Only the thread that called `start` can remove the mode, so after a call in another thread, call it there again.
+        A cover that something else still holds calls the function that it covers.
         """
         self.is_on = False
         leave_mode(self._below)
@@ -99,7 +105,7 @@ class Observer:
         self.end_step()
 
     def pause(self) -> None:
-        """See nothing of this thread until `go_on`."""
+        """Stop observing this thread until `go_on`."""
         if leave_mode(self._below):
             self._local.is_below, self._local.is_paused = False, True
 
@@ -110,7 +116,7 @@ class Observer:
             self._below.__enter__()
 
     def end_step(self) -> None:
-        """Forget what belongs to the step: nodes and storages of the next are others."""
+        """Forget the nodes and storages of the step."""
         self._by_node.clear()
         self._writers.clear()
         if self.finder is not None:
@@ -124,31 +130,32 @@ class Observer:
         op, spelling = spelled(owner, name), self._rules.find_spelling(owner, name, replacement)
 
         def cover(*args: Any, **kwargs: Any) -> Any:
+            # Only the outermost listed call is recorded: F.linear, and not the addmm that it calls.
             if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
-            if site.by == "amp":
+            if site.by == "amp":  # scales and masters are no ops of the script
                 return replacement(*args, **kwargs)
-            calls, call = self._local.calls, Call(op, self._running.here(), site, self._phase(None, site))
+            calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
             try:
                 self._describe(call, spelling, [*args, *kwargs.values()])
                 if self._local.is_below:
                     result = replacement(*args, **kwargs)
-                else:
+                else:  # torch keeps dispatch modes for each thread
                     with self._below:
                         result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
-            finally:  # a recomputation is stopped by an exception
+            finally:  # an exception also stops a recomputation that has all that it needs
                 calls.clear()
-                self._folding.add(call)
+                self._folding.count(call)
             return result
 
         self._covers.append(cover)
         return cover
 
-    def _describe(self, call: Call, spelling: op_lists.Spelling | None, values: Sequence[Any]) -> None:
-        """Enter what a call of an op is given, by which rule it is to run, and what that will have to cast."""
+    def _describe(self, call: OpCall, spelling: op_lists.Spelling | None, values: Sequence[Any]) -> None:
+        """Note the arguments of a call, the rule that decides, and the tensors that this rule casts."""
         module = self._running.module_here()
         call.given = tuple(short(tensor.dtype) for tensor in tensors_in(values))
         call.is_reached = self._is_reached()
@@ -157,7 +164,7 @@ class Observer:
             return
         mode = self._switch.mode_here()
         if mode is Mode.OFF and self._switch.autocast is not None:
-            return  # outside of autocast no list says anything
+            return  # lists do not act outside of autocast
         call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
         call.listed = spelling.entry.op
         if mode is not Mode.BY_LISTS:
@@ -171,32 +178,32 @@ class Observer:
             for tensor in tensors_in(values):
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
                     call.sources.add(address_of(tensor))
-            call.sources.discard(0)
+            call.sources.discard(0)  # the address of tensors that hide theirs
 
     def _is_reached(self) -> bool:
-        """Tell whether lists act on what this thread runs now; where the level casts the model, its rules always do."""
+        """Return whether lists act in this thread now. At a level that casts the model, its rules always do."""
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
     # ---- from below --------------------------------------------------------------------------------------------------
 
-    def note(self, op: Op) -> Call | None:
-        """Take in one op that torch has dispatched, of this thread. Return the call that it is of."""
+    def note(self, op: Op) -> OpCall | None:
+        """Note an op that torch has dispatched in this thread. Return its call; None for an op of amp."""
         self.has_seen = True
         overload, node, calls = op.overload, op.node, self._local.calls
         number = None
         count = count_nodes()
         if self._local.is_below and count != self._local.nodes:
-            number = count - 1  # of the forward pass, or of a backward pass that is to have a gradient itself
+            number = count - 1  # in the forward pass, or in a backward pass with create_graph=True
         self._local.nodes = count
         if number is not None and calls:
             self._by_node[number] = calls[-1]
         if overload.is_silent:
-            return None  # a view has the storage of what it is of
+            return None  # a view shares the storage of its base, which is known already
         inputs, outputs = op.inputs(), op.outputs()
         cast = None
         if overload.is_copy:
             cast = _find_cast(overload.packet, inputs, outputs)
-        call: Call | None
+        call: OpCall | None
         if calls:
             call = calls[-1]
             self._note_inside(call, cast, inputs)
@@ -212,17 +219,17 @@ class Observer:
         return call
 
     def note_overflow(self, op: Op) -> None:
-        """Take in an op that torch refuses to run, since a number that it is given does not fit into 16 bits."""
+        """Note an op that torch refuses to run because a number among its arguments does not fit into 16 bits."""
         if self.finder is None:
             return
         low = [tensor.dtype for tensor in op.inputs() if tensor.dtype in LOW_DTYPES]
         exact = compute_in_float32(op)
         if low and exact:
             call = self.note(op._replace(result=exact[0].to(low[0])))
-            if call is not None:  # the script ends before its like run the same line
+            if call is not None:  # the script ends before other modules of the same class run this line
                 self.finder.expect(op, call, low[0], self._running.names_of_like())
 
-    def _note_inside(self, call: Call, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
+    def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
             call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
             return
@@ -230,13 +237,14 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
+        # The op before cast its input down, and gave back what this call casts up again, or the other way round.
         storage = storage_of(source)
         producer = self._writers.get(storage)
         if not storage or copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
         if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
-            self._folding.add_undone(producer, call, outside, between)
+            self._folding.count_undone(producer, call, outside, between)
 
     def _note_alone(
         self,
@@ -245,20 +253,20 @@ class Observer:
         node: Any,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-    ) -> Call | None:
-        """Take in an op that no listed call made: one of the backward pass, of an optimizer, or on no list."""
-        of = None
+    ) -> OpCall | None:
+        """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list."""
+        forward = None
         if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
-            of = self._by_node.get(get_node_number(node))
-        if of is not None:
-            call = Call(of.op, of.module, of.site, "backward")
-            call.rule, call.entry, call.region, call.listed = of.rule, of.entry, of.region, of.listed
-            call.is_reached = of.is_reached
+            forward = self._by_node.get(get_node_number(node))
+        if forward is not None:
+            call = OpCall(forward.op, forward.module, forward.site, "backward")
+            call.rule, call.entry, call.region = forward.rule, forward.entry, forward.region
+            call.listed, call.is_reached = forward.listed, forward.is_reached
         else:
             site = find_site()
             if site.by == "amp":
                 return None
-            call = Call(f"aten.{name}", self._running.here(), site, self._phase(node, site))
+            call = OpCall(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
             with as_called():
                 call.is_reached = self._is_reached()
@@ -270,7 +278,7 @@ class Observer:
         call.out = tuple([short(tensor.dtype) for tensor in outputs])
         call.ran = {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
         if call.ran or any(tensor.is_floating_point() for tensor in outputs):
-            self._folding.add(call)
+            self._folding.count(call)
         return call
 
     def _phase(self, node: Any, site: Site) -> str:
@@ -283,7 +291,10 @@ class Observer:
         return "forward"
 
     def _is_recomputing(self) -> bool:
-        """Tell whether what autograd has called is a forward: backward passes make graphs for second ones alone."""
+        """Return whether autograd runs a forward again, for a checkpoint.
+
+        A graph is being built then. In a backward pass it is only if the gradient itself is differentiated.
+        """
         return torch.is_grad_enabled() and (bool(self._running.here()) or is_under_checkpoint())
 
 
@@ -311,7 +322,7 @@ class _Below(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            if observer.is_on and "without overflow" in str(error):  # a number beyond float16, as of masked_fill
+            if observer.is_on and "without overflow" in str(error):  # masked_fill(mask, -1e9) in float16
                 observer.note_overflow(Op(overload, func, args, before, kwargs, None, get_current_node()))
             raise
         if observer.is_on:
@@ -320,7 +331,7 @@ class _Below(TorchDispatchMode):
 
 
 def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return what an op copied and the copy, if it is a cast from one floating dtype to another."""
+    """Return the source and the copy of a cast from one floating dtype to another; None for another op."""
     if not inputs:
         return None
     source, copy = inputs[-1], inputs[0]

@@ -1,4 +1,4 @@
-"""Ops as torch dispatches them, what is known of each overload, and the same op in float32."""
+"""Ops as torch dispatches them, the properties of each overload, and the same op in float32."""
 
 import contextlib
 import functools
@@ -21,26 +21,26 @@ _BATCH_NORMS = frozenset(
     | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 )
 _LOSSES = ("nll_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
-_SUMMED = 2  # how torch numbers reduction="sum"
-_STATISTICS = frozenset({3, 4})  # the positions that these write, which their schemas do not say
-_FIRST_OUTPUT_ONLY = (  # the others are their own
+_SUMMED = 2  # the number of reduction="sum" in torch
+_STATISTICS = frozenset({3, 4})  # positions that batch norms write, which their schemas do not say
+_FIRST_OUTPUT_ONLY = (  # their other outputs are for their own backward
     *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
     *("_ctc_loss", "_cudnn_ctc_loss"),
 )
 
 
 class Overload(NamedTuple):
-    """What does not change from call to call.
+    """The properties of an op that are the same in each call.
 
     Attributes:
-        packet: the op that it is an overload of; `name`: of that.
-        is_copy: it copies, perhaps to another dtype.
-        is_silent: it computes no number: a view, or memory that is not filled.
-        is_in_bulk: it works on many tensors at once, or with other processes.
+        packet, name: the op that this is an overload of, and its name.
+        is_copy: whether it copies, perhaps to another dtype.
+        is_silent: whether it computes no number, like a view or an empty tensor.
+        is_in_bulk: whether it works on many tensors at once, or with other processes.
         written: positions of the arguments that it writes.
-        moves_statistics: it writes running statistics, which it does not return.
-        is_overwriting: it reads nothing of the first, which it writes.
-        has_one_output: of several outputs, the first alone is for who calls it.
+        moves_statistics: whether it writes running statistics, which it does not return.
+        is_overwriting: whether it only writes its first argument, and does not read it.
+        has_one_output: whether only the first of its outputs is for the caller.
     """
 
     packet: Any
@@ -56,7 +56,7 @@ class Overload(NamedTuple):
 
 @functools.cache
 def find_overload(function: Any) -> Overload:
-    """Return what is known of an overload."""
+    """Return the properties of an overload."""
     packet = function.overloadpacket
     name: str = packet.__name__
     moves_statistics = name in _BATCH_NORMS
@@ -79,9 +79,13 @@ def find_overload(function: Any) -> Overload:
 
 
 class Op(NamedTuple):
-    """A call: the overload, what it was given, what it gave, and the node of the backward pass that it is part of.
+    """One call of an op.
 
-    `before` has the arguments, with copies of those that the op writes and reads before, where these are wanted.
+    Attributes:
+        overload, function: the op.
+        args, kwargs, result: its arguments and its result.
+        before: its arguments, with copies from before the call of those that it reads and then writes.
+        node: the node of the backward pass that it is part of; None in a forward pass.
     """
 
     overload: Overload
@@ -93,44 +97,43 @@ class Op(NamedTuple):
     node: Any
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors that it was given."""
-        found = list(tensors_in(self.args))
-        return found + list(tensors_in(self.kwargs.values())) if self.kwargs else found
+        """Return the tensors among its arguments."""
+        return [*tensors_in(self.args), *tensors_in(self.kwargs.values())]
 
     def outputs(self) -> list[Tensor]:
-        """Return the tensors that it gave."""
+        """Return the tensors in its result."""
         return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
 
     def floating_results(self) -> list[Tensor]:
-        """Return the floating and complex tensors that it gave, and the running statistics that it moved."""
+        """Return the floating and complex tensors in its result, and the running statistics that it has written."""
         moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 
 
 def is_reduction(op: Op) -> bool:
-    """Tell whether an op adds up what it is given, or takes its mean: a loss function does either."""
+    """Return whether an op computes a sum or a mean. Loss functions compute either."""
     return op.overload.name in ("sum", "mean") or op.overload.name.startswith(_LOSSES)
 
 
 def find_factor(op: Op, output: Tensor) -> float:
-    """Return by how much more an op multiplies what it is given than one does that takes the mean of it."""
+    """Return the factor by which an op multiplies the mean of its input: for a sum, the number of its terms."""
     name, args = op.overload.name, op.args
     if name == "sum" or (name.startswith(_LOSSES) and _SUMMED in args[2:]):
         return float(args[0].numel() / output.numel())
     if name in ("mul", "div") and len(args) > 1:
-        other = args[1].item() if isinstance(args[1], Tensor) and args[1].numel() == 1 else args[1]
-        if isinstance(other, (int, float)) and other and math.isfinite(other):
-            return abs(other) if name == "mul" else 1 / abs(other)
+        factor = args[1].item() if isinstance(args[1], Tensor) and args[1].numel() == 1 else args[1]
+        if isinstance(factor, (int, float)) and factor and math.isfinite(factor):
+            return abs(factor) if name == "mul" else 1 / abs(factor)
     return 1.0
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return what an op gives for its inputs in float32, and the statistics that it moves; nothing where it cannot."""
+    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
             return tensor.float()
-        return clone(tensor) if op.overload.written else tensor  # the op is not to write what is the run's
+        return clone(tensor) if op.overload.written else tensor  # the op must not write tensors of the run
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Generator):
@@ -148,7 +151,7 @@ def compute_in_float32(op: Op) -> list[Tensor]:
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Have the block leave the random numbers of the CPU and of the devices of the tensors in `args` as they are."""
+    """Restore the random number generators of the CPU and of the devices of `args` after the block."""
     devices = {tensor.device for tensor in tensors_in(args) if tensor.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     return torch.random.fork_rng([device.index for device in devices], device_type=kind)

@@ -1,4 +1,4 @@
-"""`Recent`: the last ops of a step, to tell whether rounding to 16 bits before an op is to blame for what it gives."""
+"""`Recent`: the last ops of a step, to find out whether rounding to 16 bits before an op made its result not fit."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,12 +16,14 @@ from .short_dtypes import TINY
 from .tensors import is_finite, read_largest, storage_of, tensors_in
 from .written import Written
 
-_FEWEST = 16  # so many ops are kept, however large
-_LARGEST = 2**28  # so many bytes of what ops gave are kept, of ops of the forward pass
+_FEWEST = 16  # as many ops are kept however large they are
+_LARGEST = 2**28  # bytes of results that are kept, of ops of the forward pass
 _ALIKE = 0.1
 
 
 class _Kept(NamedTuple):
+    """An op without its graph, and the versions of its inputs: a replay would read others once they were written."""
+
     op: Op
     versions: tuple[int, ...]
     results: list[Tensor]
@@ -33,17 +35,17 @@ class _Kept(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """What rounding is to blame for.
+    """Which rounding made a result not fit.
 
     Attributes:
-        exact: what the op gives in float32, and where nothing before it is rounded; None for nothing better.
-        wanted: the ops before it that have to give float32 for that.
-        lost: a number in the script that one of them is given, and that is zero in 16 bits; 0 without one.
+        exact: the result in float32, with nothing rounded before it; None if that does not fit better.
+        wanted: the ops before it that have to give float32 for this result.
+        lost: a number in the script that one of them is given and that is zero in 16 bits; None without one.
     """
 
     exact: Tensor | None
     wanted: Sequence[Written] = ()
-    lost: float = 0.0
+    lost: float | None = None
 
 
 class Recent:
@@ -61,15 +63,16 @@ class Recent:
         self._of_node.clear()
         self._size = 0
 
-    def add(self, op: Op, written: Written, *, is_backward: bool) -> None:
-        """Keep an op, without the graph that it is part of."""
+    def keep(self, op: Op, written: Written, *, is_backward: bool) -> None:
+        """Keep an op, without its graph."""
+        # Of the backward pass, only the ops of the running node are kept, to save memory.
         node = get_node_number(op.node) if is_backward and op.node is not None else None
         if node != self._node:
             self._of_node.clear()
             self._node = node
-        args = [_detach(one) for one in op.args]
-        before = args if op.before is op.args else [_detach(one) for one in op.before]
-        kwargs = {name: _detach(one) for name, one in op.kwargs.items()}
+        args = [_detach(value) for value in op.args]
+        before = args if op.before is op.args else [_detach(value) for value in op.before]
+        kwargs = {name: _detach(value) for name, value in op.kwargs.items()}
         op = op._replace(args=args, before=before, kwargs=kwargs, result=_detach(op.result), node=None)
         kept = _Kept(op, _versions(before), op.floating_results(), written)
         if is_backward:
@@ -80,48 +83,54 @@ class Recent:
         while self._size > _LARGEST and len(self._forward) > _FEWEST:
             self._size -= self._forward.popleft().size
 
-    def explain(self, op: Op, number: int) -> Blame | None:
-        """Compute an op again, and what it comes of, all in float32; return None if the result does not fit.
+    def find_blame(self, op: Op, index: int) -> Blame | None:
+        """Compute an op again with all ops that it depends on in float32; return None if its result still does not fit.
 
-        As few ops are to blame as give that result within a tenth: the last ones, less those that do not matter.
+        The blame goes to as few ops as give this result within a tenth: the last ones, without those that do not
+        matter.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
-        exact = _replay(ancestors, op, number)
+        exact = _replay(ancestors, op, index)
         if exact is None or not ancestors or not is_finite(exact):
             return None
 
-        def is_enough(some: Sequence[_Kept]) -> bool:
-            result = _replay(some, op, number)
+        def is_enough(ops: Sequence[_Kept]) -> bool:
+            result = _replay(ops, op, index)
             if result is None or not is_finite(result):
                 return False
             return read_largest(result - exact) <= _ALIKE * read_largest(exact)
 
+        # Twice as many of the last ops until they suffice, then without each that is not needed.
         length = 1
         while length < len(ancestors) and not is_enough(ancestors[-length:]):
             length *= 2
         needed = ancestors[-length:]
         for kept in list(needed):
-            fewer = [one for one in needed if one is not kept]
+            fewer = [other for other in needed if other is not kept]
             if is_enough(fewer):
                 needed = fewer
         wanted = [kept for kept in needed if kept.written.is_low]
+        if not wanted:
+            return None
         lost = [number for kept in wanted for number in _find_lost(kept)]
-        return Blame(exact, [kept.written for kept in wanted], lost[-1] if lost else 0.0) if wanted else None
+        return Blame(exact, [kept.written for kept in wanted], lost[-1] if lost else None)
 
     def _find_ancestors(self, op: Op) -> list[_Kept]:
-        """Return the ops that an op comes of, in order."""
+        """Return the ops that an op depends on, in order."""
         wanted = {storage_of(tensor) for tensor in op.inputs()}
-        found: list[_Kept] = []
+        ancestors: list[_Kept] = []
         for kept in reversed([*self._forward, *self._of_node]):
             if wanted & {storage_of(tensor) for tensor in kept.results}:
-                found.append(kept)
+                ancestors.append(kept)
                 wanted |= {storage_of(tensor) for tensor in kept.op.inputs()}
-        return found[::-1]
+        return ancestors[::-1]
 
 
-def _replay(ancestors: Sequence[_Kept], op: Op, number: int) -> Tensor | None:
+def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
+    """Return one of the results of an op in float32, after its ancestors in float32."""
     twins = Twins()
     for kept in ancestors:
+        # A random op would draw other numbers, and an input that was written since holds other values.
         if is_random(kept.op.function) or _versions(kept.op.before) != kept.versions:
             continue
         results = twins.compute(kept.op)
@@ -129,14 +138,14 @@ def _replay(ancestors: Sequence[_Kept], op: Op, number: int) -> Tensor | None:
             if tensor.shape == result.shape:
                 twins.put(tensor, result)
     results = twins.compute(op)
-    return results[number] if len(results) > number else None
+    return results[index] if len(results) > index else None
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the numbers that an op was given, and that are zero in the 16 bits that it gave."""
+    """Return the numbers among the arguments of an op that are zero in the dtype of its result."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
-    numbers = (abs(one) for one in kept.op.args if isinstance(one, float))
-    return [one for one in numbers if 0 < one <= tiny]
+    numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
+    return [number for number in numbers if 0 < number <= tiny]
 
 
 def _detach(value: Any) -> Any:

@@ -1,38 +1,31 @@
-"""What holds between the values of a recording, which its readers rely on: of a file that somebody may have edited."""
+"""Contradictions between the values of a recording. Its readers rely on there being none, and a file may be edited."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from .comparing.exponents import CLASSES
-from .records import (
-    ComparedRecord,
-    ComparisonRecord,
-    CurveRecord,
-    GradientRecord,
-    LayerRecord,
-    Recording,
-)
+from .records import CLASSES, ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
 
 EXPONENTS = range(-1100, 1100)
-"""Powers of two that a float64 may have, and some."""
+"""More powers of two than float64 has."""
 
 
-def find_problem(recording: Recording) -> str | None:
-    """Return what is wrong first, or None."""
-    return next(_find_problems(recording), None)
+def find_problem(records: Iterable[object]) -> str | None:
+    """Return the first contradiction between the records of a file in words, or None."""
+    return next(_find_problems(list(records)), None)
 
 
-def _find_problems(recording: Recording) -> Iterator[str]:
-    for record in recording.records:
+def _find_problems(records: Sequence[object]) -> Iterator[str]:
+    for record in records:
         if isinstance(record, GradientRecord):
             yield from _check_gradients(record)
         if isinstance(record, CurveRecord):
             yield from _check_curve(record)
-    comparisons = recording.of(ComparisonRecord)
+    comparisons = [record for record in records if isinstance(record, ComparisonRecord)]
     if comparisons:
-        yield from _check_comparison(recording, comparisons)
+        yield from _check_comparison(records, comparisons)
 
 
 def _check_gradients(record: GradientRecord) -> Iterator[str]:
+    # A chart draws a bar for each power, so a file with a wrong range would draw for ever.
     last = record.lowest + len(record.counts) // CLASSES
     if record.counts and (record.lowest not in EXPONENTS or last not in EXPONENTS):
         yield f"gradients of {record.run!r} reach from 2**{record.lowest} to 2**{last}"
@@ -49,11 +42,11 @@ def _check_curve(record: CurveRecord) -> Iterator[str]:
         yield f"{record.run!r} skipped a step that it did not take"
 
 
-def _check_comparison(recording: Recording, comparisons: list[ComparisonRecord]) -> Iterator[str]:
+def _check_comparison(records: Sequence[object], comparisons: Sequence[ComparisonRecord]) -> Iterator[str]:
     if len(comparisons) > 1:
         yield f"{len(comparisons)} comparisons"
     about = comparisons[0]
-    names = [run.run for run in recording.of(ComparedRecord)]
+    names = [record.run for record in records if isinstance(record, ComparedRecord)]
     if about.reference not in names:
         yield f"the reference {about.reference!r} is not among the runs"
     if len(set(names)) < len(names):
@@ -62,9 +55,8 @@ def _check_comparison(recording: Recording, comparisons: list[ComparisonRecord])
         yield "no seeds"
     if about.steps < 1:
         yield f"{about.steps} steps"
-    for curve in recording.of(CurveRecord):
-        if curve.run not in names:
-            yield f"a curve of {curve.run!r}, which is not among the runs"
-    for layer in recording.of(LayerRecord):
-        if layer.run not in names:
-            yield f"a layer of {layer.run!r}, which is not among the runs"
+    for record in records:
+        if isinstance(record, CurveRecord) and record.run not in names:
+            yield f"a curve of {record.run!r}, which is not among the runs"
+        if isinstance(record, LayerRecord) and record.run not in names:
+            yield f"a layer of {record.run!r}, which is not among the runs"

@@ -18,18 +18,19 @@ from .faults import FaultFinder
 from .folding import Folding
 from .naming import find_prefixes
 from .observe import Observer
-from .records import Record, Recording, RunRecord, StepRecord
+from .recordings import Record, Recording
+from .records import RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
 
 
 class Recorder(Probe):
-    """Records steps `first` up to and without `last` of whatever session is opened.
+    """Records the steps from `first` up to, but not including, `last` of each session that is opened.
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
         on_end: called when step `last` begins.
-        counts_before: whether steps count that were taken before the script entered what it was told to change.
+        counts_before: whether steps count that a script took before its first region of autocast.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Recorder(Probe):
         self._finder: FaultFinder | None = None
         self._session: Session | None = None
         self._observer: Observer | None = None
-        self._observers: list[Observer] = []  # all so far: each is to be stopped in its own thread
+        self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self.is_in_block = False  # and then watches one session alone
+        self.is_in_block = False  # in a block, it watches only one session
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
-        return [*self._folding.ops(), *self._folding.undone(), *self._steps]
+        return [*self._folding.make_op_records(), *self._folding.make_undone_records(), *self._steps]
 
     @property
     def is_recording(self) -> bool:
@@ -62,7 +63,7 @@ class Recorder(Probe):
         return self._observer is not None
 
     def session_opened(self, session: Session) -> None:
-        """Begin, or see to more models."""
+        """Begin. Called again when a session gets more models."""
         self.run = describe_run(session)
         if self._session is session:
             return
@@ -76,7 +77,7 @@ class Recorder(Probe):
             self._observe(session)
 
     def session_closing(self, session: Session) -> None:
-        """Stop: nothing of ours may be on patches that are to be taken out."""
+        """Stop, since no cover may be on patches that the session removes."""
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
@@ -84,9 +85,7 @@ class Recorder(Probe):
             self.leave_block()
 
     def check_seen(self) -> None:
-        """Raise SessionError if the function that ran in the block is not one that this looks at: it ran nothing, or
-        ended the session.
-        """
+        """Raise SessionError if the function that ran in the block ran no op, or ended the session."""
         if self._has_lost_session:
             raise SessionError(
                 "step ended the session, for example with a call of amp.initialize: pass a function that trains for one"
@@ -100,18 +99,18 @@ class Recorder(Probe):
             )
 
     def leave_block(self) -> None:
-        """Stop, and be told nothing more. Harmless twice."""
+        """Stop, and receive no more events. Harmless twice."""
         self.stop()
         if self in events.watchers:
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """The step before may have been left by an exception."""
+        """Go on after a step that an exception ended."""
         if self._observer is not None:
             self._observer.go_on()
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Optimizers make many small ops, of which there is nothing to say."""
+        """Pause, since the many small ops of optimizers are of no interest."""
         if self._observer is not None:
             self._observer.pause()
 
@@ -122,9 +121,9 @@ class Recorder(Probe):
         if not self._is_counted(optimizer):
             return
         session = current.require()
-        self.run = describe_run(session)  # what autocast does is known once it is entered
+        self.run = describe_run(session)  # the low dtype of autocast is known once it is entered
         if self._is_in_window():
-            is_at_hand = session.device_type == "cpu"  # else the host may have to wait
+            is_at_hand = session.device_type == "cpu"  # on other devices the host would have to wait
             skipped = session.is_skipped(optimizer) if is_at_hand else None
             scales = session.stats(wait=is_at_hand).loss_scales
             self._steps.append(StepRecord(self._folding.step, skipped, scales))
@@ -149,7 +148,7 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _is_late(self) -> bool:
-        """Tell whether the session was opened after the last step that was to be recorded."""
+        """Return whether the session was opened only after the last step to record."""
         return self._last is not None and self._last <= self._count and not self._steps
 
     def _observe(self, session: Session) -> None:
@@ -159,7 +158,7 @@ class Recorder(Probe):
 
 
 def describe_run(session: Session) -> RunRecord:
-    """Return what there is to say of the run of a session."""
+    """Return the record of the run of a session."""
     low, oplists = session.policy.low_dtype, session.oplists
     steps_before, needs_scaler = 0, False
     if isinstance(session, NativeSession):
@@ -197,20 +196,19 @@ def recording() -> Iterator[Recording]:
         SessionError: another recording is in progress.
     """
     recorder = Recorder()
-    of_nothing = RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
-    found = Recording(of_nothing, [])
+    empty_run = RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
+    recording = Recording(empty_run, [])
     with in_block(recorder):
         try:
-            yield found
+            yield recording
         finally:
             if recorder.run is not None:
-                found.run, found.records[:] = recorder.run, recorder.recording.records
+                recording.run, recording.records[:] = recorder.run, recorder.recording.records
 
 
 @contextlib.contextmanager
 def in_block(recorder: Recorder) -> Iterator[None]:
-    """Have a recorder watch, for the length of the block, the session that is in force when it begins, or what runs
-    without one.
+    """Let a recorder watch the session that is in force, or a script without a session, until the block ends.
 
     Raises SessionError if another block is open.
     """

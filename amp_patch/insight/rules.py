@@ -1,4 +1,4 @@
-"""Which rule made an op run as it did: a line of a list, a module rule, or a property of the level."""
+"""`RuleFinder`: the rule that decides how an op runs: a line of a list, a module rule, or a property of the level."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from ..casting import Mode
 from ..config import OpRule, op_lists
 from ..session import Session
 from ..torch_private import BatchNormBase
-from .naming import Site
+from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. A checkpoint that a script has written runs a module again without."""
+"""The modes of regions that module rules open. A checkpoint that a script wrote itself runs a module without them."""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
@@ -37,7 +37,7 @@ def spelled(owner: Any, name: str) -> str:
 
 
 def _name_owner(owner: Any) -> str:
-    """Return the full name of a class or module; of another object nothing."""
+    """Return the full name of a class or module; "" for another object."""
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}"
     return getattr(owner, "__name__", "")
@@ -51,29 +51,31 @@ class RuleFinder:
         spellings: tuple[op_lists.Spelling, ...] = ()
         if session.oplists is not None and session.casts is not None:
             spellings = (*session.oplists.spellings, *session.oplists.deferred)
-        self._by_key = {(one.owner_name, one.name): one for one in spellings}
-        self._by_owner = {(id(one.owner), one.name): one for one in spellings if one.owner is not None}
+        self._by_key = {(spelling.owner_name, spelling.name): spelling for spelling in spellings}
+        self._by_owner = {
+            (id(spelling.owner), spelling.name): spelling for spelling in spellings if spelling.owner is not None
+        }
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Tell whether a patched attribute is an op: on a list, or a product."""
+        """Return whether a patched attribute is an op: on a list, or a product."""
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the line for an attribute that the session patched, or None: it is on no list."""
-        known = self._by_replacement.get(id(replacement))
-        found = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name)) or known
-        if found is not None:
-            self._by_replacement.setdefault(id(replacement), found)
-        return found
+        """Return the list entry of a patched attribute; None if it is on no list."""
+        spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
+        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias, under which no list has it
+        if spelling is not None:
+            self._by_replacement.setdefault(id(replacement), spelling)
+        return spelling
 
     def describe(self, spelling: op_lists.Spelling) -> str:
-        """Return `file.yaml:line` of the entry that decides."""
+        """Return the place of the entry that decides, `file.yaml:line`."""
         return _describe_line(spelling.entry.path, spelling.entry.line)
 
     def target(self, rule: OpRule, mode: Mode) -> torch.dtype | None:
-        """Return the dtype that a call is to be in, or None where its arguments or nothing decides."""
+        """Return the dtype that a rule casts to, or None if its arguments decide, or nothing."""
         if mode is Mode.OFF or not rule.runs_in:
             return None
         if mode is Mode.LOW or (mode is Mode.BY_LISTS and rule.runs_in == "low"):
@@ -81,14 +83,14 @@ class RuleFinder:
         return torch.float32
 
     def find_module_rule(self, module: nn.Module) -> tuple[str, str]:
-        """Return what the module rule that covers a module says, and where it stands; empty without one."""
+        """Return the module rule that covers a module, such as "run: low", and its place; "" and "" without one."""
         rule = self._session.bindings.find_rule(module)
         if rule is None:
             return "", ""
         return f"run: {rule.run}", _describe_line(rule.path, rule.line)
 
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
-        """Return what decided on the dtypes of an op that no list names, and where that stands."""
+        """Return the rule that decides for an op on no list, and its place; "" and "" without one."""
         policy = self._session.policy
         rule = entry = ""
         if module is not None:
@@ -99,6 +101,7 @@ class RuleFinder:
             return rule, entry
         if module is None or policy.cast_model_type is None:
             return "", ""
+        # A layer without weights runs in the dtype of its inputs.
         own = next(module.parameters(recurse=False), None)
         if own is None:
             return "", ""

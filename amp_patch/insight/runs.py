@@ -1,6 +1,6 @@
-"""Runs of a training that a probe watches: of a function here, as `amp_patch.cli.scripts` does of a script.
+"""Runs of a training that a probe watches. The runs here are of a function; `amp_patch.cli.scripts` runs scripts.
 
-Imports no torch: a script is to do that itself.
+This module imports no torch: a script imports it itself.
 """
 
 import abc
@@ -15,7 +15,8 @@ from .. import events
 from ..errors import ArgumentTypeError, ArgumentValueError, SessionError
 from ..script_settings import Settings, in_force
 from ..step_counter import StepCounter
-from .records import Record, Recording, RunRecord
+from .recordings import Record, Recording
+from .records import RunRecord
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run that is asked for; all of it can be written as JSON.
+    """A run to make. JSON can hold all of it.
 
     Attributes:
         probe: the class that watches, as `module:name` within `insight`.
-        options: its arguments.
-        settings: what is laid over the script's own call of `initialize`.
-        seed: of random, numpy and torch as the run begins; None: as they are.
-        name: of the folder in which what a script writes is kept, if it does not write in place; "": it is not kept.
+        options: the arguments of the probe.
+        settings: settings that override those of the script.
+        seed: the seed of random, numpy and torch when the run begins; None leaves them alone.
+        name: the name of the folder that keeps the files which a script writes; "" keeps none.
     """
 
     probe: str
@@ -43,60 +44,60 @@ class Run:
 
 
 class Probe(events.Watcher, abc.ABC):
-    """What watches a run, and counts its steps, as `StepCounter` does.
+    """Base class of watchers of a run. It counts steps as `StepCounter` does.
 
     Args:
-        on_end: called when it has seen enough; that does not return.
+        on_end: called when the probe has seen enough. It does not return.
     """
 
     ends_alone: ClassVar[bool] = False
-    """Whether one process of several may have seen enough while the others go on."""
+    """Whether one of several processes may have seen enough while the others go on."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._count = 0
         self._counter = StepCounter()
-        self._answered = -1, False  # at which event it was asked last whether a step counts, and the answer
+        self._answered = -1, False  # the number of an event, and whether its step counts
         self.run: RunRecord | None = None
 
     @property
     def recording(self) -> Recording:
-        """What there is so far. Raises SessionError where there was no session."""
+        """The records so far. Raises SessionError if there was no session."""
         if self.run is None:
             raise SessionError("nothing was recorded: no model was called, and amp.initialize was not either")
         return Recording(self.run, list(self._records()))
 
     @property
     def steps(self) -> int:
-        """How many steps have ended."""
+        """The number of steps that have ended."""
         return self._count
 
     def session_closing(self, session: "Session") -> None:
-        """Stop: the next session has optimizers and patches of its own."""
+        """Stop, since the next session has other optimizers and patches."""
         self.stop()
         self._counter.forget()
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """Watch no more. Harmless twice."""
+        """Stop watching. Harmless twice."""
 
     @abc.abstractmethod
     def _records(self) -> Iterable[Record]:
-        """Return the records so far, after that of the run."""
+        """Return the records so far, without the record of the run."""
 
     def _is_counted(self, optimizer: "Optimizer") -> bool:
-        """Tell whether the step that has ended is counted. Asked once or more for each step."""
+        """Return whether the step that has ended counts. May be called several times for a step."""
         if self._answered[0] != events.number.value:
             self._answered = events.number.value, self._counter.note(optimizer)
         return self._answered[1]
 
 
 Runner = Callable[[Run], Recording]
-"""Runs a training as asked and returns what its probe recorded. Raises RunFailedError."""
+"""Makes a run, and returns the recording of its probe. Raises RunFailedError."""
 
 
 class RunFailedError(SessionError):
-    """A run ended before its probe had seen all. `recording` is what it had seen, None for nothing."""
+    """A run ended before its probe had seen enough. `recording` has the records until then; None without any."""
 
     def __init__(self, message: str, recording: Recording | None = None) -> None:
         super().__init__(message)
@@ -104,7 +105,7 @@ class RunFailedError(SessionError):
 
 
 def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
-    """Return the watcher that a run asks for."""
+    """Return the probe that a run names."""
     module, _, name = run.probe.partition(":")
     made: Probe = getattr(importlib.import_module(f".{module}", __package__), name)(on_end=on_end, **run.options)
     return made
@@ -112,7 +113,7 @@ def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
 
 def seed_when_imported(seed: int) -> None:
     """Seed random, and numpy and torch now or as soon as they are imported."""
-    import wrapt  # a quarter of the time that help takes
+    import wrapt  # imported here, since it takes a quarter of the time of --help
 
     random.seed(seed)
     wrapt.when_imported("numpy")(lambda numpy: numpy.random.seed(seed % 2**32))
@@ -120,11 +121,11 @@ def seed_when_imported(seed: int) -> None:
 
 
 class _EnoughSeenError(BaseException):
-    """Leaves the function that trains; nothing that handles errors handles it."""
+    """Leaves the function that trains. It is no Exception, so the function does not handle it."""
 
 
 def check_function(function: object, name: str) -> None:
-    """Raise ArgumentTypeError unless this can be called: most often it was."""
+    """Raise ArgumentTypeError unless this can be called. Users often pass the result of a call."""
     if not callable(function):
         raise ArgumentTypeError(
             f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"
@@ -133,7 +134,7 @@ def check_function(function: object, name: str) -> None:
 
 
 def check_count(number: object, name: str, least: int = 1) -> None:
-    """Raise ArgumentTypeError for what is not a whole number, and ArgumentValueError for too small a one."""
+    """Raise ArgumentTypeError unless this is a whole number, and ArgumentValueError if it is too small."""
     if not isinstance(number, int):
         raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
     if number < least:
@@ -141,15 +142,15 @@ def check_count(number: object, name: str, least: int = 1) -> None:
 
 
 def check_names(names: object, name: str) -> None:
-    """Raise ArgumentTypeError for text in the place of a sequence of names, of which each letter would be one."""
+    """Raise ArgumentTypeError for a string: each of its letters would be taken for a name."""
     if isinstance(names, str):
         raise ArgumentTypeError(f"{name}={names!r} must be a sequence of names: write {name}=[{names!r}]")
 
 
 class FunctionRunner:
-    """Runs a function without arguments that trains: it makes its model, calls `amp.initialize` and takes steps.
+    """Runs a function without arguments that makes its model, calls `amp.initialize` and takes steps.
 
-    The session that it leaves is closed. Raises SessionError if a session is in force.
+    The session that the function leaves open is closed. Raises SessionError if a session is in force.
     """
 
     def __init__(self, train: Callable[[], object]) -> None:
@@ -163,10 +164,10 @@ class FunctionRunner:
         self._train = train
 
     def __call__(self, run: Run) -> Recording:
-        """Run it once, up to the step with which the probe has seen enough. What it raises before leaves, too.
+        """Run the function once, until the probe has seen enough. Exceptions of the function propagate.
 
-        Raises SessionError if the function opens no session and enters no `torch.autocast`. Steps before the first of
-        these are not watched.
+        Raises SessionError if the function opens no session and enters no `torch.autocast`. Steps before it does are
+        not watched.
         """
         from .. import native  # imports torch
         from ..session import current
@@ -174,6 +175,7 @@ class FunctionRunner:
         probe = make_probe(run, self._leave)
         takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)
         with contextlib.ExitStack() as undo:
+            # The last callback runs first: the probe stops before the session closes.
             undo.callback(current.reset)
             undo.callback(native.start(takeover, is_watched=True))
             undo.callback(events.watch(probe))

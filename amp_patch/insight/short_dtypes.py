@@ -1,4 +1,4 @@
-"""Dtypes by the short names that records have: their names in torch, and what those of 16 bits hold."""
+"""The short names of dtypes in records, such as "bf16", and the limits of the 16-bit dtypes."""
 
 _LONG = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 
@@ -6,12 +6,12 @@ LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38}
 """The largest finite number."""
 
 TINY = {"f16": 2.0**-25, "bf16": 2.0**-134}
-"""Up to this a number rounds to zero."""
+"""The largest number that rounds to zero."""
 
 EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
-"""The distance from 1 to the next number, as `torch.finfo` has it."""
+"""The distance from 1 to the next number, `torch.finfo(dtype).eps`."""
 
 
 def spell_out(dtype: str) -> str:
-    """Return `float16` for "f16"; a dtype that is not floating as it is."""
+    """Return `float16` for "f16". Names of dtypes that are not floating stay as they are."""
     return _LONG.get(dtype, dtype)

@@ -1,4 +1,4 @@
-"""A recording as text: a row for each kind of call, equal layers in one."""
+"""A recording as text: a row for each kind of call, and one for equal layers."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -7,12 +7,14 @@ from typing import Literal, get_args
 
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
-from .records import OpRecord, Recording
+from .recordings import Recording
+from .records import OpRecord
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 By = Literal["module", "op", "entry"]
 _SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
 _FORWARD = ("forward", "recompute")
+# Whole parts of a dotted name, or an index in brackets: "blocks.3.norm", "Net[0]", and not "conv1".
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
@@ -35,14 +37,14 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
 
 
 def describe_recording(recording: Recording) -> list[str]:
-    """Return what there is to say of the whole, less the rows: under what it was recorded first."""
+    """Return the lines about the whole recording: first its settings, then notes and sums."""
     forward = choose_forward(recording)
     notes = [*_legend(recording, forward), *_describe_hidden(recording, forward), *_sums(recording)]
     return [entitle_recording(recording), *notes, *(line.strip() for line in _undone(recording))]
 
 
 def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Iterator[str]:
-    """Yield a line that says how many calls of the forward pass have no row."""
+    """Yield a line with the number of calls of the forward pass that have no row."""
     shown = sum(op.calls for op in forward)
     hidden = sum(op.calls for op in recording.ops if op.phase in _FORWARD) - shown
     if hidden and shown:
@@ -50,7 +52,7 @@ def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Itera
 
 
 def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
-    """Yield a line for what in the rows does not speak for itself."""
+    """Yield a line for each mark in the rows that needs an explanation."""
     if any(map(_is_computed_in_float32, ops)):
         yield "* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
     if recording.run.prefixes and any(op.module for op in ops):
@@ -59,19 +61,19 @@ def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield records that differ in their step alone as one."""
+    """Yield one record for records that differ only in their step."""
     return _merge(replace(op, step=0) for op in ops)
 
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield records whose modules differ in their numbers alone as one, with `*` in the place of these."""
+    """Yield one record for records whose modules differ only in numbers, with `*` for the numbers."""
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
         starred = replace(op, module=_NUMBER.sub("*", op.module))
         alike.setdefault(_without_counts(starred), []).append(op)
-    for found in alike.values():
-        module = star_numbers(op.module for op in found)
-        yield from _merge(replace(op, module=module) for op in found)
+    for layers in alike.values():
+        module = star_numbers(op.module for op in layers)
+        yield from _merge(replace(op, module=module) for op in layers)
 
 
 def _without_counts(op: OpRecord) -> OpRecord:
@@ -90,9 +92,9 @@ def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 
 
 def _is_of_interest(op: OpRecord) -> bool:
-    """Tell whether an op is listed, casts, mixes dtypes or runs in 16 bits: the rest is what plain torch does."""
+    """Return whether an op is listed, casts, mixes dtypes or runs in 16 bits. Other ops run as in plain torch."""
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
-    if not floating:  # lists say nothing of whole numbers
+    if not floating:  # lists do not act on whole numbers
         return False
     return bool(op.entry or op.casts or op.rule or len(floating) > 1 or floating & {"f16", "bf16"})
 
@@ -102,15 +104,15 @@ def _is_computed_in_float32(op: OpRecord) -> bool:
 
 
 def entitle_recording(recording: Recording) -> str:
-    """Return under what was recorded, and how much."""
+    """Return the settings of a recording, and its number of steps, as a title."""
     run = recording.run
     title = run.opt_level or "session"
     if run.is_native and run.low:
         title = "torch.autocast"
-        if run.opt_level != "autocast":  # by lists alone
+        if run.opt_level != "autocast":  # a level or list that the command lays over the script
             title += f", {run.opt_level}"
     title += f", {run.low or 'no casts'}"
-    if run.device:  # else nothing ran
+    if run.device:  # "" if nothing ran
         title += f" on {run.device}"
     title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"
     if run.lists:
@@ -148,13 +150,14 @@ def op_cells(op: OpRecord) -> tuple[str, ...]:
 
 
 def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of the forward pass alone."""
+    """Return the rows of the forward pass."""
     return [op for op in choose_ops(recording, with_all=with_all) if op.phase in _FORWARD]
 
 
 def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of a recording: steps and equal layers in one, and what is of interest. See
-    `format_recording`.
+    """Return the rows of a recording: one for all steps and equal layers, and only ops of interest.
+
+    See `format_recording`.
     """
     ops = merge_steps(recording.ops)
     if with_all:
@@ -185,7 +188,7 @@ def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key) -> str:
 
 
 def _dtypes(names: tuple[str, ...]) -> str:
-    """`f32,f32,i64`; more than four alike as `f32 x 8`."""
+    """Return dtypes as `f32,f32,i64`; more than four equal ones as `f32 x 8`."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
     shown = list(names[:6])
@@ -197,23 +200,24 @@ def _dtypes(names: tuple[str, ...]) -> str:
 def _sums(recording: Recording) -> Iterator[str]:
     ops = list(recording.ops)
     for phase in ("forward", "recompute", "backward", "step"):
-        found = [op for op in ops if op.phase == phase]
-        if not found:
+        of_phase = [op for op in ops if op.phase == phase]
+        if not of_phase:
             continue
-        calls = sum(op.calls for op in found)
-        casts = sum(op.casts for op in found)
-        told = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
-        avoided = sum(op.avoided for op in found)
+        calls = sum(op.calls for op in of_phase)
+        casts = sum(op.casts for op in of_phase)
+        line = f"{phase}: {count_of(calls, 'call')}, {count_of(casts, 'cast')}"
+        avoided = sum(op.avoided for op in of_phase)
         if avoided:
-            told += f", {avoided} avoided by reusing copies"
-        yield told
+            line += f", {avoided} avoided by reusing copies"
+        yield line
 
 
 def _undone(recording: Recording) -> Iterator[str]:
     sums: dict[tuple[str, ...], int] = {}
-    for one in recording.undone:
-        key = (_NUMBER.sub("*", one.module) or "(no module)", one.producer, one.consumer, one.outside, one.between)
-        sums[key] = sums.get(key, 0) + one.calls
+    for cast in recording.undone:
+        module = _NUMBER.sub("*", cast.module) or "(no module)"
+        key = (module, cast.producer, cast.consumer, cast.outside, cast.between)
+        sums[key] = sums.get(key, 0) + cast.calls
     if sums:
         yield "\ncasts that undo each other:"
         for (module, producer, consumer, outside, between), calls in sums.items():

@@ -1,22 +1,27 @@
-"""`Written`: what is known of the op that wrote a storage last, and of what it read in turn."""
+"""`Written`: the op that wrote a storage last, and what this op read in turn."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..dtypes import LOW_DTYPES
-from .folding import Call
+from .fault_record import FaultRecord
+from .folding import OpCall
 from .ops import Op
-from .records import FaultRecord
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
-_LOW_RULES = ("whitelist", "cast_model_type", "run: low")
+_LOW_RULES = ("whitelist", "cast_model_type", "run: low")  # these cast inputs to 16 bits whatever their dtype
 
 
-class Item(NamedTuple):
-    """An op that has to run in float32: the module, whether it is inside of one, the call and what torch ran of it, by
-    which name the lists have it, where in the script, and by which rule it ran. `is_reached` and `names_dtype`: as of
-    `Call`.
+class Culprit(NamedTuple):
+    """An op of the forward pass that has to run in float32.
+
+    Attributes:
+        module: the name of the module that it ran in.
+        is_in_module: whether it ran in a module at all; the model itself may have the name "".
+        op, listed, rule, is_reached, names_dtype: as in `OpCall`.
+        aten: the op that torch ran.
+        site: the line of the script.
     """
 
     module: str
@@ -35,16 +40,18 @@ class Written:
     """What an op wrote, and what it read.
 
     Attributes:
-        op, node: what torch ran, and the node of the backward pass that it is part of.
-        largest: the largest magnitude that it gave.
-        parents: what is known of its inputs.
-        is_known: whether what does not fit in it comes of faults that were entered already: `faults`.
-        is_old: of the step before; `size`: of the storage, in bytes.
-        item: the op, if it is one of the forward pass; `is_low`: whether it gave 16 bits.
-        is_scaled: it is a gradient, which goes with the loss scale; in a backward pass there are other values, too.
-        is_held_low: it gives 16 bits also where an input is in float32.
-        summed: how many times larger it is than the mean of what was summed for it.
-        let_in: the fault that it would be if -inf, which came in with the data, were no mask.
+        op, node: the op that torch ran, and the node of the backward pass that it is part of.
+        largest: the largest magnitude of the result; inf or NaN if it holds one.
+        parents: what is known of the inputs.
+        is_known: whether a value that does not fit is explained by `faults`, the numbers of faults entered before.
+        is_old: whether it was written in the step before.
+        size: bytes of the storage.
+        culprit: the op, if it is one of the forward pass.
+        is_low: whether the result has 16 bits.
+        is_held_low: whether the result would have 16 bits even if an input were float32.
+        is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
+        summed: how many times larger it is than the mean of the terms that were summed for it.
+        let_in: the fault to enter if inf or NaN that came in with the data turns out to be no mask.
     """
 
     op: str
@@ -55,25 +62,37 @@ class Written:
     is_old: bool = False
     size: int = 0
     is_known: bool = False
-    item: Item | None = None
+    culprit: Culprit | None = None
     is_low: bool = False
     is_held_low: bool = True
     is_scaled: bool = False
     summed: float = 1.0
     let_in: FaultRecord | None = None
 
-    def come_of(self, known: "Sequence[Written]") -> None:
-        """Take in that what does not fit comes of what is known."""
+    def explain_by(self, sources: "Sequence[Written]") -> None:
+        """Note that a value that does not fit comes from inputs that are explained already."""
         self.is_known = True
-        self.faults = frozenset().union(*(one.faults for one in known))
+        self.faults = frozenset().union(*(source.faults for source in sources))
 
-    def describe(self, op: Op, call: Call, is_in_module: bool, is_low: bool) -> None:
-        """Take in which call of the forward pass this is."""
+    def explain_by_fault(self, number: int) -> None:
+        """Note that the fault with this number is the value that does not fit."""
+        self.is_known, self.faults = True, frozenset({number})
+
+    def describe(self, op: Op, call: OpCall, is_in_module: bool, is_low: bool) -> None:
+        """Note the call of the forward pass that wrote this."""
         self.is_low = is_low
         name = op.overload.name
-        place, rule = call.site.place, call.rule
-        how = call.is_reached, call.names_dtype
-        self.item = Item(call.module, is_in_module, call.op, call.listed, name, place, rule, *how)
+        self.culprit = Culprit(
+            module=call.module,
+            is_in_module=is_in_module,
+            op=call.op,
+            listed=call.listed,
+            aten=name,
+            site=call.site.place,
+            rule=call.rule,
+            is_reached=call.is_reached,
+            names_dtype=call.names_dtype,
+        )
         is_given_low = any(tensor.dtype in LOW_DTYPES for tensor in op.inputs())
         self.is_held_low = (
             call.rule in _LOW_RULES
@@ -83,16 +102,18 @@ class Written:
         )
 
 
-def find_named(made: Sequence[Written], wanted: Collection[Written]) -> list[Item]:
-    """Return the ops that have to be named for the wanted ones to give float32, of all ops of a step in their order: an
-    op that may take the dtype of its inputs needs no rule where one of these is in float32.
+def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
+    """Return the ops that have to be named so that the wanted ones give float32.
+
+    `made` has all ops of a step in order. An op that takes the dtype of its inputs needs no name if one of them is
+    float32 already.
     """
     wide: set[Written] = set()
-    named: list[Item] = []
-    for one in made:
-        is_promoted = not one.is_held_low and not wide.isdisjoint(one.parents)
-        if is_promoted or one in wanted:
-            wide.add(one)
-        if one in wanted and not is_promoted and one.item is not None:
-            named.append(one.item)
-    return list(dict.fromkeys(named))
+    culprits: list[Culprit] = []
+    for written in made:
+        is_promoted = not written.is_held_low and not wide.isdisjoint(written.parents)
+        if is_promoted or written in wanted:
+            wide.add(written)
+        if written in wanted and not is_promoted and written.culprit is not None:
+            culprits.append(written.culprit)
+    return list(dict.fromkeys(culprits))

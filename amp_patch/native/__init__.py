@@ -7,6 +7,8 @@
 or run `amp-patch run --lists my_lists.yaml train.py`.
 """
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 from .session import AS_IS as AS_IS
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover

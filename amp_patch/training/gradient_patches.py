@@ -1,5 +1,7 @@
 """Replacements of functions of torch that zero, clip or reduce gradients."""
 
+__role__ = ""  # in reports of `insight`: see its `sites`
+
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 

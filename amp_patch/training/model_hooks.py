@@ -1,5 +1,7 @@
 """Hooks on models: plain objects that are copied and pickled with the module they sit on."""
 
+__role__ = "border"  # in reports of `insight`: see its `sites`
+
 import contextlib
 import sys
 import types

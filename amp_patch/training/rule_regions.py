@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook, register_m
 from ..casting import Mode, Switch, compiling
 from ..config import ModuleRule
 from ..interrupts import UndoStack
+from ..reporting import warn
 from ..torch_private import get_forward_pre_hooks, get_own_children, is_replica, remove_global_hooks, remove_hook
 from .model_hooks import RegionHooks, SessionHook
 
@@ -46,6 +47,7 @@ class RuleRegions:
         self.used: set[ModuleRule] = set()
         self._in_models: set[ModuleRule] = set()  # those that have chosen some module of a model
         self._is_stale = False
+        self._warned_of: set[ModuleRule] = set()  # because they cover scripted modules
         self._rules = rules
         self._switch = switch
         self._low = low
@@ -231,7 +233,8 @@ class RuleRegions:
         decided, used = decide_rules(root, model.rules)
         runs = {module: rule.run for module, rule in decided.items()}
         borders = find_borders(root, runs)
-        wanted = {module: (run, module not in borders) for module, run in runs.items() if has_forward(module)}
+        wanted = {module: (run, module not in borders) for module, run in runs.items() if _takes_hooks(module)}
+        self._warn_of_scripted(decided[module] for module in borders if isinstance(module, torch.jit.ScriptModule))
         for module in list(model.hooked):
             if wanted.get(module) != model.hooked[module]:
                 self._unhook(module)
@@ -251,6 +254,16 @@ class RuleRegions:
         if model.by_name:
             self._in_models |= used
         self._known.update(root.modules())
+
+    def _warn_of_scripted(self, rules: Iterable[ModuleRule]) -> None:
+        for rule in rules:
+            if rule not in self._warned_of:
+                self._warned_of.add(rule)
+                warn(
+                    f"{rule.path}:{rule.line}:{rule.column}: the rule for {rule.chooser!r} has no effect in a module"
+                    " that torch.jit has scripted, because it takes no hooks. Put that module into another one, and"
+                    " write the rule for that."
+                )
 
     def _give_up(self, module: nn.Module) -> None:
         """Remove the hooks of a module that another model has set."""
@@ -359,6 +372,10 @@ def has_forward(module: nn.Module) -> bool:
     """Tell whether a module can be called: containers such as ModuleList cannot."""
     classes = [kind for kind in type(module).__mro__ if kind is not nn.Module]  # asked so: scripted ones raise
     return any("forward" in vars(owner) for owner in (module, *classes))
+
+
+def _takes_hooks(module: nn.Module) -> bool:
+    return has_forward(module) and not isinstance(module, torch.jit.ScriptModule)
 
 
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:

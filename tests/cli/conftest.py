@@ -14,7 +14,7 @@ from amp_patch.cli.main import main
 def warm_server():
     """Forks of a process that has imported what a session and a probe need."""
     names = "torch._dynamo, torch._inductor.config, amp_patch.api, amp_patch.insight.tracer"
-    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes, amp_patch.insight.tuning.reference")
+    server = ForkServer(f"import {names}, amp_patch.insight.comparing.probes, amp_patch.insight.tuning.float32_run")
     yield server
     server.close()
 

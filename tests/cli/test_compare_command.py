@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from amp_patch.cli import scripts
-from amp_patch.cli.main import main
 from amp_patch.insight.comparing import Comparison
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -47,7 +46,7 @@ def table(text):
 
 def test_a_script_is_run_at_each_level(call, tmp_path):
     (tmp_path / "mine.yaml").write_text("whitelist: [relu]\n")
-    files = ("--jsonl", "c.jsonl", "--html", "c.html", "--png", "c.png")
+    files = ("--jsonl", "c.jsonl", "--html", "c.html")
     options = ("--runs", "O0,O4+mine.yaml", "--steps", "4", "--in-place", *files)
     code, out, err = call(APEX + LOOP, *options, arguments=["--", "--steps", "9"])
     assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
@@ -60,7 +59,6 @@ def test_a_script_is_run_at_each_level(call, tmp_path):
     assert {one.module for one in found.layers("O4+mine.yaml")} == {"0", "1", "2"} and not found.failed
     assert found.runs[0].peak > 0
     assert (tmp_path / "c.html").read_text().startswith("<!DOCTYPE html>")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_each_run_has_the_seed_of_the_command(call, monkeypatch, tmp_path):
@@ -187,12 +185,6 @@ def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
     assert code == 130 and "amp-patch compare: interrupted; these are the results so far" in err
     assert "Traceback" not in err and len(count) == 4
     assert [run.failed for run in Comparison.read(tmp_path / "c.jsonl").runs] == ["", "did not run", "did not run"]
-
-
-def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("amp_patch.cli.compare.importlib.util.find_spec", lambda name: None)
-    assert main(["compare", "--png", str(tmp_path / "c.png"), "train.py"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_long_run_says_how_far_it_is(call, monkeypatch):

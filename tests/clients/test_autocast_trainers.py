@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_patch import insight, native
-from amp_patch.insight.records import FaultRecord
+from amp_patch.insight.fault_record import FaultRecord
 from amp_patch.insight.tracer import tracing
 
 SEED = 300.0

@@ -451,6 +451,17 @@ def test_a_rule_by_type_acts_in_a_criterion_that_the_script_calls(write):
         optimizer.step()
 
 
+@pytest.mark.parametrize(("match", "is_warned_of"), [("0", True), ("1", False), ("**", False)])
+def test_a_rule_for_a_scripted_module_is_warned_of(match, is_warned_of, write):
+    """Within a region of what holds it, a scripted module runs as that does."""
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp.initialize(model, opt_level="O4", lists=write([f'{{match: "{match}", run: float32}}']), verbosity=0)
+        assert model(batch()).dtype is (torch.bfloat16 if match == "0" else torch.float32)
+    assert any("scripted" in str(warning.message) for warning in caught) is is_warned_of
+
+
 def test_threads_may_call_a_new_module_at_once(write):
     make("O4", write([f"{{type: {__name__}.Criterion, run: float32}}"]))
     threads = 4

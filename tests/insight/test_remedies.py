@@ -10,8 +10,10 @@ from torch import nn
 
 from amp_patch import insight, native
 from amp_patch.insight import agreement
-from amp_patch.insight.records import CurveRecord, FaultRecord
-from amp_patch.insight.remedies import find_remedy, format_entries
+from amp_patch.insight.causes import find_remedy
+from amp_patch.insight.fault_record import FaultRecord
+from amp_patch.insight.records import CurveRecord
+from amp_patch.insight.remedies import format_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step that has the fault ended")
 

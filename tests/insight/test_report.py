@@ -9,7 +9,8 @@ from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
 from amp_patch.insight.comparing.summary import COLOURS, pick_colours
-from amp_patch.insight.records import CurveRecord, LayerRecord, Recording, RunRecord, UndoneCastRecord
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import CurveRecord, LayerRecord, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 from amp_patch.insight.report.charts import Series, draw_curves
 

@@ -15,8 +15,10 @@ from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
-from amp_patch.insight.records import FaultRecord, RunRecord
-from amp_patch.insight.remedies import Remedy, find_remedy, format_entries
+from amp_patch.insight.causes import find_remedy
+from amp_patch.insight.fault_record import Cause, Evidence, FaultRecord, Origin, Phase, Value
+from amp_patch.insight.records import RunRecord
+from amp_patch.insight.remedies import Remedy, format_entries
 from amp_patch.insight.tracer import tracing
 
 RUN = RunRecord(torch.__version__, "cpu", "O1", "f16", (), "", 0)
@@ -126,8 +128,9 @@ def test_a_mask_that_is_a_buffer_is_no_fault_and_a_parameter_of_that_kind_is():
 
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_a_trail_of_what_is_not_finite_is_written_and_read_and_told(number, tmp_path):
+    evidence = Evidence(trail=(("masked_fill", number), ("mm", 2.0)))
     fault = FaultRecord(
-        0, "forward", "nan", "mathematics", aten="softmax", trail=(("masked_fill", number), ("mm", 2.0))
+        0, Phase.FORWARD, Value.NAN, Cause.MATHEMATICS, origin=Origin(aten="softmax"), evidence=evidence
     )
     recording = insight.Recording(RUN, [fault])
     recording.to_jsonl(tmp_path / "faults.jsonl")
@@ -302,8 +305,8 @@ def test_no_list_is_advised_where_float32_does_not_hold_a_later_result():
         return torch.log(large - large)
 
     fault, *_ = find(make_step(Sandwich(calling(log_of_nothing))))
-    assert fault.aten == "mul" and find_remedy(fault, None).kind == "beyond"
-    assert fault.beyond.startswith("torch.log at test_trace.py:")
+    assert fault.aten == "mul" and not find_remedy(fault, None).has_list
+    assert fault.beyond.startswith("torch.log at test_trace.py:") and fault.beyond in insight.format_fault(fault, None)
 
 
 def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
@@ -427,7 +430,7 @@ def test_nothing_of_a_step_is_kept():
     with tracing() as tracer:
         for _ in range(3):
             step()
-            assert not tracer._finder._written and not tracer._folding.ops()
+            assert not tracer._finder.storages._written and not tracer._folding.make_op_records()
 
 
 def test_an_error_of_the_step_is_told_beside_the_fault_that_it_may_come_of():

@@ -12,7 +12,7 @@ from seeded_faults import CASES, Given, Layer, draw
 from torch import nn
 
 from amp_patch import insight, native
-from amp_patch.insight.records import FaultRecord
+from amp_patch.insight.fault_record import FaultRecord
 
 SEEDED = (
     *("attention_scores", "rms_norm_in_every_block", "gan_loss", "gates_without_sum", "contrastive_loss"),

@@ -14,8 +14,9 @@ from training import take_step
 
 import amp_patch as amp
 from amp_patch import insight
+from amp_patch.insight.causes import find_remedy
 from amp_patch.insight.recorder import in_block
-from amp_patch.insight.remedies import find_remedy, format_entries
+from amp_patch.insight.remedies import format_entries
 from amp_patch.insight.tracer import Tracer
 
 pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients", "ignore:the loss scale has fallen")

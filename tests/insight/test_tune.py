@@ -15,7 +15,8 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config.op_lists import check_oplists
-from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from amp_patch.insight.runs import FunctionRunner, Run
 from amp_patch.insight.tuning.sketches import sketch
 from amp_patch.script_settings import Settings
@@ -180,6 +181,16 @@ def test_an_op_on_no_list_that_overflows_is_seen(tune):
     assert names(result) == ["1"] and re.search(r"Tensor\.mul: \d+ % of its results overflow float16", result.text)
 
 
+def test_parameters_whose_gradients_are_zero_at_the_first_weights_are_not_judged(tune):
+    def make():
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        nn.init.zeros_(model[1].weight)
+        return model
+
+    message = tune(train_vectors(make)).message
+    assert "not judged: 2 of 4 parameters, such as 0.weight" in message
+
+
 def test_gradients_that_overflow_move_a_dynamic_scale_and_no_module(tune):
     def make():
         return nn.Sequential(nn.Linear(16, 16), Backward(1e6), nn.Linear(16, 4))
@@ -313,8 +324,13 @@ def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
             {},
             "nothing to tune: with every module in float32, too, a loss of step 0 is nan",
         ),
+        (
+            train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(9e9, 0.0))),
+            {},
+            "nothing to tune: no parameter that an optimizer holds has a gradient other than zero",
+        ),
     ],
-    ids=["no session", "no step", "O0", "not finite"],
+    ids=["no session", "no step", "O0", "not finite", "no gradient"],
 )
 def test_what_cannot_be_tuned_is_said(train, options, message, tune):
     with pytest.raises(Exception, match=message):
@@ -357,7 +373,8 @@ def refer(tmp_path):
     path.write_text('modules:\n  - {match: "**", run: float32}\n')
 
     def refer(train, level="O1", steps=9):
-        return FunctionRunner(train)(Run("tuning.reference:Reference", {"steps": steps}, Settings(level, (str(path),))))
+        run = Run("tuning.float32_run:Float32Run", {"steps": steps}, Settings(level, (str(path),)))
+        return FunctionRunner(train)(run)
 
     return refer
 

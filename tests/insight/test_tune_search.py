@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from amp_patch.config import load_oplists
-from amp_patch.insight.records import CheckedStepRecord, Recording, RunRecord, SketchRecord
-from amp_patch.insight.tuning.entries import Entry, fold, format_list, prune
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import CheckedStepRecord, RunRecord, SketchRecord
+from amp_patch.insight.tuning.entries import ListEntry, fold_siblings, format_list, prune
 from amp_patch.insight.tuning.search import find_fewest, find_prefix
 from amp_patch.insight.tuning.sketches import SIZE, distance, sketch
 from amp_patch.insight.tuning.verdict import find_non_finite, judge
@@ -85,7 +86,7 @@ def test_a_test_that_is_not_monotone_still_gives_what_passes():
 
 
 def module(name):
-    return Entry("module", name)
+    return ListEntry("module", name)
 
 
 NAMES = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".n1", ".attn", ".attn.qkv")] + ["blocks", "head"]
@@ -100,26 +101,26 @@ NAMES = [f"blocks.{i}{part}" for i in range(3) for part in ("", ".n1", ".attn", 
     ],
 )
 def test_siblings_are_folded_if_all_are_there(names, entries):
-    assert [entry.name for entry in fold(names, NAMES)] == entries
+    assert [entry.name for entry in fold_siblings(names, NAMES)] == entries
 
 
 def test_a_fold_takes_in_no_module_that_is_not_meant():
     names = [f"{i}.{j}" for i in range(2) for j in range(2)]
-    assert [one.name for one in fold(names, names)] == ["*.*"]
-    assert [one.name for one in fold(names[:3], names)] == ["*.0", "0.1"]
-    assert [one.name for one in fold(["a.0", "a.1"], ["a.0", "a.1", "a.last"])] == ["a.0", "a.1"]
+    assert [one.name for one in fold_siblings(names, names)] == ["*.*"]
+    assert [one.name for one in fold_siblings(names[:3], names)] == ["*.0", "0.1"]
+    assert [one.name for one in fold_siblings(["a.0", "a.1"], ["a.0", "a.1", "a.last"])] == ["a.0", "a.1"]
 
 
 def test_entries_inside_of_others_go():
     given = [module("blocks.0.attn"), module("blocks.0.attn.qkv"), module("blocks.*.n1"), module("blocks.2.n1.x")]
-    assert prune([*given, Entry("op", "exp")]) == (given[2], given[0], Entry("op", "exp"))
+    assert prune([*given, ListEntry("op", "exp")]) == (given[2], given[0], ListEntry("op", "exp"))
     assert prune([*given, module("**")]) == (module("**"),)
     assert prune([module("blocks.10"), module("blocks.9")]) == (module("blocks.9"), module("blocks.10"))
 
 
 def test_a_list_that_is_written_is_read_as_meant(tmp_path):
     (tmp_path / "base.yaml").write_text("extends: float16\n")
-    entries = [module("a b.*.n'1"), Entry("op", "exp")]
+    entries = [module("a b.*.n'1"), ListEntry("op", "exp")]
     reasons = {entries[0]: 'it says: "no" # ü', entries[1]: "exp: 33 % of its results"}
     for extends in (["float16"], ["base.yaml"], ["float16", "base.yaml"]):
         path = tmp_path / "x.yaml"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import insight, native
-from amp_patch.insight.records import FaultRecord
+from amp_patch.insight.fault_record import FaultRecord
 from amp_patch.insight.tracer import tracing
 
 

@@ -3,6 +3,7 @@
 import math
 
 from amp_patch.insight.comparing import Comparison
+from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import (
     ComparedRecord,
     ComparisonRecord,
@@ -10,7 +11,6 @@ from amp_patch.insight.records import (
     GradientRecord,
     LayerRecord,
     OpRecord,
-    Recording,
     RunRecord,
 )
 

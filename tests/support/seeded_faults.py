@@ -19,7 +19,8 @@ from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch.insight import FaultRecord, format_fault, trace
-from amp_patch.insight.remedies import Remedy, find_remedy, format_entries
+from amp_patch.insight.causes import find_remedy
+from amp_patch.insight.remedies import Remedy, format_entries
 
 
 @dataclass(frozen=True)

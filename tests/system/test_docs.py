@@ -95,6 +95,7 @@ def test_the_reference_has_every_public_name():
         "comparing",
         "describe_further",
         "describe_search",
+        "find_remedy",
         "agreement",
         "remedies",
         "report",

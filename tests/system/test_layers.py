@@ -53,9 +53,13 @@ def imported_modules(path: Path) -> set[str]:
     """The modules of the package that a module imports anywhere in its source, by the names that `name_of`
     gives them.
     """
-    package = path.relative_to(PACKAGE).parts[:-1]
+    return find_imports(path.read_text(), path.relative_to(PACKAGE).parts[:-1])
+
+
+def find_imports(source: str, package: tuple[str, ...]) -> set[str]:
+    """The modules that the source of a module in `package` imports: also in functions, and by `import_module`."""
     found: set[tuple[str, ...]] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(
                 tuple(alias.name.split(".")[1:]) for alias in node.names if alias.name.partition(".")[0] == "amp_patch"
@@ -68,7 +72,25 @@ def imported_modules(path: Path) -> set[str]:
             for alias in node.names:
                 child = PACKAGE.joinpath(*target, alias.name)
                 found.add((*target, alias.name) if child.is_dir() or child.with_suffix(".py").exists() else target)
+        elif isinstance(node, ast.Call) and is_import_module(node.func):
+            found.update(find_imported_by_call(node, package))
     return {".".join(name) or "__init__" for name in found}
+
+
+def is_import_module(function: ast.expr) -> bool:
+    return getattr(function, "attr", getattr(function, "id", "")) == "import_module"
+
+
+def find_imported_by_call(call: ast.Call, package: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """The module of `import_module(".name", __package__)`. A name that is computed is a plugin's, or a door's."""
+    name = call.args[0] if call.args else None
+    if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+        return set()
+    written = name.value.lstrip(".")
+    if written == name.value:
+        return {tuple(written.split(".")[1:])} if written.partition(".")[0] == "amp_patch" else set()
+    level = len(name.value) - len(written)
+    return {(*package[: len(package) + 1 - level], *written.split("."))}
 
 
 def names_at_door(wing: str) -> set[str]:
@@ -136,6 +158,23 @@ def test_modules_import_from_lower_wings_through_their_doors():
 def test_modules_import_each_other_in_no_ring():
     """The door of a wing imports all of its rooms; a room that imported its own door would be a ring too."""
     assert find_cycle({name_of(path): imported_modules(path) for path in MODULES}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from .notebook import show",
+        "def show(): from . import notebook",
+        'def show(): return importlib.import_module(".notebook", __package__)',
+        'def show(): return import_module("amp_patch.insight.notebook")',
+    ],
+    ids=["at the top", "in a function", "by its relative name", "by its full name"],
+)
+def test_a_planted_ring_is_found(source):
+    planted = find_imports(source, ("insight",))
+    assert planted == {"insight.notebook"}
+    imports = {"insight.records": planted, "insight.notebook": {"insight.recordings"}}
+    assert find_cycle({**imports, "insight.recordings": {"insight.records"}}) != []
 
 
 def test_files_and_functions_have_a_length_that_can_be_read():

@@ -3,6 +3,8 @@
 `amp._amp_state` is the state object, not the submodule of that name, as in Apex.
 """
 
+__role__ = "amp"  # in reports of `insight`: see its `sites`
+
 from . import __version__ as __version__
 from . import _initialize as _initialize
 from . import _process_optimizer as _process_optimizer

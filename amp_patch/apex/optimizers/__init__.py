@@ -5,6 +5,8 @@ lost its options on the way, and rounded the state of 16-bit parameters when it 
 layout. With `amp.initialize` at O2 or O5 they step on float32 masters like any other optimizer.
 """
 
+__role__ = "optimizer"  # in reports of `insight`: see its `sites`
+
 from typing import NoReturn
 
 from .._finder import refuse_name

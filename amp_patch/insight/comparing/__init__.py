@@ -27,7 +27,7 @@ def compare(
     `torch.autocast`, and trains; it is stopped after `steps` steps. Each entry of `runs` is a level, or "as-is" for the
     settings of `train` itself, with op lists on top if you like: "O4+my_lists.yaml". None stands for O0, O1, O2, O4 and
     O5, or, if `train` uses torch.autocast, for as-is, O0, O1 and O4. Each run trains once from each seed (the reference
-    twice), and once more for two steps to measure layers and memory. What `train` writes, it writes in each run.
+    twice), and once more for two steps to measure layers and memory. `train` writes its files in each run.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
     Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError
@@ -49,7 +49,7 @@ def compare(
         if settings.opt_level is not None:
             _check_level(settings.opt_level)
         if settings.lists:
-            load_oplists(settings.lists)  # raises for what cannot be read
+            load_oplists(settings.lists)  # raises if a file cannot be read
     campaign = Campaign(FunctionRunner(train), plan, tell)
     campaign.run()
     return campaign.comparison()

@@ -1,4 +1,4 @@
-"""`Campaign`: the runs of a comparison, one after another, each so often that nothing disturbs its clock."""
+"""`Campaign`: makes the runs of a comparison, one after another, since parallel runs would disturb the clock."""
 
 import math
 import platform
@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 from ...config import levels
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
+from ..recordings import Record, Recording
 from ..records import (
     ComparedRecord,
     ComparisonRecord,
     CurveRecord,
     GradientRecord,
     LayerRecord,
-    Record,
-    Recording,
     RunRecord,
     SampleRecord,
 )
@@ -29,20 +28,25 @@ from .comparison import Comparison
 CURVES = "comparing.probes:CurveProbe"
 LAYERS = "comparing.probes:LayerProbe"
 AS_IS = "as-is"
-"""The name of a run at the script's own level, or with its own autocast."""
+"""The name of a run with the script's own level, or its own regions of autocast."""
 
 NOT_RUN = "did not run"
-"""The reason of a run that was not begun, or has found nothing."""
+"""Why a run has no results if it never began."""
 
 CLOSE = 0.02
-"""Weights that were rounded to 16 bits are closer to the reference's than this."""
+"""Rounding to 16 bits changes weights by less than this part."""
 
 
 class Plan(NamedTuple):
-    """What is asked for: runs by name, the name of one of them, steps of each, and seeds; a command, to be shown.
+    """The runs to compare.
 
-    `native_runs` are those of a training that turns out to be one by torch.autocast. Without `is_asked` the runs are
-    those of the default, of which a training may not suit all.
+    Attributes:
+        runs: the settings of each run, by name.
+        native_runs: the runs instead, if the training turns out to use torch.autocast.
+        reference: the name of the run that the others are compared with.
+        steps, seeds: the number of steps from each seed, and the seeds.
+        command: the command line to show.
+        is_asked: whether the user named the runs. Not every training suits all default runs.
     """
 
     runs: dict[str, Settings]
@@ -57,16 +61,15 @@ class Plan(NamedTuple):
 def plan_runs(
     asked: Sequence[str | Settings] | None, reference: str, steps: int, seeds: Sequence[int], command: str = ""
 ) -> Plan:
-    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; equal ones are told apart by number. None
-    asks for those that suit the training.
+    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; None stands for the default runs.
 
-    The reference is run first where it is not among them.
+    Runs of the same name get numbers. The reference becomes the first run if it is not among them.
     """
     first = parse_run(reference)
     trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
     native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
     runs, native_runs = _name_runs(asked or trained, first), _name_runs(asked or native, first)
-    return Plan(runs, native_runs, name_of(first), steps, tuple(seeds), command, asked is not None)
+    return Plan(runs, native_runs, name_run(first), steps, tuple(seeds), command, asked is not None)
 
 
 def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
@@ -80,7 +83,7 @@ def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Se
     runs: dict[str, Settings] = {}
     seen: Counter[str] = Counter()
     for settings in each:
-        name = name_of(settings)
+        name = name_run(settings)
         seen[name] += 1
         if seen[name] > 1:
             name += f" ({seen[name]})"
@@ -89,26 +92,26 @@ def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Se
 
 
 def parse_run(text: str) -> Settings:
-    """Read a level, or "as-is" for the training's own, and lists that are laid over its own: "O4+my_lists.yaml"."""
+    """Read a level, or "as-is" for the script's own, and lists that override its own: "O4+my_lists.yaml"."""
     level, *lists = text.split("+")
     if level == AS_IS:
         return Settings(None, tuple(lists))
     return Settings(level, tuple(lists))
 
 
-def name_of(settings: Settings) -> str:
-    """Return a run's name, with lists by the names of their files."""
-    return "+".join([settings.opt_level or AS_IS, *(Path(one).name for one in settings.lists)])
+def name_run(settings: Settings) -> str:
+    """Return the name of a run: its level and the file names of its lists."""
+    return "+".join([settings.opt_level or AS_IS, *(Path(path).name for path in settings.lists)])
 
 
 class Campaign:
-    """Runs what is planned. `tell` is called with a line as each run begins.
+    """Makes the runs of a plan. `tell` is called with a line when a run begins.
 
-    Where two runs fail for the same reason before their first step, so will the others, and they are left out.
+    Each run trains once from each seed, watched only for its losses and times. Then it trains for two steps from the
+    first seed, to measure layers, gradients and memory. The reference trains once more from each seed, with weights
+    moved by one unit in the last place before each step: the difference is noise.
 
-    Each run trains once from each seed, watched for its losses and its time alone, and then, from the first seed, for
-    two steps more in which layers, gradients and memory are looked at. The reference trains once more from each seed,
-    with weights that are moved by one unit in the last place before each step: what differs then is noise.
+    If two runs fail for the same reason before their first step, the remaining runs are left out.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -116,11 +119,11 @@ class Campaign:
         self._plan = plan
         self._tell = tell
         self._header: RunRecord | None = None
-        self._found: list[Record] = []
+        self._measured: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
         self._left_out = ""
-        self._total = 0  # known once the first run has shown what there is to compare
+        self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
 
     def _begin(self, runs: dict[str, Settings]) -> None:
@@ -129,17 +132,12 @@ class Campaign:
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
-        """Run all. What a run raises is noted, an interrupt leaves."""
+        """Make all runs. A run that fails is noted; an interrupt propagates."""
         reference, seeds = self._plan.reference, self._plan.seeds
         self._train(reference, seeds[0])
-        if self._header is not None and self._header.is_native and self._plan.native_runs != self._runs:
-            compared, curves = self._compared[reference], self._curves[reference]
-            runs = dict(self._plan.native_runs)
-            if self._header.needs_scaler and not self._plan.is_asked:
-                self._leave_out_unscaled(runs)
-            self._begin(runs)
-            self._compared[reference], self._curves[reference] = compared, curves
+        self._choose_native_runs()
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
+        # The reference first: other runs need its samples.
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
@@ -155,6 +153,18 @@ class Campaign:
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
+    def _choose_native_runs(self) -> None:
+        """Switch to the runs for torch.autocast if the first run, of the reference, has used it."""
+        header, reference = self._header, self._plan.reference
+        if header is None or not header.is_native or self._plan.native_runs == self._runs:
+            return
+        compared, curves = self._compared[reference], self._curves[reference]
+        runs = dict(self._plan.native_runs)
+        if header.needs_scaler and not self._plan.is_asked:
+            self._leave_out_unscaled(runs)
+        self._begin(runs)
+        self._compared[reference], self._curves[reference] = compared, curves
+
     def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
         """Take the float16 levels out of the default runs, except for the reference."""
         for level in levels.read_levels():
@@ -166,38 +176,38 @@ class Campaign:
                 )
 
     def _has_same_losses(self) -> bool:
-        """Tell whether the reference has the same losses from two seeds: the training sets a seed of its own."""
+        """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
         losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
-        """Tell whether two runs failed for one reason, and none has taken a step."""
-        reasons = Counter(one.failed for one in self._compared.values() if one.failed not in ("", NOT_RUN))
+        """Return whether two runs failed for the same reason, and no run has taken a step."""
+        reasons = Counter(run.failed for run in self._compared.values() if run.failed not in ("", NOT_RUN))
         has_steps = any(curve.losses for curves in self._curves.values() for curve in curves)
         return not has_steps and max(reasons.values(), default=0) > 1
 
     def comparison(self) -> Comparison:
-        """Return what there is so far. Raises SessionError, with the reasons, where no run has taken a step."""
+        """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
         curves = [curve for each in self._curves.values() for curve in each if curve.losses]
         if self._header is None or not curves:
             runs_by_reason: dict[str, list[str]] = {}
-            for one in self._compared.values():
-                reason = one.failed or "no optimizer took a step; are weights changed by hand?"
-                runs_by_reason.setdefault(reason, []).append(one.run)
+            for run in self._compared.values():
+                reason = run.failed or "no optimizer took a step; are weights changed by hand?"
+                runs_by_reason.setdefault(reason, []).append(run.run)
             reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan, machine = self._plan, _name_machine(self._header.device)
         about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command, self._left_out)
-        return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._found]))
+        return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
     def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
-        what = f"{name}, seed {seed}"
+        title = f"{name}, seed {seed}"
         if is_noise:
-            what = f"{name}, weights off by one unit, seed {seed}"
-        self._say(what)
+            title = f"{name}, weights off by one unit, seed {seed}"
+        self._announce(title)
         options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
-        recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else what)
-        if is_noise and failed:
+        recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else title)
+        if is_noise and failed:  # then the noise is unknown, and the comparison stands
             return
         if not is_noise:
             self._change(name, failed=failed)
@@ -211,7 +221,7 @@ class Campaign:
             self._curves[name].append(replace(curve, run=name, seed=seed))
 
     def _look_at_layers(self, name: str, seed: int) -> None:
-        self._say(f"{name}, layers and memory")
+        self._announce(f"{name}, layers and memory")
         loss_scale = None
         curves = [curve for curve in self._curves[name] if curve.scales]
         if curves:
@@ -222,14 +232,14 @@ class Campaign:
             return
         (seen,) = recording.of(ComparedRecord)
         self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
-        self._found.extend(replace(record, run=name) for record in recording.of(GradientRecord))
+        self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
         if name == self._plan.reference:
             self._samples = samples
         elif self._has_equal_weights(samples):
             for module, sample in self._samples.items():
                 if module and module in samples:
-                    self._found.append(_compare(name, sample, samples[module]))
+                    self._measured.append(_compare(name, sample, samples[module]))
         else:
             self._change(name, has_equal_weights=False)
 
@@ -242,25 +252,25 @@ class Campaign:
     def _watch(
         self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
     ) -> tuple[Recording | None, str]:
-        """Return what a probe recorded, and why the run failed; what the training writes is kept in a folder."""
+        """Return the recording of a probe, and why the run failed. `folder` keeps the files that the script writes."""
         try:
             return self._runner(Run(probe, options, self._runs[name], seed, folder)), ""
         except RunFailedError as error:
             return error.recording, str(error)
-        except NoRegionError:  # no run has anything to change
+        except NoRegionError:  # the same in every run: the script uses no amp
             raise
-        except Exception as error:  # of a function that trains: a run of its own has failed, the others go on
+        except Exception as error:  # of the function that trains; other runs may do better
             return None, f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def _change(self, name: str, **properties: Any) -> None:
         self._compared[name] = replace(self._compared[name], **properties)
 
-    def _say(self, what: str) -> None:
+    def _announce(self, title: str) -> None:
         self._done += 1
         progress = f"run {self._done}"
         if self._total:
             progress += f" of {self._total}"
-        self._tell(f"{progress}: {what}")
+        self._tell(f"{progress}: {title}")
 
 
 def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecord:
@@ -274,8 +284,10 @@ def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecor
 
 
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the norm of the difference over that of the reference: 0 if all are equal, inf if a value is not finite or
-    the reference is zero, None without values or where their numbers differ.
+    """Return the relative error (L2) of values.
+
+    It is 0 if all are equal, inf if a value is not finite or the reference is zero, and None if there are no values or
+    their numbers differ.
     """
     if not reference or len(reference) != len(values):
         return None
@@ -287,13 +299,13 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
 
 
 def _name_machine(device: str) -> str:
-    """The name of the device that was trained on, and of the CPU."""
+    """Return the names of the device and of the CPU."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        found = re.search(r"model name\s*: (.*)", info.read_text())
-        if found is not None:
-            cpu = found[1]
+        model = re.search(r"model name\s*: (.*)", info.read_text())
+        if model is not None:
+            cpu = model[1]
     if device == "cpu":
         return cpu
     import torch

@@ -1,9 +1,10 @@
-"""`Comparison`: what was measured of several runs, written as text, records, picture or page."""
+"""`Comparison`: the measurements of several runs, to read as text, records or a page."""
 
 import os
 
-from ..records import Recording
-from .picture import draw_comparison
+from .. import display
+from ..recordings import Recording
+from ..report import write_report
 from .summary import Summary
 from .text import format_comparison, heading
 
@@ -27,20 +28,12 @@ class Comparison(Summary):
         return format_comparison(self)
 
     def _repr_html_(self) -> str:
-        from ..notebook import show_comparison  # which imports what is beside this module
-
-        return show_comparison(self)
+        return display.as_html(self)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""
         self.recording.to_jsonl(path)
 
-    def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw the differences of losses, time and memory. Raises MissingExtraError without matplotlib."""
-        draw_comparison(self, path)
-
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page that needs no other file and no network."""
-        from ..report import write_report  # which imports what is beside this module
-
         write_report(self.recording, path)

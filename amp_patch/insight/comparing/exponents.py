@@ -1,4 +1,4 @@
-"""Magnitudes of gradients, counted so that what a 16-bit dtype makes of them at any power of two can be told exactly.
+"""Magnitudes of gradients, counted so that the effect of a 16-bit dtype at any loss scale can be computed exactly.
 
 Each power of two from 2**e up to, not with, 2**(e + 1) has four counts: of values that are 2**e, of larger ones, of
 those that bfloat16 rounds up to 2**(e + 1) (from 2 - 2**-8 times 2**e on), and of those that float16 does too (from
@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..records import GradientRecord
+from ..records import CLASSES, GradientRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLASSES = 4
 _LOWEST, _HIGHEST = -149, 127  # powers of two that float32 has
 
 
@@ -52,12 +51,13 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
             sizes = tensor.detach().float().abs().flatten()
             finite = sizes[sizes.isfinite()]
             nonfinite += sizes.numel() - finite.numel()
-            found = finite[finite > 0]
-            zeros += finite.numel() - found.numel()
-            if found.device.type == "mps":
-                found = found.cpu()  # frexp came there after torch 2.13
-            mantissa, exponent = torch.frexp(found)  # mantissa from 0.5 up to 1
+            positive = finite[finite > 0]
+            zeros += finite.numel() - positive.numel()
+            if positive.device.type == "mps":
+                positive = positive.cpu()  # MPS has no frexp in torch 2.13
+            mantissa, exponent = torch.frexp(positive)  # mantissa from 0.5 up to 1
             kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
+            # 2 - 2**-8 and 2 - 2**-11 times 2**e, as mantissas between 0.5 and 1, are 1 - 2**-9 and 1 - 2**-12.
             places = (exponent - 1 - _LOWEST) * CLASSES + kind
             total += torch.bincount(places, minlength=len(total)).cpu()
     powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
@@ -69,8 +69,9 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
 
 
 def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares:
-    """Return what a dtype of `FORMATS` makes of values multiplied by the power of two that is nearest to a scale:
-    exact, but for subnormals that round up to a normal number.
+    """Return the parts of scaled values that become zero, subnormal and inf in a dtype of `FORMATS`.
+
+    The scale is rounded to a power of two. The result is exact, except for subnormals that round up to a normal number.
     """
     form, first = FORMATS[low], counted.lowest + round(math.log2(scale))
     zero = subnormal = infinite = 0

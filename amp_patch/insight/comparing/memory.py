@@ -1,4 +1,4 @@
-"""`PeakMeter`: the bytes in use at the peak of what runs between `start` and `stop`."""
+"""`PeakMeter`: the largest number of bytes in use between `start` and `stop`."""
 
 import itertools
 import weakref
@@ -16,11 +16,13 @@ from ..tensors import tensors_in
 
 
 class PeakMeter:
-    """On an accelerator the allocator tells; that of MPS does not, and the peak is None. On a CPU it is the storages
-    of weights, masters, gradients and optimizer states, and of all that ops give from then on, as long as they live,
-    less what ops need inside.
+    """Measures the peak of the memory of a session.
 
-    It is stopped in the thread that has started it. On a CPU, code of torch.compile runs as it was written meanwhile.
+    On an accelerator, the allocator reports it; the one of MPS does not, so the peak is None. On a CPU, it is the sum
+    of the living storages of weights, masters, gradients and optimizer states, and of all results of ops. The memory
+    that ops need inside is not included.
+
+    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled in between.
     """
 
     def __init__(self, session: Session) -> None:
@@ -29,8 +31,8 @@ class PeakMeter:
         self.peak: int | None = None
 
     def start(self) -> None:
-        """Begin to measure."""
-        if self._session.device_type != "cpu":
+        """Start measuring."""
+        if self._session.device_type != "cpu":  # the allocator counts what ops need inside, too
             self._call_allocator("reset_peak_memory_stats")
         else:
             self._counting = _Counting()
@@ -39,7 +41,7 @@ class PeakMeter:
             self._counting.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Measure no more, and fill `peak`. Harmless twice."""
+        """Stop measuring, and set `peak`. Harmless twice."""
         if self._session.device_type != "cpu":
             self.peak = self.peak or self._call_allocator("max_memory_allocated")
         elif self._counting is not None and leave_mode(self._counting):
@@ -47,13 +49,13 @@ class PeakMeter:
             self.peak, self._counting = self._counting.peak, None
 
     def _call_allocator(self, name: str) -> Any:
-        """Call a function of the module of the device, such as torch.cuda, if it has it."""
+        """Call a function of the module of the device, such as torch.cuda. Return None if it has no such function."""
         function = getattr(torch.get_device_module(self._session.device_type), name, lambda: None)
         return function()
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up the storages that live. A storage is told by its object, which torch keeps for as long as it lives."""
+    """Adds up the living storages. The id of a storage object identifies it: torch keeps the object while it lives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +68,7 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages that are not known yet."""
+        """Count the storages that were not counted before."""
         for tensor in tensors:
             if type(tensor) not in PLAIN_CLASSES or tensor.layout is not torch.strided or not tensor.is_cpu:
                 continue

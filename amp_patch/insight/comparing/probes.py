@@ -1,4 +1,4 @@
-"""What watches the runs that are compared: `CurveProbe` a whole run, `LayerProbe` its first two steps."""
+"""The probes of a comparison: `CurveProbe` watches a whole run, `LayerProbe` its first two steps."""
 
 import contextlib
 import math
@@ -24,20 +24,20 @@ from .memory import PeakMeter
 from .summary import mean
 
 SAMPLES = 512
-"""How many values of a tensor are compared, at most."""
+"""The most values of a tensor that are compared."""
 
 
 class CurveProbe(Probe):
-    """Takes down the loss, the loss scale (the smallest of several) and the time of each step; waits for the device
-    once a step.
+    """Records the loss, the smallest loss scale and the time of each step. Waits for the device once a step.
 
-    The loss of a step is the mean of those that `scale_loss` was given. The time is that from the end of a step to that
-    of the next, with all that the script does between: on a CPU the CPU time, which other load affects less.
+    The loss of a step is the mean of the losses that `scale_loss` was given. The time runs from the end of a step to
+    the end of the next, with all that the script does in between. On a CPU it is CPU time, which other load affects
+    less.
 
     Args:
-        steps: how many to watch.
-        is_noise: move the weights by one unit in the last place before each step.
-        on_end: called when they have ended.
+        steps: the number of steps to watch.
+        is_noise: whether to move the weights by one unit in the last place before each step.
+        on_end: called after the last step.
     """
 
     def __init__(self, steps: int, is_noise: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
@@ -53,7 +53,7 @@ class CurveProbe(Probe):
         self._started = self._read_clock()
 
     def session_opened(self, session: Session) -> None:
-        """Begin, or see to more models."""
+        """Begin. Called again when a session gets more models."""
         if self._is_noise and self.run is None:
             _nudge(session, session.trained())
         self.run = describe_run(session)
@@ -63,14 +63,15 @@ class CurveProbe(Probe):
         self._started = self._read_clock()
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Keep the loss up to the end of the step."""
+        """Keep the loss until the end of the step."""
         if self._count < self._limit:
             self._pending.append(loss.detach().clone())
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Take down what came of a step."""
+        """Record the step."""
         if self._is_noise:
-            # of no other optimizer: a graph may hold its weights, as that of a generator does while its judge steps
+            # Only the weights of this optimizer: a living graph may hold others, as in a GAN, whose generator's graph
+            # lives while the discriminator steps.
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             _nudge(current.require(), weights, self._count + 1)
         if not self._is_counted(optimizer):
@@ -95,19 +96,20 @@ class CurveProbe(Probe):
         self._started = self._read_clock()
 
     def stop(self) -> None:
-        """Watch no more. Harmless twice."""
+        """Stop watching. Harmless twice."""
         self._pending.clear()
 
     def _records(self) -> Iterable[CurveRecord]:
         ms = math.nan
         if self._seconds:
+            # The first steps allocate memory and compile kernels.
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
         yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)
 
 
 def _shorten(value: float) -> float:
-    """A float32 has nine digits that matter."""
+    """Return a number with the nine digits that float32 has."""
     return float(f"{value:.9g}")
 
 
@@ -127,14 +129,14 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 
 
 class LayerProbe(Probe):
-    """Takes samples of what each layer gives, and of the unscaled gradients of its weights, in the first step, counts
-    these gradients by magnitude, and measures the memory that the second step takes.
+    """Samples layers in the first step of a run, and measures the memory of the second.
 
-    A layer is a module that has weights of its own, or no parts. Of one that runs several times the first is taken.
+    A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
+    in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
 
     Args:
-        loss_scale: the scale to take where it is dynamic: 2**16 at the start may overflow.
-        on_end: called when the second step has ended.
+        loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
+        on_end: called after the second step.
     """
 
     def __init__(self, loss_scale: float | None = None, on_end: Callable[[], None] = lambda: None) -> None:
@@ -151,7 +153,7 @@ class LayerProbe(Probe):
         self._counted: GradientRecord | None = None
 
     def session_opened(self, session: Session) -> None:
-        """Begin, or see to more models."""
+        """Begin. Called again when a session gets more models."""
         self.run = describe_run(session)
         if self._count:
             return
@@ -170,7 +172,7 @@ class LayerProbe(Probe):
         self._used_scale = session.scalers[0].loss_scale()
 
     def _take_input(self, module: nn.Module, args: Any) -> None:
-        """Called before what amp itself hangs on modules, which may cast."""
+        """A global hook, so it runs before the hooks of amp on modules, which may cast."""
         self._take(module, args, self._inputs)
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -180,9 +182,9 @@ class LayerProbe(Probe):
         known = self._names.get(id(module))
         if known is None or known[1] in into or not torch.is_grad_enabled() or not _is_layer(module):
             return
-        found: list[Tensor] = []
-        cast_tree(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        first = next((tensor for tensor in found if tensor.is_floating_point()), None)
+        tensors: list[Tensor] = []
+        cast_tree(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is not None:
             is_empty = contextlib.suppress(RuntimeError, NotImplementedError)  # a tensor without values to look at
             with current.without_casts(), is_empty:
@@ -212,7 +214,7 @@ class LayerProbe(Probe):
             self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Go on to memory after the first step, and end after the second."""
+        """Measure memory after the first step, and end after the second."""
         if not self._is_counted(optimizer):
             return
         self._count += 1
@@ -230,7 +232,7 @@ class LayerProbe(Probe):
         self._handles, self._names = [], {}
 
     def stop(self) -> None:
-        """Watch no more. Harmless twice."""
+        """Stop watching. Harmless twice."""
         self._unhook()
         if self._meter is not None:
             self._meter.stop()
@@ -242,7 +244,9 @@ class LayerProbe(Probe):
         yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
-            yield SampleRecord(name, *(one.get(name, ()) for one in (self._inputs, self._outputs, self._gradients)))
+            yield SampleRecord(
+                name, *(samples.get(name, ()) for samples in (self._inputs, self._outputs, self._gradients))
+            )
         if self._counted is not None:
             yield self._counted
 
@@ -253,7 +257,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _sample(tensor: Tensor, number: int = SAMPLES) -> tuple[float, ...]:
-    """Return at most so many values, spread evenly. Waits for the device."""
+    """Return at most `number` values of a tensor, spread evenly. Waits for the device."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.to_dense()

@@ -1,4 +1,4 @@
-"""`Summary`: what was measured of several runs, read as one row for each."""
+"""`Summary`: the measurements of several runs, as a row for each."""
 
 import itertools
 import math
@@ -7,20 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import RecordError
-from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, Recording
+from ..recordings import Recording
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
-"""A final loss is the mean of the last fifth of the steps, of so many at most."""
+"""A final loss is the mean of the last fifth of the steps, but of no more steps than this."""
 
 
 class Row(NamedTuple):
-    """A run in numbers; None where there is nothing to say.
+    """A run in numbers. None stands for an unknown number.
 
-    `difference` is the mean of those from the reference over the last steps, and over seeds, and `spread` the standard
-    deviation over seeds. `factor` is the time of a step over the reference's. `zero` and `zero_scaled` are parts of the
-    reference's gradients that would be zero in the low dtype. `worst` is the layer that adds most to what its input is
-    off, and by how much it is off.
+    Attributes:
+        name, run, steps: the name and record of the run, and the number of its steps.
+        loss: the mean of the last losses, over seeds.
+        difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
+        ms, factor: the time of a step, and its ratio to the time of the reference.
+        skipped, scale: the number of skipped steps, and the last loss scale.
+        zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
+            scale and with it.
+        worst: the layer that adds the largest error to the error of its input.
     """
 
     name: str
@@ -42,11 +48,11 @@ class Summary:
     """Runs compared with one of them, as they are recorded. Raises RecordError for another recording."""
 
     def __init__(self, recording: Recording) -> None:
-        found = recording.of(ComparisonRecord)
-        if len(found) != 1:
+        comparisons = recording.of(ComparisonRecord)
+        if len(comparisons) != 1:
             raise RecordError("no record of kind 'comparison': this is not a recording of a comparison")
         self.recording = recording
-        self.about = found[0]
+        self.about = comparisons[0]
         self.runs = recording.of(ComparedRecord)
 
     @property
@@ -56,18 +62,18 @@ class Summary:
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
         """Return the curves of a run by seed."""
-        found = self.recording.of(CurveRecord)
-        return {curve.seed: curve for curve in found if curve.run == name and curve.is_noise is is_noise}
+        curves = self.recording.of(CurveRecord)
+        return {curve.seed: curve for curve in curves if curve.run == name and curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
         """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
         reference = self.curves(self.about.reference)
-        found = []
+        differences = []
         for seed, curve in self.curves(name, is_noise=is_noise).items():
             if seed in reference:
                 pairs = zip(curve.losses, reference[seed].losses, strict=False)
-                found.append([own - plain for own, plain in pairs])
-        return found
+                differences.append([own - plain for own, plain in pairs])
+        return differences
 
     def final_differences(self, name: str) -> list[float]:
         """Return the mean difference over the last steps, for each seed."""
@@ -75,14 +81,16 @@ class Summary:
 
     @property
     def noise(self) -> float | None:
-        """The mean size of the differences of losses if weights are off by one unit in the last place: over all steps,
-        or over the last where it is larger there; at least what float32 rounds off a loss. None if not measured.
+        """The mean difference of losses if weights are off by one unit in the last place; None if not measured.
+
+        It is the mean over all steps or over the last ones, if that is larger, and at least the rounding of a loss.
         """
-        found = []
+        means = []
         for each in self.differences(self.about.reference, is_noise=True):
             sizes_of_all = [abs(value) for value in each]
-            found.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
-        if not found:
+            # Chaos makes noise grow in long trainings, and the last steps decide on the final loss.
+            means.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
+        if not means:
             return None
         largest_loss = 0.0
         for curve in self.curves(self.about.reference).values():
@@ -90,11 +98,11 @@ class Summary:
                 if math.isfinite(loss):
                     largest_loss = max(largest_loss, abs(loss))
         rounding = largest_loss * 2.0**-24
-        return max(mean(found), rounding)
+        return max(mean(means), rounding)
 
     @property
     def time_noise(self) -> float:
-        """The larger over the smaller time of a step of two runs of the reference; 1 where there is but one."""
+        """The ratio of the times of a step in two runs of the reference, larger over smaller; 1 with one run."""
         noise = self.curves(self.about.reference, is_noise=True)
         largest = 1.0
         for seed, curve in self.curves(self.about.reference).items():
@@ -107,12 +115,12 @@ class Summary:
     @property
     def gradients(self) -> GradientRecord | None:
         """The gradients of the reference, counted."""
-        found = self.recording.of(GradientRecord)
-        return next((record for record in found if record.run == self.about.reference), None)
+        records = self.recording.of(GradientRecord)
+        return next((record for record in records if record.run == self.about.reference), None)
 
     def layers(self, name: str) -> list[LayerRecord]:
         """Return the layers of a run, the one that adds most first."""
-        return sorted((one for one in self.recording.of(LayerRecord) if one.run == name), key=added, reverse=True)
+        return sorted((layer for layer in self.recording.of(LayerRecord) if layer.run == name), key=added, reverse=True)
 
     def rows(self) -> list[Row]:
         """Return a row for each run, in order."""
@@ -151,12 +159,12 @@ class Summary:
     @property
     def are_seeds_equal(self) -> bool:
         """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
-        found = [curve.losses for curve in self.curves(self.about.reference).values()]
-        return len(found) > 1 and len(set(found)) == 1
+        losses = [curve.losses for curve in self.curves(self.about.reference).values()]
+        return len(losses) > 1 and len(set(losses)) == 1
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
-    """Return the part of gradients that would be zero in a dtype under a loss scale; None under one that is none."""
+    """Return the part of gradients that a dtype rounds to zero under a loss scale; None if the scale is no number."""
     if not 0 < scale < math.inf:
         return None
     if low not in FORMATS:
@@ -170,7 +178,7 @@ def last(values: Sequence[float]) -> Sequence[float]:
 
 
 def added(layer: LayerRecord) -> float:
-    """Return how much more a layer's output is off than its input was: below zero where it evens errors out."""
+    """Return how much larger the error of a layer's output is than that of its input; negative if it is smaller."""
     if layer.output is None:
         return -math.inf
     if layer.output == math.inf:
@@ -179,7 +187,7 @@ def added(layer: LayerRecord) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean: NaN of none, or where there is inf of both signs."""
+    """Return the mean; NaN without values, or with inf of both signs."""
     given = list(values)
     if not given:
         return math.nan
@@ -206,16 +214,16 @@ def _running_means(curve: Sequence[float], width: int) -> list[float]:
 
 
 def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return curves without their signs."""
+    """Return the magnitudes of the values of curves."""
     return [list(map(abs, curve)) for curve in curves]
 
 
 def smoothed_steps(summary: Summary) -> int:
-    """Return over how many steps curves are smoothed where they are drawn."""
+    """Return the number of steps over which drawn curves are smoothed."""
     return max(1, summary.about.steps // 25)
 
 
-# Okabe and Ito's palette without its yellow: distinct for colour-blind readers and dark enough on white; and some more.
+# Okabe and Ito's palette without its yellow, which colour-blind readers can tell apart on white; then some more.
 COLOURS = (
     *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
     *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
@@ -223,5 +231,5 @@ COLOURS = (
 
 
 def pick_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each run, of its own as long as there are any."""
+    """Return a colour for each run. Colours repeat once all are used."""
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))

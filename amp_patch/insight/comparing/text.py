@@ -1,17 +1,17 @@
-"""A comparison as text: a row for each run, a verdict on each, and what there is to know of all."""
+"""A comparison as text: a row and a verdict for each run, and footnotes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...tables import format_table
+from .assessment import SEEDS, Assessment
 from .summary import Row, Summary, last
-from .verdicts import SEEDS, Verdict
 
 _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
 
 class Shown(NamedTuple):
-    """What a cell shows, and the number in it: None where the column is text, or there is nothing to show."""
+    """The text of a cell, and the number in it; None if the column has text, or the cell nothing."""
 
     text: str
     value: float | None = None
@@ -25,10 +25,11 @@ def format_comparison(comparison: Summary) -> str:
 
 
 def tabulate(rows: Sequence[Row]) -> tuple[list[str], list[list[Shown]]]:
-    """Return the headings of the columns, and the cells of each run. Where no run scales its loss, there are no columns
-    on that.
+    """Return the headings of the columns, and the cells of each run.
+
+    If no run scales its loss, the columns about loss scales are left out.
     """
-    cells = [_cells(row) for row in rows]
+    cells = [_cells(row) for row in rows]  # all rows have the same columns
     columns = list(cells[0])
     if not _have_scales(rows):
         columns = [column for column in columns if column not in _OF_LOSS_SCALES]
@@ -40,7 +41,7 @@ def _have_scales(rows: Sequence[Row]) -> bool:
 
 
 def heading(comparison: Summary) -> str:
-    """Return what was run, where."""
+    """Return the title: steps, seeds and machine."""
     run, about = comparison.recording.run, comparison.about
     seeds = f"seed {about.seeds[0]}"
     if len(about.seeds) > 1:
@@ -82,24 +83,24 @@ def _cells(row: Row) -> dict[str, Shown]:
 
 
 def _show(value: float | None, form: str) -> str:
-    """Return a number, or a dash for none."""
+    """Return a number as text, or a dash for None."""
     if value is None:
         return "-"
     return format(value, form)
 
 
 def footnotes(comparison: Summary) -> Iterator[str]:
-    """Yield a line for each thing to know."""
+    """Yield the verdicts and notes, a line each."""
     about, rows = comparison.about, comparison.rows()
-    judged = [Verdict(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
-    for verdict in judged:
-        if verdict.row.loss is not None:
-            yield f"{verdict.row.name}: {verdict.of_loss()}; {verdict.of_time()}{verdict.of_memory()}"
+    assessed = [Assessment(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
+    for run in assessed:
+        if run.row.loss is not None:
+            yield f"{run.row.name}: {run.of_loss()}; {run.of_time()}{run.of_memory()}"
     if about.left_out:
         yield about.left_out
     if comparison.are_seeds_equal:
         yield "a second seed gave the same losses, so no more were run: the script sets a seed of its own"
-    if any(verdict.may_be_chance for verdict in judged):
+    if any(run.may_be_chance for run in assessed):
         yield f"perhaps: to see whether a difference is chance, {_advise_on_seeds(comparison)}"
     tail = len(last(range(max((row.steps for row in rows), default=0))))
     final = f"final loss and difference from {about.reference}: means of the last {tail} steps"
@@ -122,7 +123,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     for row in rows:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"
-        elif row.steps < max(one.steps for one in rows):
+        elif row.steps < max(other.steps for other in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"

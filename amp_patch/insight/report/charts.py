@@ -1,11 +1,11 @@
-"""Charts of the page as inline SVG: curves over steps, and a histogram of gradients whose zones the script moves."""
+"""The charts of the page as inline SVG: curves over steps, and a histogram of gradients with movable zones."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..comparing.exponents import CLASSES, FORMATS, find_shares
-from ..records import GradientRecord
+from ..comparing.exponents import FORMATS, find_shares
+from ..records import CLASSES, GradientRecord
 from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260
@@ -25,25 +25,29 @@ class Series(NamedTuple):
 
 
 def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) -> Markup:
-    """Return lines over steps on a logarithmic axis; what is not positive runs along its lower end, and what is not
-    finite is left out. `noise` shades everything below it, and skipped steps are ticks on the axis.
+    """Return lines over steps on a logarithmic axis.
+
+    Values that are not positive lie on the lower end of the axis, and values that are not finite are left out. The area
+    below `noise` is shaded. Skipped steps are ticks on the axis.
     """
-    shown = [value for one in series for value in (*one.values, *one.high)] + [max(noise, default=0.0)]
-    steps = max((len(one.values) for one in series), default=1)
+    shown = [value for line in series for value in (*line.values, *line.high)] + [max(noise, default=0.0)]
+    steps = max((len(line.values) for line in series), default=1)
     axes = _Axes(steps, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
         parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
-    tracks = [axes.track(one.values) for one in series]
-    firsts = [next(other for other in range(len(series)) if _run_together(track, tracks[other])) for track in tracks]
-    for order, one in enumerate(series):
+    # Lines that hide each other are dashed in turns: each line joins the group of the first that it hides.
+    tracks = [axes.track(line.values) for line in series]
+    numbers = range(len(series))
+    firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]
+    for order, line in enumerate(series):
         place = firsts[:order].count(firsts[order])
-        parts.append(axes.draw(one, _style_line(place, firsts.count(firsts[order]))))
+        parts.append(axes.draw(line, _style_line(place, firsts.count(firsts[order]))))
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
 
 
 def _run_together(track: Sequence[float], other: Sequence[float]) -> bool:
-    """Tell whether two lines are so close everywhere that one hides the other; their heights are in pixels."""
+    """Return whether one of two lines hides the other everywhere. Heights are in pixels."""
     pairs = list(zip(track, other, strict=False))
     return len(track) == len(other) and all(
         abs(y - y_of_other) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_other)) for y, y_of_other in pairs
@@ -51,7 +55,7 @@ def _run_together(track: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _style_line(place: int, count: int) -> str:
-    """Return the style of one of several lines that run together: they take turns, each in its own colour."""
+    """Return the style of one of several lines that run together: dashes of each take turns."""
     style = f"stroke-width:{LINE_WIDTH}"
     if count > 1:
         style += f";stroke-linecap:butt;stroke-dasharray:{DASH} {DASH * (count - 1)};stroke-dashoffset:{-DASH * place}"
@@ -59,16 +63,17 @@ def _style_line(place: int, count: int) -> str:
 
 
 def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float, Markup]]]:
-    """The powers of ten at both ends of an axis for all positive values, and what to write where: powers of ten, twelve
-    of them at most, or round values where there are fewer than two.
+    """Return the ends of an axis for all positive values, as powers of ten, and its ticks with their labels.
+
+    Ticks are at most twelve powers of ten, or round values if all values lie within a factor of ten.
     """
-    found = [value for value in values if 0 < value < math.inf] or [0.1, 1.0]
-    low, high = math.log10(min(found)), math.log10(max(found))
+    positive = [value for value in values if 0 < value < math.inf] or [0.1, 1.0]
+    low, high = math.log10(min(positive)), math.log10(max(positive))
     if high - low >= 1:
         top = math.ceil(high)
         bottom = max(math.floor(low), top - 12)
         return bottom, top, [(10.0**power, _power_of_ten(power)) for power in range(bottom, top + 1)]
-    least, most = min(found), max(found)
+    least, most = min(positive), max(positive)
     step = 10.0 ** math.floor(math.log10(max(most - least, most * 1e-3)))
     step *= next(size for size in (0.5, 1, 2, 5) if (most - least) / (step * size) <= 5)
     ticks = [number * step for number in range(max(1, math.floor(least / step)), math.ceil(most / step) + 1)]
@@ -79,13 +84,13 @@ def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float,
 
 
 class _Axes:
-    """Where a value of a step is drawn."""
+    """Maps steps and values to pixels."""
 
     def __init__(self, steps: int, low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
         self._steps, self._low, self._high, self._ticks = steps, low, high, ticks
 
     def grid(self) -> Iterable[Markup]:
-        """Lines and names of some values and steps."""
+        """Return grid lines and labels."""
         ticks = self._ticks
         if len(ticks) > 7:
             ticks = ticks[::2]
@@ -98,11 +103,11 @@ class _Axes:
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
     def track(self, values: Sequence[float]) -> list[float]:
-        """The heights of a line, NaN where there is none."""
+        """Return the heights of a line; NaN where it has a gap."""
         return [self._y(value) if math.isfinite(value) else math.nan for value in values]
 
     def draw(self, series: Series, style: str) -> Markup:
-        """A line with its range and its ticks, in a group of its own."""
+        """Return a group with a line, its range and its ticks."""
         parts = []
         if any(low != high for low, high in zip(series.low, series.high, strict=True)):
             parts.append(self.area(series.low, series.high, "band", f"{series.name}: range over seeds"))
@@ -114,7 +119,7 @@ class _Axes:
                 runs.append([])
         for points in runs:
             if len(points) == 1:
-                points = points * 2  # a line of no length is drawn as a dot
+                points = points * 2  # a line without length is drawn as a dot
             if points:
                 parts.append(element("polyline", element("title", series.name), points=" ".join(points), class_="line"))
         for step in series.skipped:
@@ -124,7 +129,7 @@ class _Axes:
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
-        """What is between two lines."""
+        """Return the area between two lines."""
         there = [step for step in range(len(high)) if math.isfinite(low[step]) and math.isfinite(high[step])]
         up = [f"{self._x(step):.1f},{self._y(high[step]):.1f}" for step in there]
         down = [f"{self._x(step):.1f},{self._y(low[step]):.1f}" for step in reversed(there)]
@@ -148,7 +153,7 @@ def _power_of_ten(power: int) -> Markup:
 
 
 def _round_steps(steps: int) -> list[int]:
-    """Step 1, and some round ones."""
+    """Return step 1, and some round numbers of steps."""
     every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
     return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
 
@@ -159,9 +164,10 @@ ZONES = ("zero", "subnormal", "infinite")
 
 
 def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
-    """Return bars by power of two, before zones of a dtype for values multiplied by 2**`power`.
+    """Return a bar for each power of two, in front of the zones of a dtype for values multiplied by 2**`power`.
 
-    The page's script moves the zones: it reads from the drawing the powers at both ends and how many pixels one takes.
+    The script of the page moves the zones. It reads the powers at both ends, and the width of a power, from the
+    attributes of the drawing.
     """
     sums = [sum(record.counts[place : place + CLASSES]) for place in range(0, len(record.counts), CLASSES)]
     first, last = min(record.lowest, -30) - 2, max(record.lowest + len(sums), 0) + 2
@@ -200,7 +206,7 @@ def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
 
 
 def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tuple[float, float]]:
-    """Where each of `ZONES` begins, and how wide it is."""
+    """Return the left end and the width of each of `ZONES`."""
     form = FORMATS[low]
 
     def place(exponent: int) -> float:
@@ -211,6 +217,6 @@ def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tu
 
 
 def tell_shares(record: GradientRecord, low: str, power: int) -> str:
-    """Return the shares as the page's script writes them, too."""
+    """Return the shares as text. The script of the page writes the same text."""
     shares = find_shares(record, low, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

@@ -1,4 +1,4 @@
-"""The page's sections of a comparison: runs, losses, time and memory, gradients, layers."""
+"""The sections of the page of a comparison: runs, losses, time and memory, gradients, layers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from .markup import Markup, element, join
 from .tables import Cell, make_table
 
 POWERS = 24
-"""The slider's last loss scale, as a power of two: the largest that amp takes by itself."""
+"""The largest loss scale of the slider, as a power of two: the largest that a dynamic scale reaches."""
 
 
 def make_comparison(summary: Summary) -> Iterator[Markup]:
@@ -188,19 +188,19 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
     names = [row.name for row in rows if summary.layers(row.name)]
     if not names:
         return
-    found: dict[str, dict[str, LayerRecord]] = {}  # by module, then by run
-    for one in summary.recording.of(LayerRecord):
-        found.setdefault(one.module, {})[one.run] = one
-    order = list(found)
+    layers: dict[str, dict[str, LayerRecord]] = {}  # by module, then by run
+    for record in summary.recording.of(LayerRecord):
+        layers.setdefault(record.module, {})[record.run] = record
+    order = list(layers)
     heading = ["layer", "order"]
     for name in names:
         heading += [f"{name} out", f"{name} grad"]
     body = []
-    for module in sorted(order, key=lambda module: max(map(added, found[module].values())), reverse=True):
+    for module in sorted(order, key=lambda module: max(map(added, layers[module].values())), reverse=True):
         line = [Cell(module), Cell(str(order.index(module) + 1), order.index(module))]
         for name in names:
-            if name in found[module]:
-                layer = found[module][name]
+            if name in layers[module]:
+                layer = layers[module][name]
                 line += [_make_heat_cell(layer.output), _make_heat_cell(layer.gradient)]
             else:
                 line += [Cell("-"), Cell("-")]
@@ -228,9 +228,9 @@ def _make_heat_cell(error: float | None) -> Cell:
 
 
 def _heat_of(error: float) -> float:
-    """From 0 at 1e-6 to 1 at 0.1, by its logarithm."""
+    """Return the heat of an error: from 0 at 1e-6 to 1 at 0.1, by its logarithm."""
     if error <= 0:
         return 0.0
-    if not error < 0.1:  # NaN, too
+    if not error < 0.1:  # also NaN
         return 1.0
     return max(0.0, (math.log10(error) + 6) / 5)

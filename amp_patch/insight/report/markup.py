@@ -1,4 +1,4 @@
-"""HTML as text that cannot be mistaken: what is not markup already is escaped."""
+"""HTML elements as strings. Text that is not `Markup` is escaped."""
 
 import html
 from collections.abc import Iterable
@@ -9,14 +9,16 @@ VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
 
 
 class Markup(str):
-    """Text that is HTML, and is not escaped."""
+    """Text that is HTML already, so it is not escaped."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *children: str, **attributes: object) -> Markup:
-    """Return an element. Of the attributes, None and False are left out and True has no value; `class_` is `class`, and
-    `data_v` is `data-v`.
+    """Return an element.
+
+    Attributes that are None or False are left out, and True stands for an attribute without a value. `class_` becomes
+    `class`, and `data_v` becomes `data-v`.
     """
     start = name
     for key, value in attributes.items():
@@ -35,7 +37,7 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
 
 
 def join(children: Iterable[str]) -> Markup:
-    """Return children one after another."""
+    """Return children in a row."""
     text = ""
     for child in children:
         if not isinstance(child, Markup):

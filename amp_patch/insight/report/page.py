@@ -1,4 +1,4 @@
-"""The page: what is known of a recording from the top down, with style, script and data inside."""
+"""The HTML page of a recording, with its style, script and data inside."""
 
 import os
 from collections.abc import Iterator
@@ -6,13 +6,15 @@ from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
-from ..records import ComparisonRecord, Recording
+from ..recordings import Recording
+from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
 _FOLDER = Path(__file__).parent
+# The page holds text of scripts that may come from anybody, so it may load nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -22,7 +24,7 @@ def write_report(recording: Recording, path: str | os.PathLike[str], *, command:
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:
-    """Return the page of a recording: sections for the records that it has, and all of them to be downloaded.
+    """Return the page of a recording: a section for each kind of record, and all records for download.
 
     `command` is shown, unless the recording has its own.
     """
@@ -54,7 +56,7 @@ def _read(name: str) -> str:
 
 
 def _style_of(summary: Summary) -> str:
-    """A class for the colour of each run; black is white on dark."""
+    """Return a CSS class for the colour of each run. Black becomes white on a dark page."""
     style = ""
     for number, colour in enumerate(pick_colours(run.run for run in summary.runs).values()):
         if colour == "#000000":
@@ -74,8 +76,9 @@ def _comparison_header(summary: Summary, command: str) -> Markup:
     run, about = summary.recording.run, summary.about
     terms = [("torch", run.torch), ("device", run.device), ("machine", about.machine), ("steps", str(about.steps))]
     terms.append(("seeds", ", ".join(map(str, about.seeds))))
-    for one in summary.runs:
-        terms += [(f"{one.run}, {name}", text) for name, text in _lists(one.lists, one.digest)]
+    for run_of_plan in summary.runs:
+        lists = _lists(run_of_plan.lists, run_of_plan.digest)
+        terms += [(f"{run_of_plan.run}, {name}", text) for name, text in lists]
     terms.append(("command", about.command or command))
     return _describe(terms)
 
@@ -90,7 +93,7 @@ def _lists(lists: tuple[str, ...], digest: str) -> Iterator[tuple[str, str]]:
 
 
 def _ops(recording: Recording) -> Iterator[Markup]:
-    """Yield the section of ops, if there are any."""
+    """Yield the section of ops, if the recording has ops."""
     ops = choose_ops(recording)
     if not ops:
         return
@@ -115,15 +118,18 @@ def _undone(recording: Recording) -> Iterator[Markup]:
         return
     heading = ("step", "module", "producer", "consumer", "outside", "between", "calls")
     rows = []
-    for one in recording.undone:
-        texts = (one.module, one.producer, one.consumer, one.outside, one.between)
-        rows.append([Cell(str(one.step), one.step), *map(Cell, texts), Cell(str(one.calls), one.calls)])
+    for cast in recording.undone:
+        texts = (cast.module, cast.producer, cast.consumer, cast.outside, cast.between)
+        rows.append([Cell(str(cast.step), cast.step), *map(Cell, texts), Cell(str(cast.calls), cast.calls)])
     yield element("h3", "Casts that undo each other")
     yield make_table("undone", heading, rows, label="casts that undo each other", left=len(heading))
 
 
 def _data(recording: Recording) -> Markup:
-    """The records, as `Recording.read` reads them. `<` is in strings only, where JSON has another way to write it."""
+    """Return the section with the records, as `Recording.read` reads them.
+
+    `<` would end the script element. It is only inside of strings, where JSON can escape it.
+    """
     text = recording.format()
     return element(
         "section",

@@ -1,4 +1,4 @@
-"""Tables that the page's script sorts and filters; without it they are plain ones."""
+"""Tables that the script of the page sorts and filters. Without the script they are plain tables."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from .markup import Markup, element, join
 
 
 class Cell(NamedTuple):
-    """A cell: what it shows, the number that it is sorted by (None: by its text), and how hot it is, from 0 to 1."""
+    """A cell: its text, the number that sorts it (None: the text does), and its heat, from 0 to 1."""
 
     text: str
     value: float | None = None
@@ -23,8 +23,9 @@ def make_table(
     left: int = 1,
     filter_by: str = "",
 ) -> Markup:
-    """Return a table in a box that scrolls by itself, with a button in each heading, and a field to filter by if that
-    is given its label. The first `left` columns are set to the left.
+    """Return a table in a box that scrolls, with a button in each heading. The first `left` columns are left-aligned.
+
+    With `filter_by`, the label of a field, there is a field that filters the rows.
     """
     body: list[Markup] = []
     for row in rows:
@@ -66,7 +67,7 @@ def _make_filter(name: str, label: str, rows: int) -> Markup:
 
 
 def _sortable(value: float | None) -> str | None:
-    """A number as the script's `Number` reads it."""
+    """Return a number as `Number` of JavaScript reads it."""
     if value is None:
         return None
     return repr(value).replace("inf", "Infinity").replace("nan", "NaN")

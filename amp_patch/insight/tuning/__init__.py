@@ -1,1 +1,1 @@
-"""Which ops or modules must stay in float32 for gradients that are right within a tolerance, from a few short runs."""
+"""Finds the ops or modules that must stay in float32 to keep gradients within a tolerance, from a few short runs."""

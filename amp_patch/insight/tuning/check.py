@@ -1,4 +1,4 @@
-"""`Check`: the losses and gradients of some steps of a run, all of them from the weights that it began with."""
+"""`Check`: the losses and gradients of some steps of a run, each from the first weights of the run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,18 +9,19 @@ from torch.optim import Optimizer
 
 from ...session import Session, current
 from ..recorder import describe_run
-from ..records import CheckedStepRecord, Record, SketchRecord
+from ..recordings import Record
+from ..records import CheckedStepRecord, SketchRecord
 from ..runs import Probe
 from .sketches import sketch
 
 
 class Check(Probe):
-    """Sees `steps` steps of each optimizer, and puts its weights back after each: a copy of them is kept.
+    """Records `steps` steps of each optimizer, and restores its first weights after each step, from a copy.
 
     Args:
-        steps: how many.
-        loss_scale: what a dynamic scale begins with; None: as the script has it.
-        on_end: called when all have been seen.
+        steps: the number of steps.
+        loss_scale: the loss scale that a dynamic scale starts with; None: the script's own.
+        on_end: called after the last step.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class Check(Probe):
         self._begun: set[int] = set()  # numbers of the optimizers whose step has begun
         self._losses: list[Tensor] = []
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._found: list[Record] = []
+        self._seen: list[Record] = []
 
     def _records(self) -> list[Record]:
-        return list(self._found)
+        return list(self._seen)
 
     def session_opened(self, session: Session) -> None:
-        """Set the scale."""
+        """Set the loss scale."""
         self.run = describe_run(session)
         for scaler in session.scalers:
             if self._loss_scale is not None and scaler.is_dynamic:
@@ -52,7 +53,7 @@ class Check(Probe):
         self._losses.append(loss.detach().float().mean())
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Take down the gradients."""
+        """Record the gradients."""
         number = self._number(optimizer)
         self._begun.add(number)
         if self._taken[number] >= self._steps:
@@ -63,21 +64,21 @@ class Check(Probe):
         seen: Counter[str] = Counter()
         for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
             seen[name] += 1
-            if seen[name] > 1:
+            if seen[name] > 1:  # a parameter outside of the models is named by its shape
                 name = f"{name} ({seen[name]})"
             if tensor.grad is not None:
-                self._found.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
+                self._seen.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count a step, and put the weights back."""
+        """Record a step, and restore the weights."""
         number, session = self._number(optimizer), current.require()
-        if number not in self._begun:  # a step with a closure, which is told of once it is over
+        if number not in self._begun:  # a step with a closure reports only its end
             self.step_begun(optimizer)
         self._begun.discard(number)
         skipped = session.is_skipped(optimizer)
         is_dynamic = any(scaler.is_dynamic for scaler in session.scalers)
         losses = tuple(float(loss) for loss in self._losses)
-        self._found.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
+        self._seen.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
         self._count += int(self._is_counted(optimizer))
@@ -89,7 +90,7 @@ class Check(Probe):
             self._on_end()
 
     def stop(self) -> None:
-        """Watch no more, and keep no weights. Harmless twice."""
+        """Stop watching, and drop the copies of weights. Harmless twice."""
         self._weights.clear()
         self._losses.clear()
 
@@ -98,7 +99,7 @@ class Check(Probe):
             self._optimizers.append(id(optimizer))
             self._taken.append(0)
             number = len(self._taken) - 1
-            self._weights[number] = [(one, one.detach().clone()) for one in _parameters(optimizer)]
+            self._weights[number] = [(weight, weight.detach().clone()) for weight in _parameters(optimizer)]
         return self._optimizers.index(id(optimizer))
 
 

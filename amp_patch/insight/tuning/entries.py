@@ -1,4 +1,4 @@
-"""Entries of an op list that keep modules or ops in float32: which cover which, and how they are written."""
+"""`ListEntry`: an entry of an op list that keeps modules or an op in float32."""
 
 import fnmatch
 import itertools
@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...tables import natural_order
-from ..remedies import Remedy
+from ..remedies import Remedy, RemedyKind
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListEntry:
     """One line of a list.
 
     Attributes:
@@ -24,7 +24,7 @@ class Entry:
     name: str
 
     def matches(self, module: str) -> bool:
-        """Tell whether this names a module itself."""
+        """Return whether this entry names a module."""
         if self.kind != "module":
             return False
         if self.name in ("**", module):
@@ -32,8 +32,8 @@ class Entry:
         parts, own = module.split("."), self.name.split(".")
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
-    def covers(self, other: "Entry") -> bool:
-        """Tell whether this makes another entry, for modules inside of its own, needless."""
+    def covers(self, other: "ListEntry") -> bool:
+        """Return whether another entry is needless, since its modules are inside of the modules of this one."""
         if self == other or self.kind != "module" or other.kind != "module":
             return False
         if self.name == "**":
@@ -42,13 +42,14 @@ class Entry:
         return len(parts) >= len(own) and all(a in (b, "*") for a, b in zip(own, parts, strict=False))
 
 
-def find_entries(remedy: Remedy, units: str) -> list[Entry]:
-    """Return entries of the units asked for that do what a remedy says; none where such entries cannot."""
+def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
+    """Return entries of some units that apply a remedy; none if these units cannot."""
     choosers = [chooser.partition("match: ") for chooser in remedy.regions]
-    modules = [Entry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
-    modules = [one for one in modules if not one.name.startswith("re:")]
-    ops = [Entry("op", name) for name in remedy.ops]
-    if len(modules) < len(remedy.regions) or remedy.kind != "list":
+    modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
+    modules = [entry for entry in modules if not entry.name.startswith("re:")]
+    ops = [ListEntry("op", name) for name in remedy.ops]
+    # A rule by class, or for the root of several models, is no entry that can be tried and left out by itself.
+    if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
         return [*modules, *ops]
@@ -56,38 +57,39 @@ def find_entries(remedy: Remedy, units: str) -> list[Entry]:
         return [] if ops else modules
     if modules and not remedy.alternative:
         return []
-    return ops + [Entry("op", name) for name in remedy.alternative]
+    return ops + [ListEntry("op", name) for name in remedy.alternative]
 
 
-def prune(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return entries without those that others cover, sorted: modules first, then by name."""
+def prune(entries: Iterable[ListEntry]) -> tuple[ListEntry, ...]:
+    """Return entries without needless ones, sorted: modules first, then by name."""
     given = set(entries)
-    kept = [one for one in given if not any(other.covers(one) for other in given)]
-    return tuple(sorted(kept, key=lambda one: (one.kind, natural_order(one.name))))
+    kept = [entry for entry in given if not any(other.covers(entry) for other in given)]
+    return tuple(sorted(kept, key=lambda entry: (entry.kind, natural_order(entry.name))))
 
 
-def fold(names: Iterable[str], existing: Collection[str]) -> list[Entry]:
-    """Return entries for modules: one for siblings that differ in numbers only, if all that there are are among them.
+def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListEntry]:
+    """Return entries for modules, in the order of their first names.
 
-    In the order of the first name of each.
+    Siblings whose names differ only in numbers get one entry if `names` has all of them.
     """
     left, entries = list(dict.fromkeys(names)), []
     while left:
         name = left[0]
+        # The pattern with the most stars comes first, so the first that matches no other module is the widest.
         for pattern in _patterns(name):
-            entry = Entry("module", pattern)
-            matched = [one for one in existing if entry.matches(one)]
+            entry = ListEntry("module", pattern)
+            matched = [module for module in existing if entry.matches(module)]
             if len(matched) > 1 and set(matched) <= set(left):
                 break
         else:
-            entry, matched = Entry("module", name), [name]
+            entry, matched = ListEntry("module", name), [name]
         entries.append(entry)
-        left = [one for one in left if one not in matched]
+        left = [module for module in left if module not in matched]
     return entries
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Yield a name with `*` for its numbers: for all of them first, for one last."""
+    """Yield a name with `*` for some of its numbers: first for all, last for a single one."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     for size in range(len(numbers), 0, -1):
@@ -98,23 +100,23 @@ def _patterns(name: str) -> Iterator[str]:
             yield ".".join(pattern)
 
 
-def format_list(extends: Sequence[str], entries: Sequence[Entry], reasons: dict[Entry, str]) -> str:
+def format_list(extends: Sequence[str], entries: Sequence[ListEntry], reasons: dict[ListEntry, str]) -> str:
     """Return the text of a list file with these entries."""
     lines = []
     if len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0]):
         lines.append(f"extends: {extends[0]}")
     elif extends:
         lines.append(f"extends: {json.dumps(extends)}")
-    modules = [one for one in entries if one.kind == "module"]
+    modules = [entry for entry in entries if entry.kind == "module"]
     if modules:
         lines.append("modules:")
-    for one in modules:
-        lines.append(f"  - {{match: {json.dumps(one.name)}, run: float32{_why(reasons.get(one))}}}")
-    ops = [one for one in entries if one.kind == "op"]
+    for entry in modules:
+        lines.append(f"  - {{match: {json.dumps(entry.name)}, run: float32{_why(reasons.get(entry))}}}")
+    ops = [entry for entry in entries if entry.kind == "op"]
     if ops:
         lines.append("blacklist:")
-    for one in ops:
-        lines.append(f"  - {{op: {one.name}{_why(reasons.get(one))}}}")
+    for entry in ops:
+        lines.append(f"  - {{op: {entry.name}{_why(reasons.get(entry))}}}")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -1,23 +1,23 @@
-"""What a reference run says of modules and ops: which must be in float32, and which to try next."""
+"""`Ranking`: which modules and ops must be in float32, and which to try next, from the run in float32."""
 
 import math
 from collections.abc import Iterable, Sequence
 
-from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, Recording, SketchRecord
+from ..recordings import Recording
+from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from ..short_dtypes import EPS, LARGEST, spell_out
-from .entries import Entry, fold, prune
-from .reference import WHOLE_MODEL
-
-UNITS = ("modules", "ops", "both")
+from .entries import ListEntry, fold_siblings, prune
+from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
-"""A result, or a gradient, that is off by so many times the rounding error of its dtype is tried before others."""
+"""Ops whose error is more than this multiple of the rounding error of the dtype are tried before others."""
 
 
 class Ranking:
-    """Entries for modules, ops, or both, from what a `Reference` has recorded.
+    """Makes entries for modules, ops, or both, from the recording of a `Float32Run`.
 
-    Both means modules where an op runs in a part of the model, and ops in the model's own forward and outside of it.
+    With both, an op in a submodule becomes an entry for the submodule, and an op in the model itself or outside of it
+    an entry for the op.
     """
 
     def __init__(self, reference: Recording, units: str) -> None:
@@ -33,132 +33,137 @@ class Ranking:
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)
 
-    def find_forced(self) -> list[Entry]:
-        """Return entries for what overflows; one for all of a row of siblings if all of them do."""
-        modules: list[Entry] = []
-        ops: list[Entry] = []
-        for one in filter(_overflows, self._ops):
-            entry = self._entry(one)
+    def find_forced(self) -> list[ListEntry]:
+        """Return entries for all ops that overflow. Siblings share an entry if all of them overflow."""
+        modules: list[ListEntry] = []
+        ops: list[ListEntry] = []
+        for op in filter(_overflows, self._ops):
+            entry = self._make_entry(op)
             if entry is None or entry.name == WHOLE_MODEL:
                 continue
             if entry.kind == "module":
                 modules.append(entry)
             else:
                 ops.append(entry)
-        return [*fold((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
+        return [*fold_siblings((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
 
-    def rank(self, forced: Sequence[Entry]) -> list[Entry]:
-        """Return entries for the rest: first what loses more than rounding explains, then what runs beside that, since
-        the loss may come of what it was given; then by what its rounding does to the loss.
+    def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
+        """Return entries for all other ops, the most promising first.
+
+        First come ops that lose more precision than rounding explains, then ops in the same modules, since the error
+        may come from their results. The rest is sorted by the effect of its rounding on the loss.
         """
-        by_entry: dict[Entry, list[LowOpRecord]] = {}
-        for one in self._ops:
-            entry = self._entry(one)
+        by_entry: dict[ListEntry, list[LowOpRecord]] = {}
+        for op in self._ops:
+            entry = self._make_entry(op)
+            # An entry for the whole model would keep everything in float32, which `find_everything` tries last.
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(other.covers(entry) or other.matches(entry.name) for other in forced):
-                by_entry.setdefault(entry, []).append(one)
+                by_entry.setdefault(entry, []).append(op)
 
-        beside = {one.module for one in self._ops if self._find_outlying(one)}
+        beside = {op.module for op in self._ops if self._find_outlying(op)}
 
-        def key(entry: Entry) -> tuple[float, bool, int, float]:
+        def key(entry: ListEntry) -> tuple[float, bool, int, float]:
             ops = by_entry[entry]
             outlying = max(map(self._find_outlying, ops))
-            is_beside = any(one.module in beside for one in ops)
-            return -outlying, not is_beside, self.count_modules([entry]), -sum(one.effect for one in ops)
+            is_beside = any(op.module in beside for op in ops)
+            return -outlying, not is_beside, self.count_modules([entry]), -sum(op.effect for op in ops)
 
         return sorted(by_entry, key=key)
 
-    def _find_outlying(self, one: LowOpRecord) -> float:
-        """Return the error of an op that loses more than rounding explains, or 0."""
-        error = max(one.error, one.gradient_error)
+    def _find_outlying(self, op: LowOpRecord) -> float:
+        """Return the error of an op if it is larger than rounding explains, else 0."""
+        error = max(op.error, op.gradient_error)
         if error <= ROUNDING * EPS.get(self._low, 0.0):
             return 0.0
         return error
 
-    def find_everything(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return entries for all that there is, given those known."""
+    def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
+        """Return entries that keep everything in float32, given all entries for ops."""
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
             return ops
-        return [Entry("module", WHOLE_MODEL), *ops]
+        return [ListEntry("module", WHOLE_MODEL), *ops]
 
-    def count_modules(self, entries: Iterable[Entry]) -> int:
-        """Return how many modules that ran are in float32 by entries; an op counts as one."""
+    def count_modules(self, entries: Iterable[ListEntry]) -> int:
+        """Return the number of modules that ran and that entries keep in float32. An op counts as one."""
         given = list(entries)
         modules = [entry for entry in given if entry.kind == "module"]
         covered = [name for name in self._ran if any(_is_in(name, entry) for entry in modules)]
         return len(covered) + len(given) - len(modules)
 
-    def find_loss_scale(self, forced: Sequence[Entry]) -> float | None:
-        """Return the largest power of 2 by which no gradient overflows, of results and of parameters that are not
-        forced, if the script begins with more and has a dynamic scale.
+    def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
+        """Return the largest power of 2 under which no gradient overflows, if the script's own is larger.
+
+        Gradients in forced entries do not count. None if the script has no dynamic scale, or a smaller one.
         """
-        rest = [one.gradient for one in self._ops if not _overflows(one) and self._entry(one) not in forced]
-        for one in self._gradients:
-            if not any(_is_in(one.parameter.rpartition(".")[0], entry) for entry in forced):
-                rest.append(one.largest)
+        rest = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
+        for gradient in self._gradients:
+            if not any(_is_in(gradient.parameter.rpartition(".")[0], entry) for entry in forced):
+                rest.append(gradient.largest)
         return self._lower(max(rest, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
-        """Return the same for the gradient of the loss, which is 1: in float16 it overflows at a scale of 2**16."""
+        """Return the same for the gradient of the loss alone, which is 1, so that it overflows float16 at 2**16."""
         return self._lower(1.0, scale or self._loss_scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:
+        # Half of the largest number leaves room for later steps.
         limit = LARGEST.get(self._low, math.inf) / 2
         if not self._loss_scale or largest * scale <= limit:
             return None
         return float(2.0 ** math.floor(math.log2(limit / largest)))
 
-    def explain(self, entry: Entry) -> str:
-        """Return the reason for an entry: the first op that overflows, or else the one that loses most."""
-        mine = [one for one in self._ops if _is_of(one, entry)]
+    def find_reason(self, entry: ListEntry) -> str:
+        """Return the reason for an entry: the first op that overflows, or else the op with the largest error."""
+        mine = [op for op in self._ops if _is_of(op, entry)]
         if not mine:
             return "what runs here, other than ops that can be told by themselves"
         low = spell_out(self._low)
-        for one in mine:
-            if one.overflow:
-                return f"{one.op}: {_percent(one.overflow)} of its results overflow {low}"
-        for one in filter(_overflows, mine):
-            return f"{one.op}: {_percent(one.overflow_in)} of what it is given overflows {low}"
-        one = max(mine, key=lambda one: max(one.error, one.gradient_error))
-        if one.gradient_error > one.error:
-            return f"{one.op}: its gradients lose {one.gradient_error:.2g} in {low}"
-        return f"{one.op}: its results are off by {one.error:.2g} in {low}"
+        for op in mine:
+            if op.overflow:
+                return f"{op.op}: {_percent(op.overflow)} of its results overflow {low}"
+        for op in filter(_overflows, mine):
+            return f"{op.op}: {_percent(op.overflow_in)} of what it is given overflows {low}"
+        op = max(mine, key=lambda op: max(op.error, op.gradient_error))
+        if op.gradient_error > op.error:
+            return f"{op.op}: its gradients lose {op.gradient_error:.2g} in {low}"
+        return f"{op.op}: its results are off by {op.error:.2g} in {low}"
 
     def find_hint(self) -> str:
-        """Return what to do about ops that the units asked for cannot reach, or an empty string."""
+        """Return advice about ops that entries of these units cannot reach; "" if there are none."""
         if self._units != "modules":
             return ""
-        outside = sorted({one.op for one in self._ops if one.module == "" and one.is_listed})
+        outside = sorted({op.op for op in self._ops if op.module == "" and op.is_listed})
         if not outside:
             return ""
         return f"; {', '.join(outside)} run outside of all modules: add --units both"
 
-    def _entry(self, one: LowOpRecord) -> Entry | None:
-        """Return what would keep an op in float32, or None if nothing of the kind would."""
-        has_module = one.module not in ("", WHOLE_MODEL)
+    def _make_entry(self, op: LowOpRecord) -> ListEntry | None:
+        """Return the entry that keeps an op in float32, or None if no entry of these units does."""
+        has_module = op.module not in ("", WHOLE_MODEL)
         by_op = self._units == "ops" or (self._units == "both" and not has_module)
-        if by_op and one.is_listed:
-            return Entry("op", one.op)
-        if not by_op and one.module:
-            return Entry("module", one.module)
+        if by_op and op.is_listed:
+            return ListEntry("op", op.op)
+        if not by_op and op.module:
+            return ListEntry("module", op.module)
         return None
 
 
-def _overflows(one: LowOpRecord) -> bool:
-    """Tell whether an op overflows by itself. One that is on no list runs in float32 where it is given that."""
-    return one.overflow > 0.0 or (one.is_listed and one.overflow_in > 0.0)
+def _overflows(op: LowOpRecord) -> bool:
+    """Return whether an op overflows by itself. An op on no list stays in float32 if its arguments are."""
+    return op.overflow > 0.0 or (op.is_listed and op.overflow_in > 0.0)
 
 
-def _is_in(name: str, entry: Entry) -> bool:
-    return entry.matches(name) or entry.covers(Entry("module", name))
+def _is_in(name: str, entry: ListEntry) -> bool:
+    return entry.matches(name) or entry.covers(ListEntry("module", name))
 
 
-def _is_of(one: LowOpRecord, entry: Entry) -> bool:
+def _is_of(op: LowOpRecord, entry: ListEntry) -> bool:
     if entry.kind == "op":
-        return one.op == entry.name
-    return bool(one.module) and _is_in(one.module, entry)
+        return op.op == entry.name
+    return bool(op.module) and _is_in(op.module, entry)
 
 
 def _percent(share: float) -> str:

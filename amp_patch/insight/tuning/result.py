@@ -1,4 +1,4 @@
-"""What tuning gives back: the runs that were made, the list, and what to say of it."""
+"""`TuneResult`: the list that `tune` found, and the runs that it made."""
 
 import os
 from collections.abc import Sequence
@@ -8,18 +8,23 @@ from ...files import write_file
 from ...tables import format_table
 from ..records import RunRecord
 from ..report.markup import element, join
-from .entries import Entry
+from .entries import ListEntry
 from .verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run under a candidate: its number, the entries, how many modules and ops they keep in float32, and what came
-    of it.
+    """A run with candidate entries.
+
+    Attributes:
+        number: the number of the run.
+        entries: the entries.
+        size: how many modules and ops they keep in float32.
+        verdict: how far the run is off.
     """
 
     number: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ListEntry, ...]
     size: int
     verdict: Verdict
 
@@ -45,7 +50,7 @@ class TuneResult:
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ListEntry, ...]
     trials: tuple[Trial, ...]
     runs: int
     is_reached: bool
@@ -60,10 +65,10 @@ class TuneResult:
         return f"<TuneResult: {self.message}; {self.runs} runs; print() shows the list>"
 
     def _repr_html_(self) -> str:
-        found = [element("p", f"{self.message}; {self.runs} runs")]
+        parts = [element("p", f"{self.message}; {self.runs} runs")]
         if self.text:
-            found.append(element("pre", self.text))
-        return join(found)
+            parts.append(element("pre", self.text))
+        return join(parts)
 
     def table(self) -> str:
         """Return the trials as text, a line each."""
@@ -84,9 +89,10 @@ class TuneResult:
 
 
 def choose_best(trials: Sequence[Trial]) -> Trial | None:
-    """Return the smallest trial that passed, or that with the smallest error."""
+    """Return the smallest trial that passed; if none passed, the trial with the smallest error."""
     passed = [trial for trial in trials if trial.verdict.passed]
     if passed:
+        # The fewest modules first; the list with fewer lines is easier to keep.
         return min(passed, key=lambda trial: (trial.size, len(trial.entries), trial.verdict.worst))
     return min(trials, key=lambda trial: (trial.verdict.worst, trial.verdict.loss_error, trial.size), default=None)
 
@@ -101,6 +107,6 @@ def describe_worst(verdict: Verdict) -> str:
 
 
 def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
-    """Return comments that say of a list where it comes from."""
+    """Return the comments at the head of a list: how it was made."""
     about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
     return f"# amp-patch tune: {about}\n# {' '.join(message.split())}\n"

@@ -1,7 +1,6 @@
 """Searches for few units that pass a test: pure algorithms over `test(units) -> bool`.
 
-A test may be anything; where more units than pass never fail, what is found is a smallest set in the sense that no unit
-can be left out. Units keep their order.
+If adding units never makes a test fail, no unit of the result can be left out. Units keep their order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,11 +11,11 @@ Test = Callable[[tuple[Unit, ...]], bool]
 
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
-    """Return units that pass, none of which can be left out; None if all together do not pass.
+    """Return units that pass and of which none can be left out; None if all units together do not pass.
 
-    `forced` are tested first, alone; if they do not pass, those of `ranked` join them that it takes. The last unit of
-    the shortest passing row of `ranked` is needed, whatever else is. With that one kept, the same holds of the row
-    before it, and so on: a number of tests that grows with the logarithm of the row for each unit that is needed.
+    `forced` is tested first. If it does not pass, units of `ranked` are added: the last unit of the shortest prefix of
+    `ranked` that passes is needed. With this unit kept, the search goes on in the prefix before it. Each needed unit
+    takes a number of tests that grows with the logarithm of the length of `ranked`.
     """
     base, left = tuple(forced), tuple(ranked)
     needed: tuple[Unit, ...] = ()
@@ -31,16 +30,16 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
         needed = (left[count - 1], *needed)
         left = left[: count - 1]
     for unit in reversed(base):
-        rest = tuple(one for one in base if one != unit)
+        rest = tuple(other for other in base if other != unit)
         if test((*rest, *needed)):
             base = rest
     return (*base, *needed)
 
 
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
-    """Return a number from 1 up to `length` that passes while the one below does not, by doubling and bisection.
+    """Return a number from 1 to `length` that passes while the next smaller one does not, by doubling and bisection.
 
-    0 is known not to pass. None if none of those that doubling tries passes, the last of which is `length`.
+    The caller knows that 0 does not pass. None if no number that doubling tries passes, the last of them `length`.
     """
     low, high = 0, 1
     while low < length:

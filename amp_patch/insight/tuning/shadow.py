@@ -1,8 +1,8 @@
-"""`Shadow`: what would become of ops in 16 bits, told in a run in float32.
+"""`Shadow`: measures in a run in float32 the errors that ops would have in 16 bits.
 
-An op runs a second time, on its inputs rounded to 16 bits and still held in float32, and its results are rounded: no
-16-bit kernel is needed. Its error is kept until the backward pass, where the gradient of its result tells how much it
-matters.
+Each op runs a second time in float32, with inputs that are rounded to 16 bits, and its results are rounded, too. So no
+16-bit kernel is needed. The error is kept until the backward pass, where the gradient of the result shows how much the
+error matters.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Sums:
-    """What is known of one op in one module."""
+    """The errors of one op in one module, over its calls."""
 
     is_listed: bool
     overflow_in: float = 0.0
@@ -37,11 +37,11 @@ class _Sums:
 
 
 class Shadow:
-    """Collects over calls, for each module and op.
+    """Collects the errors of calls, for each module and op.
 
     Args:
         low: the 16-bit dtype.
-        get_scale: the loss scale that gradients carry.
+        get_scale: returns the loss scale that gradients carry.
     """
 
     def __init__(self, low: torch.dtype, get_scale: Callable[[], float]) -> None:
@@ -51,24 +51,26 @@ class Shadow:
         self._handles: list[RemovableHandle] = []
 
     def records(self) -> list[LowOpRecord]:
-        """Return what there is so far."""
+        """Return the errors so far."""
         return [LowOpRecord(module, op, **asdict(sums)) for (module, op), sums in self._sums.items()]
 
     def end_step(self) -> None:
-        """Keep no tensor of the step."""
+        """Drop the tensors of the step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def run(self, module: str, op: str, function: Function, args: Any, kwargs: Any, *, is_listed: bool) -> Any:
-        """Call a function as it is, see what would become of it in 16 bits, and return its result."""
+        """Call a function, measure its errors in 16 bits, and return the result of the call."""
         if _cannot_run_again(op, [*args, *kwargs.values()]):
             return function(*args, **kwargs)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
         with torch.no_grad():
-            rounded = {id(tensor): self._round(tensor) for tensor in given}  # before it may be changed in place
+            # Before the call, which may write its arguments in place.
+            rounded = {id(tensor): self._round(tensor) for tensor in given}
             shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
         shadow: list[Tensor] = []
+        # Dropout draws the same numbers in the shadow as in the call. A function may refuse to run twice.
         with random_numbers_kept(given), torch.no_grad(), contextlib.suppress(Exception):
             low_args, low_kwargs = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
             shadow = list(tensors_in([function(*low_args, **low_kwargs)]))
@@ -96,23 +98,24 @@ class Shadow:
         if not (tensor.requires_grad and tensor.grad_fn is not None):
             return
 
-        def hear(gradient: Tensor) -> None:
+        def measure_effect(gradient: Tensor) -> None:
             with torch.no_grad():
                 scale = self._get_scale()
                 full = gradient.detach().float()
                 largest = float(full.abs().amax()) / scale
                 if math.isfinite(largest):
                     sums.gradient = max(sums.gradient, largest)
+                    # The first-order change of the loss: gradient times error, summed before the absolute value.
                     sums.effect += abs(float((full * delta).sum())) / scale
                     rounded = self._round(full)
-                    lost = torch.where(rounded.isfinite(), rounded - full, 0.0)
-                    sums.gradient_error = max(sums.gradient_error, _relative(lost, full))
+                    error = torch.where(rounded.isfinite(), rounded - full, 0.0)
+                    sums.gradient_error = max(sums.gradient_error, _relative(error, full))
 
-        self._handles.append(tensor.register_hook(hear))
+        self._handles.append(tensor.register_hook(measure_effect))
 
 
 def _cannot_run_again(op: str, values: Sequence[Any]) -> bool:
-    """Tell whether a second call gives something else: memory as it is, or numbers of a generator of the user's."""
+    """Return whether a second call would differ: uninitialised memory, or numbers from the user's own generator."""
     is_unwritten = op.rpartition(".")[2].startswith(("empty", "new_empty"))
     return is_unwritten or any(isinstance(value, torch.Generator) for value in values)
 

@@ -1,4 +1,4 @@
-"""Gradients made small enough to be kept in a file, so that the difference of two can still be told."""
+"""Sketches of gradients: small enough for a file, and good enough to compute the difference of two gradients."""
 
 import base64
 import math
@@ -13,7 +13,7 @@ SIZE = 4096
 def sketch(gradient: Tensor) -> tuple[float, float, str]:
     """Return the norm of a gradient, its largest magnitude, and its sketch: see SketchRecord.
 
-    Draws no random numbers of the run's.
+    It draws no random numbers from the generators of the run.
     """
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
@@ -35,13 +35,15 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 
 
 def distance(first: str, second: str) -> float:
-    """Return the norm of the difference of two gradients by their sketches: exact up to 4,096 values, then within some
-    percent. inf for gradients of other shapes; NaN where they hold what is not finite.
+    """Return the norm of the difference of two gradients, from their sketches.
+
+    It is exact up to 4,096 values, and within a few percent beyond. It is inf for different shapes, and NaN if a
+    gradient is not finite.
     """
-    one, other = _decode(first), _decode(second)
-    if len(one) != len(other):
+    values, subtracted = _decode(first), _decode(second)
+    if len(values) != len(subtracted):
         return math.inf
-    return math.dist(one, other)
+    return math.dist(values, subtracted)
 
 
 def _decode(text: str) -> tuple[float, ...]:

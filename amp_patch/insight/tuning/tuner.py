@@ -1,36 +1,40 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The reference run finds what overflows in 16 bits and what loses most precision. The first candidate keeps these in
-float32. More is added until the gradients are right; then entries that are not needed are removed. These runs compare a
-few steps. A traced run looks at more steps with the list, and what it finds joins the list. The written list is the
-file that the best run has read, with comments in front.
+The run in float32 shows which ops overflow in 16 bits, and which lose most precision. The first candidate keeps the
+former in float32. Entries are added until the gradients are right, and then needless ones are removed. These runs
+compare a few steps. A traced run checks more steps with the list, and entries against its faults join the list. The
+written list is the file that the best run has read, with comments in front.
 """
 
 import contextlib
+import inspect
 import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...config import shipped
-from ...errors import ArgumentValueError, SessionError, did_you_mean
+from ...errors import SessionError
 from ...files import write_file
 from ...script_settings import Settings
 from ...tables import count_of
+from ..causes import find_remedy
 from ..fault_text import describe_briefly
-from ..records import CheckedStepRecord, Recording
-from ..remedies import find_remedy
-from ..runs import FunctionRunner, Run, RunFailedError, Runner, check_count
-from .entries import Entry, find_entries, format_list, prune
-from .ranking import UNITS, Ranking
-from .reference import WHOLE_MODEL
+from ..recordings import Recording
+from ..records import CheckedStepRecord
+from ..runs import FunctionRunner, Run, RunFailedError, Runner
+from .entries import ListEntry, find_entries, format_list, prune
+from .float32_run import WHOLE_MODEL
+from .options import TuneOptions
+from .ranking import Ranking
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
-from .verdict import Verdict, find_non_finite, judge
+from .verdict import Verdict, find_non_finite, find_uncompared, judge
 
-_ROUNDS = 4  # of traced runs, each with the entries that the one before asked for
+_ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
 
 
 class Tuner:
@@ -38,55 +42,17 @@ class Tuner:
 
     Args:
         runner: runs the training.
-        opt_level: the level to tune for; None: that of the training, or its own regions of `torch.autocast`.
-        extends: the list to start from, a shipped name or a path; None: the script's own lists.
-        units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
-        tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
-        steps: number of steps to compare, each from the initial weights of the training. At least 20 are traced with
-            the list that is found.
-        seed: seed of each run.
-        max_runs: limit on the runs of the search; those that trace its result come on top.
-        out: path at which the list will be written; its `extends` is relative to that path.
-        log: called with a line for each run.
+        options: the fields of `TuneOptions`.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        opt_level: str | None = None,
-        extends: str | os.PathLike[str] | None = None,
-        units: str = "modules",
-        tolerance: float = 0.1,
-        steps: int = 2,
-        seed: int = 0,
-        max_runs: int = 40,
-        out: str | os.PathLike[str] | None = None,
-        log: Callable[[str], object] = print,
-    ) -> None:
-        if units not in UNITS:
-            raise ArgumentValueError(f"units={units!r} is not one of {', '.join(UNITS)}.{did_you_mean(units, UNITS)}")
-        check_count(steps, "steps")
-        check_count(max_runs, "max_runs", 2)
-        if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-            raise ArgumentValueError(
-                f"tolerance={tolerance!r} must be a number above 0: pass 0.1 for a tenth of a gradient"
-            )
+    def __init__(self, runner: Runner, **options: Any) -> None:
+        self.options = TuneOptions(**options)
         self._runner = runner
-        self._opt_level = opt_level
-        self._extends = extends
-        self._units = units
-        self._tolerance = tolerance
-        self._steps = steps
-        self._seed = seed
-        self._max_runs = max_runs
-        self._out = out
-        self._log = log
         self._runs = 0
-        self._trials: dict[tuple[Entry, ...], Trial] = {}
+        self._trials: dict[tuple[ListEntry, ...], Trial] = {}
         self._loss_scale: float | None = None
-        self._kept: list[Entry] = []  # of faults beyond the steps that are compared
-        self._reasons: dict[Entry, str] = {}
+        self._kept: list[ListEntry] = []  # entries against faults in steps that are not compared
+        self._reasons: dict[ListEntry, str] = {}
 
     def run(self) -> TuneResult:
         """Search, and return the best list.
@@ -97,27 +63,27 @@ class Tuner:
             KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
         """
         with contextlib.ExitStack() as stack:
-            if self._out is not None:  # to whose folder the paths in a list are relative
-                folder = Path(self._out).absolute().parent
+            if self.options.out is not None:  # paths in a list are relative to its folder
+                folder = Path(self.options.out).absolute().parent
             else:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amp-patch-")))
             self._file = folder / f".amp-patch-tune-{os.getpid()}.yaml"
             try:
-                self._refer(folder)
+                self._run_in_float32(folder)
                 return self._search()
             finally:
                 self._file.unlink(missing_ok=True)
 
     # ---- runs --------------------------------------------------------------------------------------------------------
 
-    def _refer(self, folder: Path) -> None:
-        """Run in float32, and learn what there is."""
+    def _run_in_float32(self, folder: Path) -> None:
+        """Make the run in float32 that all other runs are compared with."""
         self._bases = []
-        if self._extends is not None:
-            self._bases = [self._spell(os.fspath(self._extends), folder)]
-        float32 = format_list(self._bases, [Entry("module", WHOLE_MODEL)], {})
-        self._reference = self._watch("tuning.reference:Reference", float32)
-        if self._extends is None:
+        if self.options.extends is not None:
+            self._bases = [self._spell(os.fspath(self.options.extends), folder)]
+        float32 = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
+        self._reference = self._watch("tuning.float32_run:Float32Run", float32)
+        if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
         if fault:
@@ -125,55 +91,63 @@ class Tuner:
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
-        self._ranking = Ranking(self._reference, self._units)
-        self._log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
+        uncompared, count = find_uncompared(self._reference)
+        if len(uncompared) == count:
+            raise SessionError(
+                "nothing to tune: no parameter that an optimizer holds has a gradient other than zero. Check that the"
+                " optimizer was made from the parameters of the model that is trained"
+            )
+        self._ranking = Ranking(self._reference, self.options.units)
+        self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
-        """Run once under a list."""
-        if self._runs >= self._max_runs:
+        """Make a run that counts, with a list."""
+        if self._runs >= self.options.max_runs:
             raise _EnoughRunsError
         self._runs += 1
-        return self._run(probe, text, steps=self._steps, **options)
+        return self._run(probe, text, steps=self.options.steps, **options)
 
     def _run(self, probe: str, text: str, **options: object) -> Recording:
         lists: tuple[str, ...] = ()
         if text:
             write_file(self._file, text)
             lists = (str(self._file),)
-        return self._runner(Run(probe, options, Settings(self._opt_level, lists), self._seed, "last-run"))
+        return self._runner(Run(probe, options, Settings(self.options.opt_level, lists), self.options.seed, "last-run"))
 
     def _spell(self, name: str, folder: Path) -> str:
-        """Return how a list in a folder names another: a shipped list by its name, others by a path."""
+        """Return how a list in a folder names another list: a shipped list by its name, others by a path."""
         if name in shipped.shipped_names():
             return name
-        if self._out is None:
+        if self.options.out is None:
             return os.path.abspath(name)
         return Path(os.path.relpath(name, folder)).as_posix()
 
-    def _format(self, entries: Sequence[Entry]) -> str:
-        reasons = {entry: self._reasons.get(entry) or self._ranking.explain(entry) for entry in entries}
+    def _format(self, entries: Sequence[ListEntry]) -> str:
+        reasons = {entry: self._reasons.get(entry) or self._ranking.find_reason(entry) for entry in entries}
         return format_list(self._bases, entries, reasons)
 
-    def _passes(self, entries: Sequence[Entry]) -> bool:
-        """Test entries, once."""
+    def _passes(self, entries: Sequence[ListEntry]) -> bool:
+        """Return whether a run with some entries passes. Each set of entries is run once."""
         candidate = prune([*entries, *self._kept])
         if candidate not in self._trials:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
+            # The gradient of the loss itself, 1, overflows float16 at the default scale of 2**16. No list helps against
+            # that, so the first run is repeated at a lower scale.
             if verdict.is_skipped and not self._trials and lower is not None:
-                self._log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
+                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
                 self._loss_scale = lower
                 verdict = self._try(candidate)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
-            self._log(str(trial))
+            self.options.log(str(trial))
         return self._trials[candidate].verdict.passed
 
-    def _try(self, candidate: Sequence[Entry]) -> Verdict:
-        """Run under a candidate. What the training raises counts, too: it may come of an overflow."""
+    def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
+        """Make a run with a candidate. An error of the training counts as a failure, since an overflow may cause it."""
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
-            return judge(self._reference, run, self._tolerance)
+            return judge(self._reference, run, self.options.tolerance)
         except _EnoughRunsError:
             raise
         except Exception as error:
@@ -204,28 +178,30 @@ class Tuner:
             return TuneResult((), trials, self._runs, False, message, "", is_interrupted)
         text = ""
         if best.entries:
-            text = format_header(self._reference.run, message, self._tolerance, self._runs) + self._format(best.entries)
+            text = format_header(self._reference.run, message, self.options.tolerance, self._runs) + self._format(
+                best.entries
+            )
         is_reached = best.verdict.passed and traced.fault is None
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
     def _choose_best(self) -> Trial | None:
-        """Return the best trial of those that have what is kept."""
-        trials = [one for one in self._trials.values() if prune([*one.entries, *self._kept]) == one.entries]
-        return choose_best(trials)
+        """Return the best trial among those that include the entries to keep."""
+        trials = self._trials.values()
+        return choose_best([trial for trial in trials if prune([*trial.entries, *self._kept]) == trial.entries])
 
     def _trace(self) -> Traced:
-        """Trace more steps with the best list, if it is good, and keep what the faults need that are found."""
+        """Trace more steps with the best list if it passes, and keep the entries that faults need."""
         for _ in range(_ROUNDS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
                 break
             traced = self._trace_once(best.entries)
-            self._log(traced.text)
-            if traced.fault is not None and traced.fault.phase == "backward" and self._loss_scale is not None:
-                return Traced(traced.text)  # gradients were to fit under another loss scale
-            needed: list[Entry] = []
+            self.options.log(traced.text)
+            if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
+                return Traced(traced.text)  # the search assumed another loss scale, under which gradients fit
+            needed: list[ListEntry] = []
             if traced.fault is not None:
-                needed = find_entries(find_remedy(traced.fault, self._reference.run), self._units)
+                needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
                 return traced
@@ -233,24 +209,24 @@ class Tuner:
             self._passes(best.entries)
         return Traced("not traced")
 
-    def _trace_once(self, entries: Sequence[Entry]) -> Traced:
-        steps = max(TRACED, self._steps)
+    def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
+        steps = max(TRACED, self.options.steps)
         try:
-            found = self._run(
+            recording = self._run(
                 "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
             )
-        except RunFailedError as error:  # often of the fault
+        except RunFailedError as error:  # often because of a fault
             if error.recording is None:
                 return Traced(f"not traced: {_last_line(error)}")
-            found = error.recording
+            recording = error.recording
         except Exception as error:
             return Traced(f"not traced: {_last_line(error)}")
-        return read_trace(found)
+        return read_trace(recording)
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
-        """Return the outcome in words."""
+        """Return the result in words."""
         taken = len(self._reference.of(CheckedStepRecord))
-        tolerance = f"a tolerance of {self._tolerance:g}"
+        tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
             if best.entries:
@@ -273,7 +249,14 @@ class Tuner:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
-        return f"{message}; compared: {count_of(taken, 'step')} from the first weights"
+        message += f"; compared: {count_of(taken, 'step')} from the first weights"
+        uncompared, count = find_uncompared(self._reference)
+        if uncompared:
+            message += (
+                f"; not judged: {len(uncompared)} of {count} parameters, such as {uncompared[0]}, whose gradients are"
+                " (nearly) zero at these weights. Tune from trained weights to judge them"
+            )
+        return message
 
 
 class _EnoughRunsError(Exception):
@@ -281,45 +264,39 @@ class _EnoughRunsError(Exception):
 
 
 def _last_line(error: Exception) -> str:
-    """Return an error as one line: the last, which with a traceback says what it was."""
+    """Return an error as one line: the last line of its text, which ends a traceback."""
     lines = str(error).strip().splitlines()
     if len(lines) > 1:
         return lines[-1].strip()
     return f"{type(error).__name__}: {error}"
 
 
-def tune(
-    train: Callable[[], object],
-    *,
-    opt_level: str | None = None,
-    extends: str | os.PathLike[str] | None = None,
-    units: str = "modules",
-    tolerance: float = 0.1,
-    steps: int = 2,
-    seed: int = 0,
-    max_runs: int = 40,
-    out: str | os.PathLike[str] | None = None,
-    log: Callable[[str], object] = print,
-) -> TuneResult:
+def tune(train: Callable[[], object], **options: Any) -> TuneResult:
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
     and trains. It is called up to `max_runs` times, writes its files each time, and is stopped after `steps` steps. The
-    other arguments, and the errors, are those of `Tuner`. The list is written to `out` if it has entries.
+    list is written to `out` if it has entries.
+
+    Args:
+        train: the function.
+        options: the fields of `TuneOptions`, such as `opt_level="O4"`.
+
+    Raises: as `Tuner`.
     """
-    tuner = Tuner(
-        FunctionRunner(train),
-        opt_level=opt_level,
-        extends=extends,
-        units=units,
-        tolerance=tolerance,
-        steps=steps,
-        seed=seed,
-        max_runs=max_runs,
-        out=out,
-        log=log,
-    )
+    tuner = Tuner(FunctionRunner(train), **options)
     result = tuner.run()
+    out = tuner.options.out
     if out is not None and result.text:
         result.to_yaml(out)
     return result
+
+
+def _name_keywords(function: Callable[..., object]) -> None:
+    """Let help() and notebooks show the options that a function takes as `**options` by their names."""
+    train, _ = inspect.signature(function).parameters.values()
+    parameters = [train, *inspect.signature(TuneOptions).parameters.values()]
+    setattr(function, "__signature__", inspect.signature(function).replace(parameters=parameters))  # noqa: B010
+
+
+_name_keywords(tune)

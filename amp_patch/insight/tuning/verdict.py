@@ -1,30 +1,31 @@
-"""Whether a run computes what the float32 run does, within a tolerance for each parameter."""
+"""`Verdict`: whether the gradients of a run are those of the float32 run, within a tolerance for each parameter."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..records import CheckedStepRecord, Recording, SketchRecord
+from ..recordings import Recording
+from ..records import CheckedStepRecord, SketchRecord
 from .sketches import distance
 
 SMALL = 1e-5
 """A gradient whose norm is below this share of the largest of its step is not compared."""
 
 LOSS_SHARE = 0.2
-"""The share of the tolerance that a loss may be off by, relative to itself."""
+"""The share of the tolerance that is allowed for the relative error of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run came to.
+    """How far a run is off.
 
     Attributes:
-        passed: whether all is within the tolerance.
-        worst: the largest relative error (L2) of a gradient; inf where one, or a loss, is not finite.
-        parameter: whose it is, "" where that is nobody's.
+        passed: whether all errors are within the tolerance.
+        worst: the largest relative error (L2) of a gradient; inf if a gradient or a loss is not finite.
+        parameter: the parameter of this gradient; "" without one.
         loss_error: the largest relative error of a loss.
-        fault: why it did not pass, in words; "" if it did.
-        is_skipped: whether that is a step that was skipped for an overflow.
+        fault: why the run did not pass, in words; "" if it did.
+        is_skipped: whether it did not pass because it skipped a step for an overflow.
     """
 
     passed: bool
@@ -37,15 +38,15 @@ class Verdict:
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     """Compare a run with the float32 run, step by step."""
-    wanted, found = _steps(reference), _steps(run)
-    missing = [key for key in wanted if key not in found]
+    wanted, taken = _steps(reference), _steps(run)
+    missing = [key for key in wanted if key not in taken]
     if missing:
-        return Verdict(False, math.inf, "", math.inf, f"it took {len(found)} of {len(wanted)} steps")
+        return Verdict(False, math.inf, "", math.inf, f"it took {len(taken)} of {len(wanted)} steps")
     for key, step in wanted.items():
-        if found[key].skipped and not step.skipped:
-            fault = f"step {step.step} was skipped for an overflow at loss scale {found[key].loss_scale:g}"
+        if taken[key].skipped and not step.skipped:
+            fault = f"step {step.step} was skipped for an overflow at loss scale {taken[key].loss_scale:g}"
             return Verdict(False, math.inf, _find_non_finite(run, step), math.inf, fault, is_skipped=True)
-    loss_error = max((_compare_losses(step, found[key]) for key, step in wanted.items()), default=0.0)
+    loss_error = max((_compare_losses(step, taken[key]) for key, step in wanted.items()), default=0.0)
     worst, parameter = max(_errors(reference, run), default=(0.0, ""))
     fault = ""
     if loss_error > tolerance * LOSS_SHARE:
@@ -56,15 +57,37 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
 
 
 def find_non_finite(run: Recording) -> str:
-    """Return in words what of a run is not finite, or an empty string."""
+    """Return in words which loss or gradient of a run is not finite; "" if none is."""
     for step in run.of(CheckedStepRecord):
         for loss in step.losses:
             if not math.isfinite(loss):
                 return f"a loss of step {step.step} is {loss}"
-    for one in run.of(SketchRecord):
-        if not math.isfinite(one.norm):
-            return f"the gradient of {one.parameter} in step {one.step} has the norm {one.norm}"
+    for gradient in run.of(SketchRecord):
+        if not math.isfinite(gradient.norm):
+            return f"the gradient of {gradient.parameter} in step {gradient.step} has the norm {gradient.norm}"
     return ""
+
+
+def find_uncompared(reference: Recording) -> tuple[list[str], int]:
+    """Return the parameters with gradients that are too small to compare in every step, and the number of all that have
+    gradients.
+    """
+    is_compared: dict[tuple[int, str], bool] = {}
+    for exact, is_large in _choose_gradients(reference):
+        key = exact.optimizer, exact.parameter
+        is_compared[key] = is_large or is_compared.get(key, False)
+    return [parameter for (_, parameter), is_large in is_compared.items() if not is_large], len(is_compared)
+
+
+def _choose_gradients(reference: Recording) -> Iterator[tuple[SketchRecord, bool]]:
+    """Yield each gradient of the float32 run, and whether it is large enough to be compared."""
+    gradients = reference.of(SketchRecord)
+    largest: dict[tuple[int, int], float] = {}
+    for exact in gradients:
+        key = exact.optimizer, exact.step
+        largest[key] = max(largest.get(key, 0.0), exact.norm)
+    for exact in gradients:
+        yield exact, exact.norm > SMALL * largest[exact.optimizer, exact.step]
 
 
 def _steps(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
@@ -72,36 +95,36 @@ def _steps(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
 
 
 def _find_non_finite(run: Recording, step: CheckedStepRecord) -> str:
-    here = (one for one in run.of(SketchRecord) if (one.step, one.optimizer) == (step.step, step.optimizer))
-    return next((one.parameter for one in here if not math.isfinite(one.norm)), "")
+    """Return the first parameter whose gradient is not finite in a step."""
+    for gradient in run.of(SketchRecord):
+        is_of_step = (gradient.step, gradient.optimizer) == (step.step, step.optimizer)
+        if is_of_step and not math.isfinite(gradient.norm):
+            return gradient.parameter
+    return ""
 
 
-def _compare_losses(wanted: CheckedStepRecord, found: CheckedStepRecord) -> float:
-    if len(wanted.losses) != len(found.losses):
+def _compare_losses(wanted: CheckedStepRecord, taken: CheckedStepRecord) -> float:
+    """Return the largest relative error of a loss; inf if a loss is not finite, or their numbers differ."""
+    if len(wanted.losses) != len(taken.losses):
         return math.inf
     largest = 0.0
-    for one, other in zip(wanted.losses, found.losses, strict=True):
-        if not math.isfinite(other):
+    for exact, loss in zip(wanted.losses, taken.losses, strict=True):
+        if not math.isfinite(loss):
             return math.inf
-        largest = max(largest, abs(one - other) / max(abs(one), 1e-30))
+        largest = max(largest, abs(exact - loss) / max(abs(exact), 1e-30))
     return largest
 
 
 def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
     """Yield the relative error of each gradient that is large enough, and the name of its parameter."""
-    found = {(one.optimizer, one.step, one.parameter): one for one in run.of(SketchRecord)}
-    wanted = reference.of(SketchRecord)
-    largest: dict[tuple[int, int], float] = {}
-    for one in wanted:
-        key = one.optimizer, one.step
-        largest[key] = max(largest.get(key, 0.0), one.norm)
-    for one in wanted:
-        if one.norm == 0.0 or one.norm <= SMALL * largest[one.optimizer, one.step]:
+    gradients = {(record.optimizer, record.step, record.parameter): record for record in run.of(SketchRecord)}
+    for exact, is_large in _choose_gradients(reference):
+        if not is_large:
             continue
         error = math.inf
-        other = found.get((one.optimizer, one.step, one.parameter))
-        if other is not None:
-            error = distance(one.sketch, other.sketch) / one.norm
-        if math.isnan(error):  # of values that are not finite
+        gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))
+        if gradient is not None:
+            error = distance(exact.sketch, gradient.sketch) / exact.norm
+        if math.isnan(error):  # a value is not finite
             error = math.inf
-        yield error, one.parameter
+        yield error, exact.parameter

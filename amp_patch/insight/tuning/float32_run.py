@@ -1,4 +1,4 @@
-"""`Reference`: a run in float32, in which each op that would run in 16 bits has a shadow that does."""
+"""`Float32Run`: a run in float32 that also measures the errors of its ops in 16 bits."""
 
 import contextlib
 import threading
@@ -20,7 +20,8 @@ from ...session import Session
 from ...torch_dispatch import get_current_node
 from ...torch_private import BatchNormBase
 from ..naming import ModuleStack, join_names
-from ..records import ModulesRecord, Record
+from ..recordings import Record
+from ..records import ModulesRecord
 from ..rules import RuleFinder
 from ..tensors import storage_of, tensors_in
 from .check import Check
@@ -30,11 +31,11 @@ WHOLE_MODEL = "**"
 """The pattern that matches the model itself."""
 
 
-class Reference(Check):
+class Float32Run(Check):
     """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
 
-    Shadows are of listed ops, and in modules of all others too; of what runs in the first thread, and forward. Code of
-    torch.compile runs as it was written.
+    It measures listed ops everywhere and other ops in modules: those of the forward pass in the first thread. Code of
+    torch.compile runs uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -49,7 +50,7 @@ class Reference(Check):
         return records
 
     def session_opened(self, session: Session) -> None:
-        """Begin, or see to more models."""
+        """Begin. Called again when a session gets more models."""
         super().session_opened(session)
         low = session.policy.low_dtype
         if low is None:
@@ -64,13 +65,13 @@ class Reference(Check):
         self._shadowing.start()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count a step, and put the weights back."""
+        """Record a step, and restore the weights."""
         if self._shadowing is not None:
             self._shadowing.end_step()
         super().step_ended(optimizer)
 
     def stop(self) -> None:
-        """Watch no more. Harmless twice."""
+        """Stop watching. Harmless twice."""
         super().stop()
         if self._shadowing is not None:
             self._shadowing.stop()
@@ -79,9 +80,9 @@ class Reference(Check):
 class _Shadowing:
     """Finds the calls of one session that would run in 16 bits, and gives them to a `Shadow`.
 
-    Which those are is told by the lists for ops that they name. Any other runs in what it is given, so storages that
-    would hold 16 bits are known by their addresses until the step ends; at levels that cast the model all in it are 16
-    bits, but for what its rules say.
+    The lists decide for listed ops. Any other op runs in the dtype of its inputs, so the addresses of storages that
+    would hold 16 bits are kept until the step ends. At levels that cast the model, all ops in it would run in 16 bits,
+    except where module rules say otherwise.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
@@ -103,7 +104,7 @@ class _Shadowing:
         self.is_on = False
 
     def _see(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Take down by which rule of the script's own lists a module runs, and the modules in it."""
+        """Note the rule of the script's own lists that decides for a module, and for each module in it."""
         run = inherited
         if self._session.oplists is not None:
             for rule in self._session.oplists.modules[:-1]:
@@ -116,14 +117,12 @@ class _Shadowing:
             self._see(child, join_names(name, child_name), run)
 
     def modules(self) -> ModulesRecord:
-        """Return the names of all modules but the models themselves, and of those that ran."""
+        """Return the names of all modules below the models, and of the modules that ran."""
         names = dict.fromkeys(name for name in self._names.values() if name)
         return ModulesRecord(tuple(names), tuple(name for name in names if name in self._ran))
 
     def start(self) -> None:
-        """Put covers around the replacements of ops, have all casts of this thread go to float32, and what is compiled
-        run as it was written.
-        """
+        """Cover the patched ops, send all casts of this thread to float32, and run compiled code uncompiled."""
         self.is_on = True
         switch, patcher = self._session.switch, self._session.patcher
         region = switch.region(Mode.FLOAT32, pauses=False)
@@ -131,19 +130,19 @@ class _Shadowing:
         region.open()
         self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, patcher, self._covers)
-        self._undo.callback(self._mode.leave)  # what ends in the middle of a forward leaves it on
+        self._undo.callback(self._mode.leave)  # an exception in a forward leaves the mode on
         self._undo.callback(self._running.close)
         patcher.cover(self._cover)
         self._running.open()
 
     def stop(self) -> None:
-        """Leave everything as it was. Harmless twice."""
+        """Undo `start`. Harmless twice."""
         self.is_on = False
         self._undo.close()
         self.end_step()
 
     def end_step(self) -> None:
-        """Keep nothing of the step."""
+        """Drop the tensors and addresses of the step."""
         self.shadow.end_step()
         self._low_storages.clear()
 
@@ -168,18 +167,18 @@ class _Shadowing:
         if get_current_node() is not None:
             return function(*args, **kwargs)
         module = self._find_module()
-        inputs = [one for one in tensors_in([*args, *kwargs.values()]) if one.dtype is torch.float32]
+        inputs = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype is torch.float32]
         is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(rule, module, inputs)
         is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
-        self._is_busy = not is_composed  # else the listed functions that it calls are seen
+        self._is_busy = not is_composed  # a function written in Python may call listed ones, which are measured
         try:
             if is_low and not is_composed:
                 place = ""
                 if module is not None:
                     place = self._names[id(module)] or WHOLE_MODEL
                 is_listed = rule is not None and bool(rule.runs_in)
-                if self._session.casts is None:  # a layer casts what it is given
-                    is_listed = any(isinstance(one, nn.Parameter) for one in inputs)
+                if self._session.casts is None:  # the inputs of a layer are cast, whatever their dtype
+                    is_listed = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
                 result = self.shadow.run(place, op, function, args, kwargs, is_listed=is_listed)
             else:
                 result = function(*args, **kwargs)
@@ -206,8 +205,8 @@ class _Shadowing:
             return run == "low" or (rule.runs_in == "low" and run != "float32")
         if rule is OpRule.BANNED:
             return False
-        arrays = [one for one in inputs if one.dim()] or inputs
-        return all(storage_of(one) in self._low_storages for one in arrays)
+        arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
+        return all(storage_of(tensor) in self._low_storages for tensor in arrays)
 
     def _mark(self, result: Any, is_low: bool) -> None:
         storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
@@ -218,7 +217,7 @@ class _Shadowing:
 
 
 class _Mode(TorchFunctionMode):
-    """Shows what is called in a model and is on no list."""
+    """Passes calls of functions on no list, inside of models, to a `_Shadowing`."""
 
     def __init__(self, shadowing: _Shadowing) -> None:
         super().__init__()
@@ -228,23 +227,23 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__" or not callable(func):
             return func(*args, **(kwargs or {}))
-        return self._shadowing.call(func, args, kwargs or {}, _name(func))
+        return self._shadowing.call(func, args, kwargs or {}, _name_function(func))
 
     def enter(self) -> None:
-        """Go on the stack of the thread that the session was opened in."""
+        """Turn the mode on, in the thread that opened the session."""
         if not self.is_entered and self._shadowing.is_on:  # torch still calls a hook that was removed in the same call
             self.is_entered = True
             super().__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Come off it. Harmless twice."""
+        """Turn the mode off. Harmless twice."""
         if self.is_entered:
             self.is_entered = False
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Modules(ModuleStack):
-    """The modules that are running; while there are some in the first thread, the mode is on."""
+    """The modules that are running. The mode is on while a module runs in the first thread."""
 
     def __init__(self, get_models: Callable[[], list[nn.Module]], mode: _Mode) -> None:
         super().__init__(get_models)
@@ -262,9 +261,10 @@ class _Modules(ModuleStack):
             self._mode.leave()
 
 
-def _name(function: Any) -> str:
-    found = ""
+def _name_function(function: Any) -> str:
+    """Return a function as scripts write it."""
+    name = ""
     with contextlib.suppress(Exception):
-        found = resolve_name(function) or ""
-    name = found or str(getattr(function, "__name__", function))
+        name = resolve_name(function) or ""
+    name = name or str(getattr(function, "__name__", function))
     return name.replace("torch.nn.functional.", "F.").replace("torch.Tensor.", "Tensor.")

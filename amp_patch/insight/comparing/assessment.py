@@ -1,4 +1,4 @@
-"""`Verdict`: whether a run is as good as the reference, as fast, and as small."""
+"""`Assessment`: whether a run trains as well as the reference, how fast it is, and how much memory it needs."""
 
 import math
 
@@ -6,38 +6,40 @@ from ...tables import count_of
 from .summary import Row, Summary
 
 WITHIN = 2.0
-"""A difference of so many times the noise is within it: the noise is that of one run."""
+"""A difference up to this multiple of the noise is within noise, since the noise was measured in only one run."""
 
 ALIKE = 1e-2
-"""A run is as good if its loss is off by no more than this part: from one seed, nothing smaller can be told."""
+"""A run is as good if its loss is off by no more than this part. One seed cannot show a smaller difference."""
 
 ALIKE_IN_SEEDS = 1e-3
-"""The same part where there are several seeds."""
+"""The same part with several seeds."""
 
 WITHIN_NOISE = "within noise"
 
 TIMED_STEPS = 10
-"""Times of fewer steps tell nothing."""
+"""Times of fewer steps are not judged."""
 
 SEEDS = 3
-"""From so many seeds on, their spread tells whether a difference means something."""
+"""With this many seeds, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
-"""No chance explains a loss that is off by more than this part, and by so many times the noise."""
+"""A loss that is off by more than this part, and by this multiple of the noise, is no chance."""
 
-_ALIKE_IN_COST = 0.05
+_ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller part are equal
 
 
-class Verdict:
-    """What there is to say of a run beside the reference."""
+class Assessment:
+    """Compares a run with the reference, in words."""
 
     def __init__(self, summary: Summary, row: Row) -> None:
         self.row = row
         self._summary = summary
         self._reference = summary.about.reference
-        self._reference_row = next(one for one in summary.rows() if one.name == self._reference)
+        self._reference_row = next(other for other in summary.rows() if other.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
-        self._base = self._difference = math.nan  # the loss of the reference, and of the run less that
+        self._base = self._difference = (
+            math.nan
+        )  # the loss of the reference, and how much larger the loss of the run is
         if self._reference_row.loss is not None:
             self._base = self._reference_row.loss
         if row.difference is not None:
@@ -56,7 +58,7 @@ class Verdict:
         return not self._is_clear(abs(self._difference))
 
     def _is_clear(self, size: float) -> bool:
-        """Tell whether a difference is so large that no chance explains it."""
+        """Return whether a difference is too large to be chance."""
         noise = self._summary.noise or 0.0
         return size > CLEAR * abs(self._base) and size > CLEAR_OF_NOISE * noise
 
@@ -67,10 +69,12 @@ class Verdict:
             return f"not judged, {reference} has no finite loss"
         if not math.isfinite(self._difference):
             return f"worse than {reference} (the loss is not finite)"
+        if self._is_all_skipped:
+            return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
-        # each seed is compared with the reference's of that seed
+        # each seed is compared with the same seed of the reference
         worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
         if self._has_seeds and worse and self._difference > 0:
             return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
@@ -94,7 +98,7 @@ class Verdict:
         return f"worse than {reference} ({off})"
 
     def _find_reason(self) -> str:
-        """Return why the difference means nothing; "" if it does mean something."""
+        """Return why the difference means nothing; "" if it means something."""
         size, noise = abs(self._difference), self._summary.noise
         if noise is not None and size <= WITHIN * noise:
             return WITHIN_NOISE
@@ -119,7 +123,7 @@ class Verdict:
         return f"{size:.1e} {direction}"
 
     def _is_within_seeds(self) -> bool:
-        """Tell whether the mean difference over the seeds is below two standard errors."""
+        """Return whether the mean difference over the seeds is below two standard errors."""
         seeds = len(self._summary.differences(self.row.name))
         if self.row.spread is None or seeds < SEEDS:
             return False
@@ -141,7 +145,7 @@ class Verdict:
         return f"{verdict} (a step takes {factor:.2f} times as long)"
 
     def of_memory(self) -> str:
-        """Return what it needs of memory, if that is another amount."""
+        """Return how much memory it needs, if the amount differs."""
         peak, base = self.row.run.peak, self._reference_row.run.peak
         if self._is_all_skipped or peak is None or not base:
             return ""

@@ -1,0 +1,233 @@
+"""Why a value does not fit: a class for each cause, with its condition, its words and what helps.
+
+To add a cause, name it in `Cause` and put its class into `DIAGNOSES`. If its condition needs a fact that no field of
+`FaultRecord` has yet, add the field and let `faults` fill it.
+"""
+
+import abc
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ..config import levels
+from .fault_record import CASTS, Cause, FaultRecord, Phase, RegionKind, Value
+from .records import RunRecord
+from .remedies import Remedy, RemedyKind, advise_script, format_scale, make_list_remedy
+from .short_dtypes import TINY
+
+_LARGE = 1e15  # no value of a training that works is so large
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the rest of the step and the steps before it say about a fault.
+
+    Attributes:
+        has_grown: whether the loss or the largest weight has grown without bound.
+        is_mended: whether the gradients that the fault reaches are finite once its ops run in float32.
+    """
+
+    has_grown: bool = False
+    is_mended: bool = False
+
+
+class Diagnosis(abc.ABC):
+    """A cause of faults."""
+
+    cause: ClassVar[Cause]
+
+    @abc.abstractmethod
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        """Return whether this is the cause of a fault, which none of the diagnoses before this one explains."""
+
+    @abc.abstractmethod
+    def describe(self, fault: FaultRecord) -> str:
+        """Return the cause in words, for a report."""
+
+    @abc.abstractmethod
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        """Return what to try. Without the run, a list extends the shipped one."""
+
+
+class _CameIn(Diagnosis):
+    """An input did not fit, and no op that trace saw made it."""
+
+    cause = Cause.CAME_IN
+
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        return fault.origin.came_in
+
+    def describe(self, fault: FaultRecord) -> str:
+        origin = fault.origin
+        if origin.aten is None:
+            unseen = f"the gradient of {origin.parameter} is not finite, and no op that trace saw caused it"
+            return f"{unseen} (a kernel that torch does not dispatch, compiled code, or another rank)"
+        return f"{origin.parameter or 'an input that no op made'} held {fault.value} before ({_format_share(fault)})"
+
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        origin = fault.origin
+        if fault.evidence.fits_in_float32:  # the float32 master of the weight is finite
+            return make_list_remedy(RemedyKind.LIST, fault, run)
+        if origin.parameter and origin.is_given_low:
+            return make_list_remedy(RemedyKind.WEIGHTS, fault, run)
+        return advise_script(
+            "look at the data and the weights, and how they were made: no list and no loss scale helps"
+        )
+
+
+class _Divergence(Diagnosis):
+    """Losses or weights have grown without bound: a wider range would only put the end off."""
+
+    cause = Cause.DIVERGENCE
+
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        origin, evidence = fault.origin, fault.evidence
+        if fault.value is Value.ZERO or fault.is_in_backward:
+            return False
+        if fault.phase is not Phase.STEP and origin.out == "bf16" and evidence.fits_in_float32:
+            # Beyond bfloat16 is nearly beyond float32, so no rounding made it. A constant, such as the least number of
+            # float32 in a mask, was cast and is no sign of growth.
+            is_beyond_bfloat16 = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
+            if is_beyond_bfloat16 and origin.aten not in CASTS:
+                return True
+        if fault.step == 0:  # nothing has grown yet
+            return False
+        if course.has_grown:
+            return True
+        is_made_by_op = fault.phase is not Phase.STEP and not evidence.fits_in_float32
+        return is_made_by_op and evidence.largest is not None and evidence.largest > _LARGE
+
+    def describe(self, fault: FaultRecord) -> str:
+        return f"losses or weights have grown without bound ({_format_share(fault)}{_format_inputs(fault)})"
+
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        return advise_script(
+            "training has diverged: a smaller learning rate, a warm-up, or clipped gradients; no list helps"
+        )
+
+
+class _Step(Diagnosis):
+    """An optimizer made the value from finite weights and gradients."""
+
+    cause = Cause.STEP
+
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        return fault.phase is Phase.STEP
+
+    def describe(self, fault: FaultRecord) -> str:
+        text = f"{fault.origin.parameter or 'a weight'} became {_format_share(fault)}"
+        if fault.evidence.lr is not None:
+            text += f", at a learning rate of {fault.evidence.lr:g}"
+        return text
+
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        eps = fault.evidence.eps
+        if fault.origin.out == "f16" and eps is not None and 0 < eps <= TINY["f16"]:
+            return Remedy(RemedyKind.STEP, eps=eps, level=levels.find_master_level("float16").name)
+        return Remedy(RemedyKind.STEP)
+
+
+class _Precision(Diagnosis):
+    """float32 holds the result of the op for these inputs."""
+
+    cause = Cause.PRECISION
+
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        return fault.value is Value.ZERO or fault.evidence.fits_in_float32 or course.is_mended
+
+    def describe(self, fault: FaultRecord) -> str:
+        evidence, share = fault.evidence, _format_share(fault)
+        if evidence.lost is not None:
+            return f"{share}; {evidence.lost:g} in the script is zero in 16 bits"
+        if fault.value is Value.ZERO:
+            text = f"{share}; float32 holds them"
+        elif evidence.fits_in_float32:
+            text = f"{share}; in float32 the largest is {evidence.in_float32:.3g}"
+        else:
+            text = f"{share}, of which some is finite in float32, and the rest reaches no gradient"
+        if fault.is_in_backward and evidence.loss_scale != 1:
+            text += f"; loss scale {format_scale(evidence.loss_scale)}"
+        return text
+
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        origin, fix = fault.origin, fault.fix
+        rule, scale = origin.rule or "", fix.scale
+        if fault.is_in_backward and fault.value is Value.ZERO:
+            return Remedy(RemedyKind.SCALE, scale=scale, is_larger=True, may_need_list=True)
+        if origin.region is RegionKind.GRADIENT_IN_FORWARD:
+            return advise_script(
+                "torch.autocast casts this gradient, whatever a list says:",
+                "with torch.autocast(..., enabled=False), on .float() inputs, around the forward pass and the call of"
+                " torch.autograd.grad",
+            )
+        # A mean instead of a sum also leaves room for small gradients, which a smaller loss scale does not.
+        if fix.summed:
+            return Remedy(RemedyKind.SUM, scale=scale)
+        if rule.startswith("run: float32"):
+            return advise_script(
+                f"the module runs in float32 already, by {origin.entry}: look for a buffer or a cast in it that has 16"
+                " bits"
+            )
+        if fault.is_in_backward and fix.is_scale_enough and not (fix.regions or fix.ops):
+            return Remedy(RemedyKind.SCALE, scale=scale, may_need_list=True)
+        if fault.is_in_backward and rule.startswith("border"):
+            return advise_script(
+                "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
+                may_need_list=True,
+            )
+        # A list would only move the fault to the op that float32 does not hold either.
+        if fix.beyond:
+            return advise_script(
+                f"look at {fix.beyond}, too: float32 does not hold its result either, so no list is enough"
+            )
+        return make_list_remedy(RemedyKind.LIST, fault, run)
+
+
+class _Mathematics(Diagnosis):
+    """float32 does not hold the result either."""
+
+    cause = Cause.MATHEMATICS
+
+    def applies(self, fault: FaultRecord, course: Course) -> bool:
+        return True
+
+    def describe(self, fault: FaultRecord) -> str:
+        return f"not finite in float32 either ({_format_share(fault)}{_format_inputs(fault)})"
+
+    def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
+        return advise_script(f"look at the arguments of {fault.origin.op or 'the op'}: no list and no loss scale helps")
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (_CameIn(), _Divergence(), _Step(), _Precision(), _Mathematics())
+"""The first that applies is the cause of a fault."""
+
+_BY_CAUSE = {diagnosis.cause: diagnosis for diagnosis in DIAGNOSES}
+
+
+def diagnose(fault: FaultRecord, course: Course) -> FaultRecord:
+    """Return a fault with its cause. The `cause` that it has is not read."""
+    return replace(fault, cause=next(diagnosis.cause for diagnosis in DIAGNOSES if diagnosis.applies(fault, course)))
+
+
+def describe_cause(fault: FaultRecord) -> str:
+    """Return the cause of a fault in words."""
+    return f"{fault.cause}: {_BY_CAUSE[fault.cause].describe(fault)}"
+
+
+def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
+    """Return what to try against a fault. Without the run, a list extends the shipped one."""
+    return _BY_CAUSE[fault.cause].find_remedy(fault, run)
+
+
+def _format_share(fault: FaultRecord) -> str:
+    """Return which share of the values does not fit."""
+    share = fault.origin.share
+    if share is None:
+        return str(fault.value)
+    percent = "less than 0.1%" if share < 0.001 else f"{share:.1%}"
+    return f"{fault.value} in {percent} of the values"
+
+
+def _format_inputs(fault: FaultRecord) -> str:
+    if fault.evidence.largest is None:
+        return ""
+    return f"; inputs up to {fault.evidence.largest:.3g}"

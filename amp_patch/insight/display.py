@@ -1,0 +1,25 @@
+"""How `print` and notebooks show a record. `notebook` registers a function for each class.
+
+Records are the lowest layer of this wing and what shows them is the highest, so records call these functions and do not
+import `notebook`; the package's `__init__` does.
+"""
+
+import functools
+
+
+@functools.singledispatch
+def as_text(record: object) -> str:
+    """Return what `print` shows."""
+    raise NotImplementedError(f"no text for {type(record).__name__}")
+
+
+@functools.singledispatch
+def as_line(record: object) -> str:
+    """Return one line that names the record, for `repr`."""
+    raise NotImplementedError(f"no line for {type(record).__name__}")
+
+
+@functools.singledispatch
+def as_html(record: object) -> str:
+    """Return what a notebook shows."""
+    raise NotImplementedError(f"no HTML for {type(record).__name__}")

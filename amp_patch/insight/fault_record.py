@@ -1,0 +1,236 @@
+"""`FaultRecord`: a value that does not fit into its dtype: what happened, why, and what helps.
+
+A recording stores the fields of all parts of a fault side by side. None is stored as the value that `absent` names.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+from . import display
+from .json_values import absent, flatten
+
+CASTS = ("_to_copy", "copy_")
+"""Ops of torch that cast."""
+
+
+class Word(str, Enum):
+    """Base class of the vocabularies. A member compares, prints and is written to JSON as its string."""
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+
+
+class Phase(Word):
+    """The part of a step in which an op ran."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"  # of a checkpoint
+    STEP = "step"  # of an optimizer
+
+
+class Value(Word):
+    """What does not fit."""
+
+    INF = "inf"
+    NAN = "nan"
+    INF_OR_NAN = "inf or NaN"
+    ZERO = "zero"  # in 16 bits, but not in float32
+
+
+class RegionKind(Word):
+    """What decided in place of the op lists."""
+
+    LOW = "low"
+    FLOAT32 = "float32"
+    OFF = "off"
+    GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"  # torch.autocast casts that backward pass too
+
+
+class Cause(Word):
+    """Why a value does not fit. `causes` decides which applies, describes it, and says what helps."""
+
+    CAME_IN = "came in"
+    DIVERGENCE = "divergence"
+    STEP = "step"
+    PRECISION = "precision"
+    MATHEMATICS = "mathematics"
+
+
+class Reach(Word):
+    """How far a fault spread in its step."""
+
+    SWALLOWED = "swallowed"  # loss and gradients are finite
+    LOSS = "loss"
+    GRADIENTS = "gradients"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The op that gave the value, its call, and the tensor that holds the value. Of a step, `op` is the optimizer.
+
+    Attributes:
+        came_in: whether an input held the value before, and no op that trace saw made it. Not stored.
+    """
+
+    module: str | None = absent("")
+    op: str | None = absent("")
+    rule: str | None = absent("")
+    entry: str | None = absent("")
+    listed: str | None = absent("")
+    region: RegionKind | None = absent("")
+    site: str | None = absent("")
+    aten: str | None = absent("")
+    node: str | None = absent("")
+    given: tuple[str, ...] = ()
+    out: str | None = absent("")
+    share: float | None = absent(math.nan)
+    parameter: str | None = absent("")
+    came_in: bool = field(default=False, compare=False, metadata={"is_stored": False})
+
+    @property
+    def is_given_low(self) -> bool:
+        """Whether an input has 16 bits."""
+        return not {"f16", "bf16"}.isdisjoint(self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The numbers that tell the cause."""
+
+    largest: float | None = absent(math.nan)
+    in_float32: float | None = absent(math.inf)
+    loss_scale: float = 1.0
+    trail: tuple[tuple[str, float], ...] = ()
+    is_of_rounding: bool = False
+    lost: float | None = absent(0.0)
+    eps: float | None = None
+    lr: float | None = None
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 holds the result."""
+        return self.in_float32 is not None and math.isfinite(self.in_float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What the fault did to its step."""
+
+    reach: Reach | None = absent("")
+    gradients: tuple[str, ...] = ()
+    of: int = 0
+    skipped: bool | None = None
+    is_search: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """What makes the values of the step fit."""
+
+    regions: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    alternative: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    beyond: str | None = absent("")
+    scale: float | None = None
+    is_scale_enough: bool = False
+    summed: float | None = absent(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """A value that does not fit into its dtype, and the op that produced it: the first fault of a step.
+
+    The fields are grouped by what they answer. Each is also an attribute of the record itself, with the value that a
+    recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
+
+    Attributes:
+        step: the number of the step, from 0, counted by the optimizer that steps first.
+        phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
+        value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
+        cause: "precision" (float32 holds the result of the op for these inputs), "mathematics" (it does not),
+            "came in" (an input did not fit, and no recorded op produced it), "step" (an optimizer produced it from
+            finite weights and gradients) or "divergence" (losses or weights have grown without bound, or beyond
+            bfloat16).
+        rank: the rank of the process.
+        origin: the op and its call:
+            `module`, `op`, `rule`, `entry`, `region`, `site`: as in a record of an op. For an op of the backward pass,
+            those of the forward call.
+            `listed`: the name of the op in the lists; "" for an op on no list.
+            `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
+            `given`, `out`: dtypes of the inputs and of the output.
+            `share`: the share of values in the output that do not fit, from 0 to 1.
+            `parameter`: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
+        evidence: numbers that tell the cause:
+            `largest`: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
+            `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
+            `trail`: the ops before it, latest first, with the largest magnitude in the result of each.
+            `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
+            `lost`: a number in the script that is zero in 16 bits, and matters; 0: none.
+            `eps`, `lr`: the settings of the optimizer whose step produced the value.
+        effect: the consequences in the step:
+            `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the
+            step did not end.
+            `gradients`: names of the parameters whose gradients are not finite; `of`: the number of parameters with a
+            gradient.
+            `skipped`: whether the step was skipped; None if it did not end.
+            `is_search`: whether a dynamic loss scale was too large and the step was skipped; the scale falls by itself.
+        fix: what makes the values of the step fit:
+            `regions`, `ops`, `sites`: what has to run in float32: modules, as in module rules; names of ops, as in
+            lists; lines of the script to which neither applies.
+            `alternative`: ops that are enough instead of these modules.
+            `lines`: lines of the script that run what has to be in float32.
+            `beyond`: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
+            `scale`: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero;
+            None if the scale does not matter.
+            `is_scale_enough`: whether this scale is enough, without regions, ops and sites.
+            `summed`: how many times larger the loss is than the mean of its terms, if this is why no loss scale above
+            1 fits; else 0.
+    """
+
+    kind: ClassVar[str] = "fault"
+
+    step: int
+    phase: Phase
+    value: Value
+    cause: Cause
+    rank: int = 0
+    origin: Origin = Origin()
+    evidence: Evidence = Evidence()
+    effect: Effect = Effect()
+    fix: Fix = Fix()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of a part as a recording stores it."""
+        part = _PART_OF.get(name)
+        if part is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return flatten(getattr(self, part))[name]
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether an op of the backward pass gave the value."""
+        return self.phase is Phase.BACKWARD
+
+    @property
+    def may_come_from_another_rank(self) -> bool:
+        """Whether the value came in with a tensor that is no parameter, and so perhaps from another process."""
+        return self.cause is Cause.CAME_IN and self.origin.parameter is None
+
+    def __str__(self) -> str:
+        return display.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return display.as_html(self)
+
+
+_PART_OF = {
+    name.name: part
+    for part, kind in (("origin", Origin), ("evidence", Evidence), ("effect", Effect), ("fix", Fix))
+    for name in fields(kind)
+}

@@ -1,0 +1,124 @@
+"""`find_scope`: by which modules, ops and lines of the script a user can reach ops that have to run in float32."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from ..config import op_names
+from ..tables import star_numbers
+from .fault_record import CASTS, Fix
+from .naming import name_modules
+from .written import Culprit
+
+_EVERY_MODULE = 'match: "**"'
+_NO_SUBMODULE = 'match: "re:^$"'  # the root of each model, of a class that no rule can name
+_LISTED_IN_LOW = ("whitelist", "promote")  # lists that may have put an op into 16 bits
+_NUMBER = re.compile(r"\d+")
+
+
+def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
+    """Return the modules, ops and lines that have to run in float32.
+
+    An op inside of a submodule is reached by a rule for this submodule. An op that the model itself calls, or the loss
+    code, is reached by its name in a list, since a rule for the model would cover all of it. `has_lists`: whether lists
+    of ops act at this level.
+    """
+    modules: list[str] = []
+    roots: list[str] = []
+    ops: list[str] = []
+    sites: list[str] = []
+    casts: list[str] = []
+    covered: set[str] = set()  # lines in these modules, where a cast to x.dtype becomes one to float32
+    known = _name_all(models)
+    given = list(culprits)
+    for culprit in given:
+        name, model = "", None
+        if culprit.is_in_module or culprit.module:
+            name, model = known.get(culprit.module, ("", None))
+        listed_name = _find_listed_name(culprit) if has_lists else ""
+        is_cast_of_script = culprit.aten in CASTS and not culprit.listed and not culprit.rule
+        if not culprit.is_reached or (is_cast_of_script and culprit.names_dtype):
+            sites.append(culprit.site)  # neither a list nor a rule acts there, or the line says `.half()`
+        elif is_cast_of_script and not name:
+            casts.append(culprit.site)
+        elif name:
+            modules.append(name)
+            covered.add(culprit.site)
+        elif listed_name:
+            ops.append(listed_name)
+        elif model is not None:
+            roots.append(_choose_root(model, models))
+        else:
+            sites.append(culprit.site)
+    kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
+    regions = [*(f"match: {json.dumps(name)}" for name in fold_names(modules, kinds)), *roots]
+    if _EVERY_MODULE in roots:  # it covers all other modules
+        regions = [_EVERY_MODULE]
+    sites += [site for site in casts if site not in covered]
+    # If the lists put all of these ops into 16 bits, the lists can take them out again.
+    alternative: list[str] = []
+    if has_lists and regions and all(culprit.rule in _LISTED_IN_LOW for culprit in given):
+        alternative = [culprit.listed for culprit in given]
+    return Fix(_once(regions), _once(ops), _once(alternative), _once(sites))
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    """Return each name once, in order."""
+    return tuple(dict.fromkeys(names))
+
+
+def _name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
+    """Return for the name of each module in reports its name in its own model, which rules use, and this model."""
+    own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
+    return {name: own[key] for key, (_, name) in name_modules(list(models))}
+
+
+def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
+    """Return the chooser of a rule for a whole model."""
+    kind = type(model)
+    if len(models) == 1:
+        return _EVERY_MODULE
+    if "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
+        return _NO_SUBMODULE
+    return f"type: {kind.__module__}.{kind.__qualname__}"
+
+
+def _find_listed_name(culprit: Culprit) -> str:
+    """Return the name by which a list reaches an op; "" if none does: an op in place keeps the dtype of its target."""
+    if culprit.rule in _LISTED_IN_LOW:
+        return culprit.listed
+    if culprit.listed or culprit.rule or culprit.aten.endswith("_"):
+        return ""
+    name = culprit.aten.lstrip("_")  # scripts call softmax, and torch dispatches _softmax
+    return name if op_names.find_or_none(name) else ""
+
+
+def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
+    """Return patterns that match modules: names of one class that differ only in numbers become one pattern.
+
+    A pattern may match more modules than are named, but none of another class. A name inside of another is left out.
+    `kinds` has the classes of all modules.
+    """
+    alike: dict[tuple[str, type | None], list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault((_NUMBER.sub("*", name), kinds.get(name)), []).append(name)
+    patterns: list[str] = []
+    for (_, kind), same in alike.items():
+        patterns += _fold_alike(same, kind, kinds)
+    return [pattern for pattern in patterns if not any(pattern.startswith(f"{outer}.") for outer in patterns)]
+
+
+def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) -> list[str]:
+    """Return one pattern; or one for each last part, as in an `nn.Sequential` of several classes; or the names."""
+    by_last_part: dict[str, list[str]] = {}
+    for name in names:
+        by_last_part.setdefault(name.rpartition(".")[2], []).append(name)
+    for groups in ([names], list(by_last_part.values())):
+        patterns = [star_numbers(group) for group in groups]
+        parts = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in patterns))
+        # A pattern that also matches a module of another class would run that one in float32, too.
+        if {matched for name, matched in kinds.items() if parts.fullmatch(name)} <= {kind}:
+            return patterns
+    return names

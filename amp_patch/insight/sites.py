@@ -1,0 +1,149 @@
+"""Which line of a script called an op, and what code lies between: read from the frames of the stack."""
+
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..torch_dispatch import find_backward
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = __name__.partition(".")[0]
+_TORCH = f"{Path(torch.__file__).parent}/"
+_ROLES_OF_TORCH = {  # the first that fits
+    f"{_TORCH}optim/": "optimizer",
+    f"{_TORCH}amp/grad_scaler.py": "amp",
+    _TORCH: "",
+}
+_CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
+_LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
+_RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
+"""What runs a forward again: torch's checkpoints, and those that scripts write as autograd functions."""
+_LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
+
+
+class Site(NamedTuple):
+    """The innermost line of the user's code, and the role of the code of amp_patch or torch between it and the op.
+
+    The role `by` is "" (of no importance), "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
+    gradients, masters) or "optimizer". A module or package of amp_patch names its own as `__role__`; without one it has
+    the role of the package around it, and in the end "amp".
+    """
+
+    place: str
+    by: str
+
+
+def find_site() -> Site:
+    """Return where the code that is running was called from. In a thread of autograd there is no place."""
+    found = ""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        role = _find_role(frame.f_code.co_filename)
+        if role is None:
+            return Site(_describe_line(frame.f_code.co_filename, frame.f_lineno), found)
+        if role and (found in ("", "cast") or role == "optimizer"):
+            found = role
+        frame = frame.f_back
+    return Site("", found)
+
+
+def names_dtype() -> bool:
+    """Return whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`.
+
+    Other lines cast to the dtype of a tensor.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _find_role(frame.f_code.co_filename) is None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+            return _LOW_DTYPE.search(line) is not None
+        frame = frame.f_back
+    return True
+
+
+def _describe_line(file: str, line: int) -> str:
+    """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:
+        named = shell.compile.format_code_name(file)
+        if named is not None:
+            return f"{' '.join(named)}, line {line}"
+    return f"{os.path.basename(file)}:{line}"
+
+
+def is_backward_of_user(node: Any) -> bool:
+    """Return whether a node of the backward pass runs a `backward` that the user has written."""
+    backward = find_backward(node)
+    code = None if backward is None else getattr(inspect.unwrap(backward), "__code__", None)
+    return code is not None and _find_role(code.co_filename) is None
+
+
+def is_under_checkpoint() -> bool:
+    """Return whether torch.utils.checkpoint runs a forward again. Only meaningful in code that autograd calls."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
+
+
+def find_recomputed() -> nn.Module | None:
+    """Return the module of which a checkpoint runs a method, or a closure over it, again. No hook is called for it.
+
+    It is the module of the outermost call below the checkpoint.
+    """
+    outermost: nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not _calls_forward(frame.f_code):
+        outermost = _find_module(frame) or outermost
+        frame = frame.f_back
+    return None if frame is None else outermost
+
+
+def _calls_forward(code: types.CodeType) -> bool:
+    """Return whether code is torch's and runs a forward again, or is a `backward` that may."""
+    is_of_forward = code.co_name == "apply" and code.co_varnames[:1] == ("cls",)
+    return code.co_filename.startswith(_RECOMPUTES) and not is_of_forward
+
+
+def _find_module(frame: types.FrameType) -> nn.Module | None:
+    """Return the module that a call belongs to: its first argument, its `self`, or the only module that it knows."""
+    known, code = frame.f_locals, frame.f_code
+    for name in (*code.co_varnames[: min(1, code.co_argcount)], "self"):
+        module = known.get(name)
+        if isinstance(module, nn.Module):
+            return module
+    modules = {id(value): value for value in known.values() if isinstance(value, nn.Module)}
+    return next(iter(modules.values())) if len(modules) == 1 else None
+
+
+@functools.cache
+def _find_role(file: str) -> str | None:
+    """Return the role of the code in a file, None for the user's own. A process has a few hundred files."""
+    if file.startswith(f"{_ROOT}/"):
+        return _find_own_role(Path(file).relative_to(_ROOT).with_suffix("").parts)
+    for folder, role in _ROLES_OF_TORCH.items():
+        if file.startswith(folder):
+            return role
+    if file.startswith(_LIBRARIES) and not file.startswith("<ipython-input-"):
+        return ""
+    return None
+
+
+def _find_own_role(parts: tuple[str, ...]) -> str:
+    """Return the role of a module of amp_patch: its own, or that of the innermost package around it that has one."""
+    for length in range(len(parts), 0, -1):
+        module = sys.modules.get(".".join((_PACKAGE, *parts[:length])))
+        role = vars(module).get("__role__") if module is not None else None  # a module may have its own __getattr__
+        if role is not None:
+            return str(role)
+    return "amp"

@@ -1,0 +1,241 @@
+"""`StepFaults`: completes the faults of a step with their cause, their effect, and what helps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..reporting import find_rank
+from ..session import Session
+from .causes import Course, diagnose
+from .fault_record import Effect, FaultRecord, Fix, Phase, Reach, Value
+from .faults import FaultFinder
+from .placing import find_scope
+from .repair import Needs
+from .short_dtypes import LARGEST
+from .written import Culprit
+
+_NEAR = 8.0  # a value of a sibling nearly does not fit if it is smaller than the largest number by at most this factor
+_FEW = 16  # a sum of fewer terms is not why gradients are large
+_LITTLE = 256.0  # a loss scale up to this leaves little room for small gradients
+
+
+@dataclass
+class SeenInStep:
+    """What a tracer has seen of a step.
+
+    Attributes:
+        is_loss_seen, is_loss_bad: whether there was a loss, and one that is not finite.
+        is_scaled: whether gradients may carry the loss scale from now on.
+        gradients: names of the parameters whose gradients are not finite.
+        total: the number of all gradients.
+        are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
+        mended: for each of these gradients, whether it is finite once the faulty ops run in float32.
+        is_lost: whether one of these gradients would not be finite in float32 either.
+        skips: whether each optimizer with such gradients skipped its step.
+        summed: how many times larger a loss is than the mean of its terms.
+        reaching_loss, reaching_gradients, reaching_unused: numbers of the faults on which the loss depends, or the
+            gradients that optimizers use, or gradients that no optimizer has used yet, such as those of the
+            discriminator in the pass of its generator.
+    """
+
+    is_loss_seen: bool = False
+    is_loss_bad: bool = False
+    is_scaled: bool = False
+    gradients: list[str] = field(default_factory=list)
+    total: int = 0
+    are_gradients_bad: bool = False
+    mended: list[bool] = field(default_factory=list)
+    is_lost: bool = False
+    skips: list[bool] = field(default_factory=list)
+    summed: float = 1.0
+    reaching_loss: set[int] = field(default_factory=set)
+    reaching_gradients: set[int] = field(default_factory=set)
+    reaching_unused: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Finished:
+    """The complete faults of a step.
+
+    Attributes:
+        faults: those to report.
+        searches: those of a step that was skipped while a dynamic loss scale came down.
+        unused: those in gradients that an optimizer may use in a later step.
+    """
+
+    faults: list[FaultRecord] = field(default_factory=list)
+    searches: list[FaultRecord] = field(default_factory=list)
+    unused: list[FaultRecord] = field(default_factory=list)
+
+
+class StepFaults:
+    """Completes the faults of one step.
+
+    Args:
+        session: the session that ran it.
+        finder: knows the values of the step.
+        seen: what was seen of it.
+        has_grown: whether the loss or the largest weight has grown without bound since the run began.
+    """
+
+    def __init__(self, session: Session, finder: FaultFinder, seen: SeenInStep, *, has_grown: bool) -> None:
+        self._session = session
+        self._finder = finder
+        self._seen = seen
+        self._has_grown = has_grown
+        self._needs = finder.repair.find_needs()
+
+    def finish(self, faults: Sequence[FaultRecord], *, is_skipped: bool | None) -> Finished:
+        """Complete the faults, and drop those that did no harm."""
+        result = Finished()
+        for number, fault in enumerate(self.add_fixes(faults)):
+            reach = self._find_reach(number, fault)
+            gradients, total = tuple(self._seen.gradients), self._seen.total
+            fault = replace(fault, rank=find_rank() or 0, effect=Effect(reach, gradients, total, is_skipped))
+            if reach is None:
+                result.unused.append(fault)
+            elif not _is_harmless(fault):
+                result.faults.append(fault)
+        if not all(map(self._is_search, result.faults)):
+            result.faults.sort(key=self._ends_by_itself)  # the scale comes down by itself; the other faults remain
+        elif result.faults:
+            result.searches, result.faults = [self._mark_search(result.faults[0])], []
+        return result
+
+    def add_fixes(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
+        """Return the faults with their causes and fixes. All faults of a step need the same ops in float32."""
+        if not faults:
+            return []
+        shared = self._find_shared_fix()
+        are_mended = bool(self._seen.mended) and all(self._seen.mended)
+        fixed = []
+        for number, fault in enumerate(faults):
+            is_mended = are_mended and number in self._seen.reaching_gradients
+            fault = diagnose(fault, Course(self._has_grown, is_mended))
+            fixed.append(replace(fault, fix=self._make_fix(fault, shared, self._needs)))
+        return fixed
+
+    def _find_shared_fix(self) -> Fix:
+        """Return what helps against all faults of the step."""
+        # A list is for all steps, so it also covers layers whose values nearly do not fit in this one.
+        culprits = list(self._needs.culprits)
+        for culprit in self._needs.culprits:
+            culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
+        repair = self._finder.repair
+        # What float32 does not hold in the backward pass may be masked later, unless a gradient is lost.
+        beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
+        return replace(
+            self._find_scope(culprits),
+            lines=tuple(dict.fromkeys(culprit.site for culprit in self._needs.culprits if culprit.site)),
+            beyond=beyond or None,
+            is_scale_enough=self._needs.is_scale_enough,
+        )
+
+    def _find_scope(self, culprits: Sequence[Culprit]) -> Fix:
+        """Return which modules, ops and lines have to run in float32."""
+        return find_scope(culprits, self._session.models(), has_lists=self._session.oplists is not None)
+
+    def _find_siblings(self, culprit: Culprit) -> list[str]:
+        """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
+        is_of_rounding = culprit in self._finder.repair.rounding
+        siblings: list[str] = []
+        for (site, aten, dtype), peaks in self._finder.peaks.items():
+            if (site, aten) != (culprit.site, culprit.aten):
+                continue
+            for module, largest in peaks.items():
+                if is_of_rounding or largest > LARGEST[dtype] / _NEAR:
+                    siblings.append(module)
+        return siblings
+
+    def _make_fix(self, fault: FaultRecord, shared: Fix, needs: Needs) -> Fix:
+        """Return what helps against one fault, given what helps against all."""
+        origin = fault.origin
+        fix = replace(shared, scale=needs.scale)
+        if fault.value is Value.ZERO:
+            fix = replace(fix, scale=needs.scale_of_zeros)
+        elif fault.is_in_backward and self._is_of_sum(1.0):
+            fix = replace(fix, summed=self._seen.summed, scale=needs.fitting)
+        if origin.came_in and origin.parameter and fault.evidence.in_float32 is None:
+            # No finite master takes the place of the weight, so no repair was tried. Its module may run in float32.
+            scope = self._find_scope([_of_weight(fault)])
+            fix = replace(fix, regions=scope.regions, ops=scope.ops, alternative=scope.alternative, sites=scope.sites)
+        return fix
+
+    def _is_of_sum(self, scale: float) -> bool:
+        """Return whether gradients fit under no larger loss scale than `scale` because the loss is a sum."""
+        fitting, summed = self._needs.fitting, self._seen.summed
+        return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
+
+    def _find_reach(self, number: int, fault: FaultRecord) -> Reach | None:
+        """Return how far a fault has spread; None if only into gradients that no optimizer has used yet.
+
+        If no fault was followed up to a loss or gradient that is not finite, each of them may be the reason.
+        """
+        if fault.phase is Phase.STEP:
+            return Reach.WEIGHTS
+        seen = self._seen
+        if seen.gradients and number in (seen.reaching_gradients or (number,)):
+            return Reach.GRADIENTS
+        if seen.is_loss_bad and number in (seen.reaching_loss or (number,)):
+            return Reach.LOSS
+        return None if number in seen.reaching_unused else Reach.SWALLOWED
+
+    # ---- the search for a loss scale ---------------------------------------------------------------------------------
+
+    def _is_search(self, fault: FaultRecord) -> bool:
+        """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
+
+        A gradient that other code than torch's ops wrote is only known to be wrong once the scale is as low as it goes.
+        """
+        loss_scale = fault.evidence.loss_scale
+        bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
+        if not bounds or not fault.effect.skipped or not fault.is_in_backward or loss_scale <= 1:
+            return False
+        lowest = max(1.0, min(bounds))
+        is_unseen = fault.origin.came_in and not (fault.origin.aten and fault.origin.parameter)
+        is_above_one = self._needs.fitting is None or self._needs.fitting > 1  # at 1, small gradients have no room
+        fits = (fault.fix.scale or 0.0) >= lowest and is_above_one
+        return fits or (is_unseen and loss_scale > lowest)
+
+    def _mark_search(self, fault: FaultRecord) -> FaultRecord:
+        summed = self._seen.summed if self._is_of_sum(_LITTLE) else None
+        effect, fix = replace(fault.effect, is_search=True), replace(fault.fix, summed=summed)
+        return replace(fault, effect=effect, fix=fix)
+
+    def _ends_by_itself(self, fault: FaultRecord) -> bool:
+        """Return whether a fault, taken alone, only shows that a dynamic loss scale is too large."""
+        is_dynamic = any(scaler.is_dynamic for scaler in self._session.scalers)
+        evidence = fault.evidence
+        if not is_dynamic or not fault.is_in_backward or evidence.is_of_rounding or fault.value is Value.ZERO:
+            return False
+        if evidence.in_float32 is None:
+            return False
+        return evidence.in_float32 <= LARGEST.get(fault.origin.out or "", 0.0) * evidence.loss_scale
+
+
+def _of_weight(fault: FaultRecord) -> Culprit:
+    """Return the op that was given a weight which came in, so that its module is named."""
+    origin = fault.origin
+    return Culprit(
+        module=origin.module or "",
+        is_in_module=bool(origin.module),
+        op=origin.op or "",
+        listed=origin.listed or "",
+        aten=origin.aten or "",
+        site=origin.site or "",
+        rule="weights",
+    )
+
+
+def _is_harmless(fault: FaultRecord) -> bool:
+    """Return whether a fault comes from the script itself, in float32 too, and changes neither loss nor gradients.
+
+    The logarithm of a mask is one.
+    """
+    if fault.effect.reach is not Reach.SWALLOWED:
+        return False
+    origin, evidence = fault.origin, fault.evidence
+    if origin.came_in:
+        return not origin.parameter and not origin.is_given_low
+    if evidence.is_of_rounding and fault.is_in_backward:
+        return True
+    return fault.value is not Value.ZERO and fault.phase is not Phase.STEP and not evidence.fits_in_float32
