@@ -220,6 +220,9 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], policy: Policy) -> 
                 f"{name} divides the model's parameters among the ranks, and would not step on their masters: use a"
                 " plain optimizer, or O1 or O4, or fully_shard with amp_patch.fsdp_policy, which shards masters too"
             )
+        post_local = "torch.distributed.optim.post_localSGD_optimizer"
+        if use_masters and is_instance_of(optimizer, post_local, "PostLocalSGDOptimizer"):
+            problems.append(f"{name} would average no parameter at a level with masters: use O1 or O4")
         if isinstance(optimizer, torch.optim.LBFGS) and (policy.is_scale_dynamic or use_masters):
             problems.append(
                 "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"

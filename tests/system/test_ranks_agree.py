@@ -391,3 +391,24 @@ def test_masters_that_a_checkpoint_lacks_stay_as_they_are(options):
     set_model_state_dict(net, {"0.weight": given}, options=StateDictOptions(strict=False, **options))
     after = weights_of(optimizer)
     assert torch.equal(after[0], given) and all(map(torch.equal, after[1:], before[1:]))
+
+
+def use_post_local_sgd(rank, level):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    net = nn.Linear(6, 2)
+    averager = PeriodicModelAverager(period=1)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.125), averager)
+    try:
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    except amp.OptimizerError as error:
+        return str(error), {parameter.dtype for parameter in net.parameters()}
+    amp.reset()
+    return None, {parameter.dtype for parameter in net.parameters()}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_that_averages_parameters_is_refused_with_masters(ranks, level):
+    for message, dtypes in ranks(use_post_local_sgd, level):
+        assert (message is None if level == "O1" else "O1 or O4" in message) and dtypes == {torch.float32}
