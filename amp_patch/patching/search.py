@@ -171,7 +171,7 @@ class Search:
                 self.result.append(WeakAttribute(owner, key), function, self._as_class_attribute(value, function))
             elif type(function) is types.FunctionType:
                 self._search_function(function, package)
-            elif kind not in _PLAIN:
+            elif kind not in _PLAIN and not self.result.append_partial(function):
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
@@ -189,12 +189,15 @@ class Search:
             has_references = function.__defaults__ or function.__kwdefaults__ or function.__closure__
             if not has_references or not self.result.is_first_visit(function):
                 return
-            if _package_of(function) == package:
+            home = _package_of(function)
+            if home == package or home not in PASSED_OVER:
                 self._search_defaults(function)
             function = vars(function).get("__wrapped__")
 
     def _search_defaults(self, function: types.FunctionType) -> None:
         defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        for value in (*defaults, *keyword_defaults.values()):
+            self.result.append_partial(value)
         originals = [value for value in defaults if id(value) in self._wanted]
         if originals:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])

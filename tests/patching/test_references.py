@@ -74,6 +74,14 @@ SLOTS = {
         "@torch.no_grad()\ndef f(x, act=F.gelu):\n    return act(x)",
         lambda m, x: m.f(x),
     ),
+    "partial as a default": (
+        "import functools\ndef f(x, act=functools.partial(F.gelu, approximate='tanh')):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "partial of a class": (
+        "import functools\nclass C:\n    act = functools.partial(F.gelu, approximate='tanh')",
+        lambda m, x: m.C.act(x),
+    ),
     # transformers.activations.ACT2FN, up to 4.1
     "table": ("ACT = {'gelu': F.gelu, 'own': lambda x: x}", lambda m, x: m.ACT["gelu"](x)),
     # torchao.utils: what a class of tensors does with each function, by class
@@ -103,7 +111,7 @@ SLOTS = {
 """Where modules keep functions: source, and a call from there. Beside each kind a published package that has it."""
 
 
-OWN = (dict, list, tuple, set, frozenset, staticmethod, classmethod, types.CellType, nn.Module)
+OWN = (dict, list, tuple, set, frozenset, staticmethod, classmethod, functools.partial, types.CellType, nn.Module)
 
 
 def describe(module):
@@ -128,6 +136,19 @@ def programs(write_modules):
     names = {slot: f"program_x{index}" for index, slot in enumerate(SLOTS)}
     write_modules({name: HEAD + SLOTS[slot][0] for slot, name in names.items()})
     return lambda: {slot: importlib.import_module(name) for slot, name in names.items()}
+
+
+@pytest.mark.parametrize("defaults", ["act=F.gelu", "*, act=F.gelu"], ids=["default", "keyword default"])
+def test_a_function_that_another_package_has_imported_by_name_has_its_defaults_replaced(defaults, lists, write_modules):
+    own = HEAD + f"def f(x, {defaults}):\n    return act(x)\n"
+    write_modules({"program_of_losses": own, "program_that_trains": "from program_of_losses import f\n"})
+    trains = importlib.import_module("program_that_trains")
+    sys.modules["program_of_losses"] = sys.modules.pop("program_of_losses")  # comes after, as it does after a script
+    open_session(lists)
+    assert trains.f(X).dtype is LOW
+    amp.reset()
+    assert trains.f(X).dtype is torch.float32
+
 
 
 def test_a_slot_is_redirected_and_given_back_exactly(programs, lists):
