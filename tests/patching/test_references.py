@@ -150,7 +150,6 @@ def test_a_function_that_another_package_has_imported_by_name_has_its_defaults_r
     assert trains.f(X).dtype is torch.float32
 
 
-
 def test_a_slot_is_redirected_and_given_back_exactly(programs, lists):
     modules = programs()
     before = {slot: describe(module) for slot, module in modules.items()}
