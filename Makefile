@@ -9,7 +9,7 @@
 # make test-torch TORCH=2.6.0   the tests with another torch, in .venv-torch-2.6.0; T=training takes one wing, and
 #             PYTHON=python3.12 another Python, for which other packages are not pinned
 # make soak   thousands of steps, sessions and interrupts in one process: nothing may have grown
-# make test-clients  the tests with real trainers: transformers 4 in .venv-clients-4, today's in .venv-clients-5
+# make test-clients  the tests with real trainers. In .venv-clients
 # make test-examples  every example as a reader runs it, each to its end, and the tests of qlora. In .venv-demo
 # make docs   the pages of docs/ as a site, in site/; a warning is an error. In .venv-docs, without torch
 # make bench  overhead and step times; BENCH_ARGS goes to the step benchmark
@@ -75,28 +75,24 @@ test-torch: $(STAMP)
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/soak/soak.py $(ARGS)
 
-# no two versions of a package go into one environment; what tests/clients does not find installed, it skips. Without
-# MKL_CBWR, a product's last bits depend on where in memory its operands are, and so does a training that is resumed
-CLIENTS := 4 5
-
-test-clients: $(CLIENTS:%=.venv-clients-%/.installed)
-	for each in $(CLIENTS); do \
-		OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE .venv-clients-$$each/bin/python -m pytest $(PYTEST_ARGS) $(call report,clients-$$each) \
-			tests/clients || exit; \
-	done
+# without MKL_CBWR, a product's last bits depend on where in memory its operands are, and so does a training that is
+# resumed
+test-clients: .venv-clients/.installed
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE .venv-clients/bin/python -m pytest $(PYTEST_ARGS) $(call report,clients) \
+		tests/clients
 
 test-examples: .venv-demo/.installed-tests
 	OMP_NUM_THREADS=1 .venv-demo/bin/python -m pytest $(PYTEST_ARGS) $(call report,examples) \
 		tests/examples/test_qlora.py tests/examples/whole_examples.py
 
-.venv-demo/.installed-tests: requirements-clients.txt .venv-demo/.installed-qlora
-	.venv-demo/bin/python -m pip install --quiet --requirement requirements-clients.txt
+.venv-demo/.installed-tests: requirements-tests.txt .venv-demo/.installed-qlora
+	.venv-demo/bin/python -m pip install --quiet --requirement requirements-tests.txt
 	touch $@
 
-.venv-clients-%/.installed: requirements-clients-%.txt requirements-clients.txt requirements-dev.txt setup.py pyproject.toml
-	$(PYTHON) -m venv .venv-clients-$*
-	.venv-clients-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-clients-$*.txt
-	.venv-clients-$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+.venv-clients/.installed: requirements-clients.txt requirements-tests.txt requirements-dev.txt setup.py pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --no-compile --requirement requirements-clients.txt
+	.venv-clients/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 docs: .venv-docs/.installed

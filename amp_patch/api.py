@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .casting import cast_tree
 from .config import DEFAULT_LEVEL, make_policy
-from .errors import ArgumentTypeError, CheckpointError, ModelError, refuse_unknown
+from .errors import ArgumentTypeError, ModelError, refuse_unknown
 from .events import tell
 from .functions import (
     float_function,
@@ -24,6 +24,7 @@ from .functions import (
 )
 from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
+from .saving import load_state_dict, state_dict
 from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
 from .session import current as _current
 from .torch_private import without_overrides
@@ -121,6 +122,15 @@ def initialize(
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
             changed.
         SessionError: models of another policy are still alive.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+        >>> model[0](torch.ones(2, 4)).dtype  # whitelisted: runs in bfloat16
+        torch.bfloat16
+        >>> model(torch.ones(2, 4)).dtype  # softmax is blacklisted: runs in float32
+        torch.float32
     """
     arguments = locals()  # those that override a property of the level
     if isinstance(models, Iterator):
@@ -213,6 +223,19 @@ def scale_loss(
     Raises:
         SessionError: `initialize` was not called, or the models have changed device. OptimizerError: `initialize` does
         not know the optimizer. ArgumentTypeError: the loss is not a floating tensor. LossIdError: no such `loss_id`.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O4", loss_scale={"init": 8.0}, verbosity=0)
+        >>> loss = model(torch.ones(2, 4)).square().mean()
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     (scaled_loss / loss).item()
+        ...     scaled_loss.backward()
+        8.0
+        >>> optimizer.step()
+        >>> optimizer.step_was_skipped
+        False
     """
     if _current.state.is_disabled:
         return UnscaledBlock(loss)
@@ -232,6 +255,13 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     The product is float32 and differentiable. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
     overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
+        >>> x = torch.ones(2, 4, requires_grad=True)
+        >>> output = amp.scale(model(x).sum())
+        >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
+        >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
     tell(contextlib.nullcontext(), "values_scaled")
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
@@ -241,6 +271,11 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
     The result is differentiable, and has the dtype of the gradients.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
+        >>> amp.unscale([torch.ones(2), None])
+        [tensor([0.1250, 0.1250]), None]
     """
     return _with_scale(gradients, loss_id, lambda gradient, scale: gradient / scale)
 
@@ -260,6 +295,16 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """Yield the parameters that the optimizer updates: float32 masters at O2 and O5, else the model's parameters.
 
     Use it to clip gradients. Raises ArgumentTypeError if `optimizer` is not an optimizer.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        >>> with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
+        >>> {parameter.dtype for parameter in amp.master_params(optimizer)}
+        {torch.float32}
     """
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
@@ -276,6 +321,12 @@ def disable_casts() -> Iterator[None]:
     """Context manager and decorator: run the body as in plain torch, in this thread.
 
     It has no effect at levels that patch no functions.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
+        >>> with amp.disable_casts():
+        ...     model(torch.ones(2, 4)).dtype
+        torch.float32
     """
     with _current.without_casts():
         yield
@@ -302,6 +353,11 @@ def session(
 
     Raises SessionError inside another session, PolicyError at a level that patches no functions, and ArgumentValueError
     for an unknown device.
+
+    Examples:
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
     """
     set_verbosity(verbosity)
     device_type = as_device_type(device)
@@ -329,6 +385,14 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
         the result of `initialize`.
 
     Raises SessionError inside another session, ArgumentTypeError for an unknown option, and the errors of `initialize`.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with amp.scope(model, opt_level="O2", verbosity=0):
+        ...     model.weight.dtype
+        torch.float16
+        >>> model.weight.dtype
+        torch.float32
     """
     if "replace" in options:
         raise ArgumentTypeError("scope takes no `replace`: to close another session, call amp.reset() first")
@@ -348,6 +412,13 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 def reset() -> None:
     """Undo `initialize`: restore torch's functions and the optimizers, and make the models float32 with their trained
     weights.
+
+    Examples:
+        >>> original = torch.matmul
+        >>> model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O4", verbosity=0)
+        >>> amp.reset()
+        >>> torch.matmul is original
+        True
     """
     _current.reset()
 
@@ -356,84 +427,25 @@ def refresh() -> None:
     """Recast every cached weight, and copy masters to parameters, before their next use.
 
     Call it after edits that torch cannot see, such as `p.data.mul_(2)`.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
+        >>> _ = model.weight.data.zero_()  # an edit that torch does not track
+        >>> amp.refresh()
     """
     if _current.state.session is not None:
         _current.state.session.refresh()
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each loss scale; empty if
-    disabled.
-
-    `torch.load` reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination` is not
-    a dictionary.
-    """
-    if destination is not None and not isinstance(destination, MutableMapping):
-        raise ArgumentTypeError(
-            f"destination must be a dictionary, not {type(destination).__name__}: pass one to add entries to it, or"
-            " leave it out"
-        )
-    result = {} if destination is None else destination
-    if not _current.state.is_disabled:
-        for index, scaler in enumerate(_current.require().scalers):
-            result[f"loss_scaler{index}"] = scaler.state_dict()
-    return result
-
-
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, here or in Apex.
-
-    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
-    cases nothing is loaded.
-    """
-    if _current.state.is_disabled:
-        return
-    scalers = _current.require().scalers
-    if not isinstance(state_dict, Mapping):
-        raise ArgumentTypeError(
-            f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"
-            " {'amp': amp.state_dict(), ...}, and pass torch.load(path)['amp']"
-        )
-    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if set(state_dict) != set(expected):
-        raise CheckpointError(
-            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
-            f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
-        )
-    before = [scaler.state_dict() for scaler in scalers]
-    try:
-        for name, scaler in zip(expected, scalers, strict=True):
-            scaler.load_state_dict(_check_entry(name, state_dict[name]))
-    except (TypeError, ValueError) as error:
-        for scaler, saved in zip(scalers, before, strict=True):
-            scaler.load_state_dict(saved)
-        raise CheckpointError(
-            f"the saved amp state cannot be read: {error}; pass entries such as"
-            " {'loss_scale': 65536.0, 'unskipped': 0}"
-        ) from error
-
-
-def _advise(state_dict: Mapping[str, Any]) -> str:
-    for name, value in state_dict.items():
-        if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
-            return f"pass the entry {name!r} of this checkpoint"
-    if any(str(key).startswith("loss_scaler") for key in state_dict):
-        return "pass the same num_losses to initialize"
-    return "pass what amp.state_dict() returned"
-
-
-def _check_entry(name: str, entry: Any) -> dict[str, Any]:
-    """Return the entry of a scaler. Raises ValueError if it is not one."""
-    missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
-    if missing:
-        raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")
-    return dict(entry)
 
 
 def stats(*, wait: bool = True) -> Stats:
     """Return the level, counts and loss scales of the session, or zeros and None without a session.
 
     Waits for the device. With `wait=False` it does not wait, and returns the latest counts that the host knows.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O5", verbosity=0)
+        >>> amp.stats().parameters_low, amp.stats().steps
+        (5, 0)
     """
     opened = _current.state.session
     if opened is None:
@@ -457,6 +469,10 @@ def fsdp_policy(
             and doubles the traffic.
 
     Raises PolicyError for an unknown level, and ArgumentTypeError if `module` or `reduce_dtype` has the wrong type.
+
+    Examples:
+        >>> amp.fsdp_policy("O5").param_dtype
+        torch.bfloat16
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

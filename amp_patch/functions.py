@@ -12,17 +12,44 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions."""
+    """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions.
+
+    Examples:
+        >>> @amp.half_function
+        ... def mix(x, y):
+        ...     return x * y
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     mix(torch.ones(2), torch.ones(2)).dtype
+        torch.bfloat16
+    """
     return _decorate(function, OpRule.WHITELIST)  # type: ignore[no-any-return]
 
 
 def float_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in float32 while a session patches functions."""
+    """Decorator: run the function, and everything it calls, in float32 while a session patches functions.
+
+    Examples:
+        >>> @amp.float_function
+        ... def spread(x):
+        ...     return (x @ x).exp()
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     spread(torch.ones(2, 2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
     return _decorate(function, OpRule.BLACKLIST)  # type: ignore[no-any-return]
 
 
 def promote_function(function: Function) -> Function:
-    """Decorator: run the function in the widest dtype of its arguments while a session patches functions."""
+    """Decorator: run the function in the widest dtype of its arguments while a session patches functions.
+
+    Examples:
+        >>> @amp.promote_function
+        ... def blend(x, y):
+        ...     return torch.lerp(x, y, 0.5)
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     blend(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
     return _decorate(function, OpRule.PROMOTE)  # type: ignore[no-any-return]
 
 
@@ -59,6 +86,14 @@ def register_half_function(module: Any, name: str) -> None:
     """Run `module.name` in the low dtype from the next `initialize` on, whatever the lists say.
 
     Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+
+    Examples:
+        >>> import types
+        >>> layers = types.SimpleNamespace(mix=lambda x, y: x + y)
+        >>> amp.register_half_function(layers, "mix")
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     layers.mix(torch.ones(2), torch.ones(2)).dtype
+        torch.bfloat16
     """
     _register(module, name, OpRule.WHITELIST)
 
@@ -67,6 +102,14 @@ def register_float_function(module: Any, name: str) -> None:
     """Run `module.name` in float32 from the next `initialize` on, whatever the lists say.
 
     Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+
+    Examples:
+        >>> import types
+        >>> layers = types.SimpleNamespace(mix=lambda x, y: x + y)
+        >>> amp.register_float_function(layers, "mix")
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     layers.mix(torch.ones(2).bfloat16(), torch.ones(2).bfloat16()).dtype
+        torch.float32
     """
     _register(module, name, OpRule.BLACKLIST)
 
@@ -75,6 +118,14 @@ def register_promote_function(module: Any, name: str) -> None:
     """Run `module.name` in the widest dtype of its arguments from the next `initialize` on, whatever the lists say.
 
     Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+
+    Examples:
+        >>> import types
+        >>> layers = types.SimpleNamespace(mix=lambda x, y: x + y)
+        >>> amp.register_promote_function(layers, "mix")
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     layers.mix(torch.ones(2), torch.ones(2).bfloat16()).dtype
+        torch.float32
     """
     _register(module, name, OpRule.PROMOTE)
 
@@ -110,6 +161,11 @@ def is_patched(owner: Any, name: str) -> bool:
     """Return whether `owner.name`, such as `(torch, "matmul")`, is patched now.
 
     Raises ArgumentTypeError if `owner` is text.
+
+    Examples:
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     amp.is_patched(torch, "matmul"), amp.is_patched(torch, "relu")
+        (True, False)
     """
     check_owner(owner, name, "is_patched")
     opened = _current.state.session
@@ -120,6 +176,12 @@ def get_original(owner: Any, name: str) -> Any:
     """Return the original of `owner.name`, without patches.
 
     Raises ArgumentTypeError if `owner` is text, and ArgumentValueError if it has no such name.
+
+    Examples:
+        >>> original = torch.matmul
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     torch.matmul is original, amp.get_original(torch, "matmul") is original
+        (False, True)
     """
     check_owner(owner, name, "get_original")
     opened = _current.state.session

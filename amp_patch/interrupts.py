@@ -5,7 +5,6 @@ An interrupt is any exception that is no Exception: KeyboardInterrupt, SystemExi
 """
 
 import functools
-import inspect
 import sys
 import types
 import weakref
@@ -76,19 +75,6 @@ def _call_on(reference: "weakref.ref[Any]", function: Callable[..., Any], *args:
     owner = reference()
     if owner is not None:
         function(owner, *args)
-
-
-def read_locals(frame: types.FrameType) -> list[Any]:
-    """Return the values of the variables of a running call.
-
-    Before Python 3.13, `f_locals` keeps what it was filled with: variables that are deleted later would stay alive in
-    it until the call is over. So it is cleared.
-    """
-    variables = frame.f_locals
-    values = list(variables.values())
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        variables.clear()
-    return values
 
 
 def is_running(frame: types.FrameType) -> bool:

@@ -19,7 +19,7 @@ from .errors import ArgumentTypeError
 logger = logging.getLogger("amp_patch")
 
 
-class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 takes no argument here
+class _StdoutHandler(logging.StreamHandler[Any]):
     """Writes to the current sys.stdout, unless another handler shows the record there or on stderr."""
 
     def __init__(self) -> None:

@@ -5,13 +5,13 @@
     amp_patch.apex.install()
     from apex import amp  # from here on
 
-or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` gives this package: `amp`,
-`parallel`, `optimizers` and the other parts are imported when they are first asked for. Parts of Apex that are not here
-fail to import and say what to use today.
+or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` imports this package.
+`amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that does
+not exist here raises an error that names a replacement of today.
 
-An `apex` that is installed is respected. One that still has `amp` is left alone, unless `force` is given. One that has
-lost it keeps what it has and gets from here what it lacks. Another project's package of that name (PyPI has one) is
-named in a warning and stepped in front of.
+An installed `apex` of NVIDIA is used as far as possible. If it still has `amp`, this package does nothing, unless
+`force` is given. If it has lost `amp`, it gets the parts that it lacks from here. A package of that name of another
+project (PyPI has one) is replaced, with a warning.
 """
 
 __role__ = ""  # in reports of `insight`: see its `sites`
@@ -31,11 +31,11 @@ __all__ = ["GONE_EXTENSIONS", "DeprecatedFeatureWarning", "Installed", "describe
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What Apex warned with from 2022 on. Nothing here does; scripts name it to silence it."""
+    """The class of Apex's warnings from 2022 on. Scripts name it to silence them; nothing here raises it."""
 
 
 class Installed(contextlib.ExitStack):
-    """What one `install` did. `remove()`, or leaving it as a `with` block, undoes just that; twice is harmless."""
+    """The handle of one `install`. `remove()`, or leaving it as a `with` block, undoes that call; twice is harmless."""
 
     def remove(self) -> None:
         """Undo."""
@@ -43,15 +43,15 @@ class Installed(contextlib.ExitStack):
 
 
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
-    """Have `import apex` and what lies below it, and `import amp_C`, find the stand-in. Calling it twice is harmless.
+    """Make `import apex`, its submodules and `import amp_C` find the stand-in. Calling it twice is harmless.
 
     Args:
-        opt_level: use this level, of Apex's or the presets', whatever `amp.initialize` is told.
-        lists: op lists (names or paths) to lay over the list `apex` at levels that patch functions; later ones win.
-        force: stand in front of an installed `apex` even if it has what is asked for.
+        opt_level: a level to use instead of the script's.
+        lists: op lists (names or paths) on top of the list `apex` at levels that patch functions; later ones win.
+        force: use the stand-in even if an installed `apex` has the part that is imported.
 
-    Returns a handle whose `remove()` undoes this call; it works as a `with` block. Raises ArgumentTypeError for `lists`
-    that are one name.
+    Returns a handle whose `remove()` undoes this call; it works as a `with` block. Raises ArgumentTypeError if
+    `lists` is text.
     """
     if isinstance(lists, str):
         raise ArgumentTypeError(f"lists={lists!r} must be a sequence of lists: write lists=[{lists!r}]")

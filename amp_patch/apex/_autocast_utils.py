@@ -1,4 +1,4 @@
-"""`apex._autocast_utils`: what Apex's functions did first, where `torch.autocast` is on."""
+"""`apex._autocast_utils`: the cast at the start of Apex's functions while `torch.autocast` is enabled."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ._core import cast_tree
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Return the arguments with floating tensors, but for float64, in the dtype of autocast on their device."""
+    """Return the arguments with floating tensors, except float64, in the dtype of autocast on their device."""
     cast: tuple[Any, ...] = cast_tree(args, _cast)
     return cast
 

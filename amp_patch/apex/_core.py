@@ -1,12 +1,13 @@
-"""The port of the stand-in: all that it uses of the core.
+"""The only connection of the stand-in to the other wings.
 
-The other modules of this package import from here and from the ground (`errors`, `dtypes`, `reporting`). They call the
-methods of sessions and loss scalers; what lies inside those is touched in this file alone.
+The other modules of the stand-in import from here and from the ground (`errors`, `dtypes`, `reporting`). They call
+methods of sessions and loss scalers; only this file uses the attributes inside of those.
 """
 
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,30 +39,30 @@ rescale_ = unscaling.rescale_
 def _read_list(name: str) -> list[tuple[str, str, str]]:
     """Return (owner, name, rule) for each op of a list."""
     session = current.state.session
-    # names are looked up as torch has them
+    # so that the list sees torch's own functions
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
         entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
-    found: list[tuple[str, str, str]] = []
+    rules: list[tuple[str, str, str]] = []
     for entry in entries:
         owner, _, own_name = entry.op.rpartition(".")
-        found.append((owner, own_name, entry.rule))
-    return found
+        rules.append((owner, own_name, entry.rule))
+    return rules
 
 
 def list_names(owner: str, rule: str) -> list[str]:
-    """Return the names that the list `apex` has for an owner, such as `torch.Tensor`, and a rule; no in-place twins."""
+    """Return the names in the list `apex` with an owner, such as `torch.Tensor`, and a rule; no in-place variants."""
     return [name for its_owner, name, its_rule in _read_list("apex") if (its_owner, its_rule) == (owner, rule)]
 
 
 def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
-    """Register the functions `after` (owner, name, rule) for sessions to come, in the place of those of `before`."""
+    """Register the functions `after` (owner, name, rule) for later sessions, instead of the functions `before`."""
     registered = current.state.registered
-    registered[:] = [entry for entry in registered if not any(entry is other for other in before)]
+    registered[:] = [entry for entry in registered if not any(entry is replaced for replaced in before)]
     registered.extend(after)
 
 
 def is_disabled() -> bool:
-    """Tell whether `initialize(enabled=False)` has made amp a no-op."""
+    """Return whether `initialize(enabled=False)` has made amp a no-op."""
     return current.state.is_disabled
 
 
@@ -74,7 +75,7 @@ def find_session() -> Session | None:
 
 
 def find_living_session() -> Session | None:
-    """Return the session in force, or None; one whose models are gone is closed."""
+    """Return the session in force, or None. Closes it first if its models are gone."""
     with current.state.lock:
         current.close_if_over()
         return current.state.session
@@ -89,10 +90,13 @@ def open_session(
     replace: bool,
     accept_low: bool,
 ) -> Session:
-    """Open a session in the place of the open one, or bring models and optimizers under that if its policy is the
-    same: its loss scalers begin anew. The lists that a command lays over come after those of the policy.
+    """Open a session instead of the one in force; if that has the same policy, add to it and restart its loss scalers.
 
-    `replace` closes the open one in any case; `accept_low` takes models that hold 16-bit parameters already.
+    Lists of a command come after the lists of the policy.
+
+    Args:
+        replace: open a new session in any case.
+        accept_low: models may have 16-bit parameters already.
     """
     lists = (*policy.lists, *find_lists_to_lay_over(policy))
     before = current.state.session
@@ -114,16 +118,16 @@ def open_session(
     return session
 
 
-def add_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
-    """Bring an optimizer with `num_losses` loss scalers of its own under a session; return the first's number."""
+def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
+    """Bind an optimizer to a session, with `num_losses` new loss scalers. Returns the number of the first."""
     first = len(session.scalers)
-    session.add_scalers(first + num_losses)
+    session.make_scalers(first + num_losses)
     session.adopt([], [optimizer])
     return first
 
 
 def remove_casts(session: Session) -> None:
-    """Put the original functions back, and close a session that has no models: nothing else is left of it."""
+    """Restore the original functions, and close a session without models, which does nothing else."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -131,9 +135,7 @@ def remove_casts(session: Session) -> None:
 
 
 def patch_again(session: Session) -> None:
-    """Put back the casts that `remove_casts` took out of a session with models, and patch functions that were
-    registered since.
-    """
+    """Restore the casts that `remove_casts` removed, and patch functions that were registered since."""
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()
     for owner, name, rule in current.state.registered:
@@ -146,11 +148,11 @@ def patch_again(session: Session) -> None:
 
 
 class ManualPass:
-    """A backward pass whose gradients the caller unscales. No update of the scaler counts it before `update_scale`.
+    """A backward pass whose gradients the caller unscales. It counts for the scaler at `update_scale`.
 
     Args:
         scaler: the scaler of the loss.
-        device: where its overflow flag is kept.
+        device: the device of its overflow flag.
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
@@ -159,31 +161,31 @@ class ManualPass:
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
-        """Divide gradients by `scale` (0-dim float32), and note whether any holds inf or NaN. Waits for nothing."""
+        """Divide gradients by `scale` (0-dim float32), and note inf and NaN in them. Does not wait for the device."""
         unscaling.unscale_(gradients, scale, self._found_inf)
 
     def has_overflow(self) -> bool:
-        """Tell whether a gradient unscaled so far held inf or NaN. Waits for the device."""
+        """Return whether a gradient unscaled so far contained inf or NaN. Waits for the device."""
         return bool(self._found_inf.item())
 
     def note_overflow(self, found_inf: Tensor | None = None) -> None:
-        """Take in that the caller has found an overflow, or what a flag says (0-dim float32)."""
+        """Record an overflow that the caller detected, or the value of a flag (0-dim float32)."""
         if found_inf is None:
             self._found_inf.fill_(1.0)
         else:
             self._found_inf.copy_(torch.maximum(self._found_inf, found_inf.to(self._found_inf.device)))
 
     def update_scale(self) -> bool:
-        """End the pass: update the loss scale, and return whether the step is to be skipped, for this pass or for
-        others that no update has counted.
+        """End the pass: update the loss scale, and return whether to skip the step.
 
-        Ranks that decide together call this as often as each other. Waits for the device if the scale is dynamic.
+        Passes since the last update count, too. Ranks that decide together must call this equally often. Waits for the
+        device if the scale is dynamic.
         """
         self._scaler.add_found_inf(self._found_inf)
         found_inf = self._scaler.found_inf
         assert found_inf is not None
         session = current.state.session
-        if session is not None and any(self._scaler is one for one in session.scalers):
+        if session is not None and any(self._scaler is scaler for scaler in session.scalers):
             found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
@@ -191,24 +193,23 @@ class ManualPass:
 
 
 class OptimizerView:
-    """What the stand-in sees of an optimizer that a session has changed.
+    """The parts of a bound optimizer that the stand-in shows under Apex's names.
 
-    Raises SessionError without a session, and OptimizerError for an optimizer that it does not know.
+    Raises SessionError without a session, and OptimizerError for an optimizer that is not bound.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         session = current.require()
         self._binding = session.bindings.get_optimizer(optimizer)
         self._gradients = session.gradients
-        self._open_block: LossBlock | None = None  # of a loss that the caller multiplies
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until the session lets go of it."""
+        """Set an attribute of the optimizer, until it is unbound."""
         self._binding.attach(name, value)
 
     def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield each group as pairs: the model's parameter, and the one that the optimizer steps on."""
+        """Yield each group as pairs: the model's parameter, and the tensor that the optimizer updates (its master)."""
         optimizer = self._binding.optimizer
         if optimizer is not None:
             model_parameters = iter(self._binding.groups.model_parameters())
@@ -228,27 +229,42 @@ class OptimizerView:
         """Divide gradients by the loss scale that they carry."""
         self._gradients.unscale(self._binding.flags)
 
-    def begin_pass(self) -> None:
-        """Make gradients ready for a backward pass of a loss that is multiplied by the scale of the first scaler."""
-        optimizer = self._binding.optimizer
+    def is_next_step_skipped(self) -> bool:
+        """Return whether the next `step()` will be skipped. Waits for the device."""
+        return self._binding.flags.will_skip()
+
+
+class HandScaledPass:
+    """Backward passes of a loss that the script itself multiplies by the scale of the first scaler.
+
+    The script calls `begin`, goes backward, and calls `end`. Without `begin`, `end` unscales all gradients.
+
+    Args:
+        optimizer: the optimizer of the loss, bound to a session.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._view = OptimizerView(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._block: LossBlock | None = None
+
+    def begin(self) -> None:
+        """Enter a `scale_loss` block, whose loss does not matter."""
+        optimizer = self._optimizer()
         if optimizer is None:
             return
-        any_loss = torch.ones((), device=self.device)
+        any_loss = torch.ones((), device=self._view.device)
         block = current.require().scale_loss(any_loss, [optimizer], loss_id=0, delay_unscale=False)
         if isinstance(block, LossBlock):
-            self._open_block = block
+            self._block = block
             block.__enter__()
 
-    def end_pass(self, manual: ManualPass) -> None:
-        """Unscale the gradients of that pass, and have `manual` and the next step know of an overflow."""
-        block, self._open_block = self._open_block, None
+    def end(self, manual: ManualPass) -> None:
+        """Unscale the gradients, and report an overflow to `manual` and to the next step."""
+        block, self._block = self._block, None
         if block is None:
-            self.unscale()
+            self._view.unscale()
             return
         block.__exit__(None, None, None)
         if block.found_inf is not None:
             manual.note_overflow(block.found_inf)
-
-    def is_next_step_skipped(self) -> bool:
-        """Tell whether `step()` will be skipped. Waits for the device."""
-        return self._binding.flags.will_skip()

@@ -1,4 +1,4 @@
-"""`ApexFinder`: has `import apex...` find this package, beside or in front of an `apex` that is installed.
+"""`ApexFinder`: makes `import apex` find this package, in addition to an installed `apex`, or instead of it.
 
 A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is
 `sys.modules["amp_patch.apex.amp"]`.
@@ -23,7 +23,7 @@ from ._gone import advise
 logger = logging.getLogger("amp_patch")
 
 PARTS = ("amp", "contrib", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""What the stand-in has of `apex`, and what tells NVIDIA's package from others of that name."""
+"""The subpackages of the stand-in. They also distinguish NVIDIA's package from others of that name."""
 
 _PACKAGE = __name__.rpartition(".")[0]
 _TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -31,7 +31,7 @@ _NVIDIA_PARTS = (*PARTS, "fused_dense", "transformer")
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Gives a module of the stand-in under its name in `apex`."""
+    """Loads a module of the stand-in under its name in `apex`."""
 
     def __init__(self, real_name: str) -> None:
         self._real_name = real_name
@@ -40,16 +40,16 @@ class _AliasLoader(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module itself.
 
-        The import machinery then sets its `__spec__`; `exec_module` puts the right one back.
+        The import machinery then sets its `__spec__`, and `exec_module` restores the right one.
         """
         module = importlib.import_module(self._real_name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Register what lies below the module under its other name too.
+        """Register the imported submodules under their other names, too.
 
-        A later import of it would bind its name in the package anew.
+        A later import of one would otherwise rebind its name in the package.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
@@ -59,33 +59,33 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
-    """Serves `apex`, what lies below it, and those of Apex's compiled modules that the stand-in has.
+    """Finds `apex`, its submodules, and the compiled modules of Apex that the stand-in has.
 
     Args:
         package: the name of the stand-in.
-        force: take no account of an `apex` that is installed.
+        force: ignore an installed `apex`.
     """
 
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        # whether all of apex is served, or only what the installed one lacks; None: not known yet
+        # True: all of apex is found here; False: only parts that the installed one lacks; None: not known yet
         self._is_whole: bool | None = None
-        self._is_idle = False  # the installed one has amp and is left alone
+        self._is_idle = False  # the installed apex has amp, and is used
         self._displaced: dict[str, ModuleType] = {}
         self._completed: list[ModuleType] = []
         self._local = threading.local()
 
-    # ---- in and out --------------------------------------------------------------------------------------------------
+    # ---- installing --------------------------------------------------------------------------------------------------
 
     def insert(self) -> None:
-        """Put the finder first, and modules of other packages under its names aside.
+        """Put the finder first, and set aside modules of other packages with its names.
 
-        An `apex` that is imported already is judged now.
+        An `apex` that is imported already is examined now.
         """
         apex = sys.modules.get("apex")
         if apex is not None:
-            self._judge(apex.__spec__, getattr(apex, "__path__", ()))
+            self._examine(apex.__spec__, getattr(apex, "__path__", ()))
             if self._is_whole:
                 self._displaced = _find_modules()
             elif not self._is_idle:
@@ -95,9 +95,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Take the finder out, and every module that it served; what it put aside comes back. Harmless twice.
+        """Remove the finder and every module that it found, and restore the modules set aside. Harmless twice.
 
-        Modules are taken out of `sys.modules` and of other packages.
+        Modules are removed from `sys.modules` and from other packages.
         """
         if self not in sys.meta_path:
             return
@@ -121,19 +121,19 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in; None for what others are to find.
+        """Return the spec of a module of the stand-in; None for modules that other finders find.
 
-        Raises ModuleNotFoundError, saying what to use today, for a part of Apex that nobody has.
+        Raises ModuleNotFoundError, with a replacement of today, for a part of Apex that nobody has.
         """
         root, _, rest = fullname.partition(".")
-        # what `from apex import X` looks for, since the package goes by its own name
+        # `from apex import X` looks for this name, because the package keeps its own name
         if fullname.startswith(self._package + "."):
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
         if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
             return None
         if self._is_whole is None:
             spec = self._find_elsewhere("apex", None, None)
-            self._judge(spec, () if spec is None else spec.submodule_search_locations or ())
+            self._examine(spec, () if spec is None else spec.submodule_search_locations or ())
         if self._is_idle:
             return None
         if root != "apex":
@@ -151,7 +151,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Have all finders that are asked in turn hear nothing from this one."""
+        """Context manager: this finder finds nothing, also when other finders ask it in turn."""
         self._local.is_asking = True
         try:
             yield
@@ -177,7 +177,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(self._package):
                 raise
-            real = None  # its package is missing too
+            real = None  # its package is missing, too
         if real is None:
             return None
         spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin)
@@ -186,7 +186,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of `apex` while all of it is served: libraries ask for its version first."""
+        """Yield the metadata of `apex` if all of it is found here: libraries ask for its version first."""
         name = getattr(context, "name", None)
         if name not in (None, "apex") or getattr(self._local, "is_asking", False):
             return
@@ -195,10 +195,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if self._is_whole:
             yield importlib.import_module(f"{self._package}._metadata").Metadata()  # costs time to import
 
-    # ---- an apex that is installed -----------------------------------------------------------------------------------
+    # ---- an installed apex -------------------------------------------------------------------------------------------
 
-    def _judge(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
-        """Decide what to serve beside the `apex` found elsewhere, and say so once."""
+    def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
+        """Decide which parts to find here beside an `apex` elsewhere, and log it once."""
         if self._is_whole is not None:
             return
         folders = [os.fspath(folder) for folder in path]
@@ -208,7 +208,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             for folder in folders
             if os.path.exists(os.path.join(folder, part, "__init__.py"))
         }
-        # a folder without __init__.py, such as a checkout, is no package to respect
+        # a folder without __init__.py, such as a checkout, is no installed package
         is_there = spec is not None and spec.origin is not None
         self._is_whole = self._force or not (is_there and parts)
         self._is_idle = not self._is_whole and "amp" in parts
@@ -223,7 +223,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in for that comes before it", where)
 
     def _complete_after(self, loader: Any) -> None:
-        """Have the installed apex, once it has run, look here for parts that it lacks."""
+        """Let the installed apex, after its import, look here for parts that it lacks."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -234,7 +234,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
     def _complete(self, module: ModuleType) -> None:
         if "__getattr__" in vars(module):
-            return  # its own way to serve names
+            return  # it has its own way to find names
 
         def get_part(name: str) -> Any:
             if name in PARTS:
@@ -250,9 +250,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
 
 def get_part(name: str) -> Any:
-    """Return a part of the stand-in, imported now.
+    """Import a part of the stand-in and return it.
 
-    Raises AttributeError, with what to use today in the place of what is gone.
+    Raises AttributeError, with a replacement of today for parts that do not exist.
     """
     if name in PARTS:
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -260,18 +260,18 @@ def get_part(name: str) -> Any:
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
-    """Raise the AttributeError of a name that a module of the stand-in lacks, with what to use today in its place."""
+    """Raise AttributeError for a name that a module of the stand-in lacks, with a replacement of today."""
     full_name = f"apex{module.removeprefix(_PACKAGE)}"
     raise AttributeError(advise(f"{full_name}.{name}") or f"module {full_name!r} has no attribute {name!r}")
 
 
 def installed() -> ApexFinder | None:
-    """Return the finder that is in `sys.meta_path`, or None."""
+    """Return the finder in `sys.meta_path`, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
 
 
 def _find_modules() -> dict[str, ModuleType]:
-    """Return what is imported under the names that are served."""
+    """Return the imported modules with names that the finder finds."""
     roots = ("apex", *_TOP_LEVEL)
     return {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in roots}
 

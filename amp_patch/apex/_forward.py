@@ -1,4 +1,4 @@
-"""Attributes of a wrapper that are those of an object inside it."""
+"""`forward`: attributes of a wrapper that belong to an object in it."""
 
 from typing import Any
 

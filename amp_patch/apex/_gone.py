@@ -1,4 +1,4 @@
-"""The parts of Apex that the stand-in has not, what they were, and what does their work today."""
+"""The parts of Apex that the stand-in lacks: what each one was, and its replacement of today."""
 
 _GONE = {
     "apex.amp.wrap": (
@@ -64,7 +64,7 @@ _GONE = {
     ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
-    # what only Apex's own optimizers called
+    # only Apex's own optimizers called these
     "amp_C.multi_tensor_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "amp_C.multi_tensor_adam_capturable": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
     "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
@@ -83,14 +83,15 @@ COMPILED = {
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
     "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""Apex's compiled modules. The doctor reads this; importing one fails as usual, since scripts only try whether it is
-there.
+"""Apex's compiled modules. The doctor reads this; importing one fails as usual, because scripts only test whether it
+exists.
 """
 
 
 def describe(name: str) -> tuple[str, str] | None:
-    """Return the part of Apex that a dotted name is in, such as "apex.transformer", with what it was and what to use
-    today; None for what Apex never had, or is here.
+    """Return the missing part of Apex that a dotted name is in, such as "apex.transformer", with its description.
+
+    Returns None for names that Apex never had, or that the stand-in has.
     """
     parts = {**_GONE, **COMPILED}
     for part in sorted(parts, key=len, reverse=True):
@@ -100,9 +101,9 @@ def describe(name: str) -> tuple[str, str] | None:
 
 
 def advise(name: str) -> str | None:
-    """Return the sentence for an error that names a part of Apex which is not here; None as `describe` does."""
-    found = describe(name)
-    if found is None:
+    """Return the sentence of an error about a missing part of Apex. Returns None if `describe` does."""
+    gone = describe(name)
+    if gone is None:
         return None
-    part, what = found
-    return f"the apex of amp_patch has no {part} ({what})"
+    part, description = gone
+    return f"the apex of amp_patch has no {part} ({description})"

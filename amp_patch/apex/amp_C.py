@@ -27,10 +27,10 @@ def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> li
     if copies:
         foreach_copy_(copies, list(tensors))
     for (part,) in group(copies):
-        found = torch.zeros((), dtype=torch.float32, device=part[0].device)
-        foreach_non_finite_check_and_unscale_(part, found, torch.full_like(found, float(factor)))
+        found_inf = torch.zeros((), dtype=torch.float32, device=part[0].device)
+        foreach_non_finite_check_and_unscale_(part, found_inf, torch.full_like(found_inf, float(factor)))
         if flag is not None:
-            _raise_flag(flag, found)
+            _raise_flag(flag, found_inf)
     return copies
 
 
@@ -62,7 +62,7 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """[xs]: the L2 norm of everything, of shape (1,), and that of each tensor, of shape (n,); float32.
+    """[xs]: the L2 norm of everything, of shape (1,), and of each tensor, of shape (n,); float32.
 
     The second is of shape (0,) without `per_tensor`. Raises the flag if the norm is not finite.
     """

@@ -32,7 +32,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` for functions of one's own that call `forward` and `backward`, as DLRM's do."""
+    """`mlp_function` for functions of scripts that call `forward` and `backward`, as DLRM does."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -98,5 +98,5 @@ class MLP(nn.Module):
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={_NAMES[self.activation]}"

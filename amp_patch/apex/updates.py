@@ -2,7 +2,7 @@
 
 Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are
 only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
-copied to float32, and what was changed is rounded once, when it is copied back. Call under `torch.no_grad()`.
+copied to float32, and changed tensors are rounded once, when they are copied back. Call under `torch.no_grad()`.
 
 Adam and SGD run as the kernels behind `torch.optim.AdamW(fused=True)` where those take the tensors: one launch for many
 tensors. They change nothing where `found_inf`, None or a 0-dim float32 tensor, is 1. Nothing here waits for the device,
@@ -49,7 +49,7 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Yield the lists at full precision, in parts that are on one device and of one dtype each.
 
-    What the loop body does to the `changed` lists is copied back when it has run.
+    Changes of the loop body to the `changed` lists are copied back after it.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -71,7 +71,7 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor, 0-dim, at full precision. The norm of no elements is 0."""
     results: dict[int, Tensor] = {}  # by the tensor's id
     for (part,) in group(tensors):
-        # the maximum of nothing is an error to torch
+        # torch raises an error for the maximum of an empty tensor
         filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in part]
         results.update(zip(map(id, part), foreach_norm(filled, order, dtype=full_dtype(part[0])), strict=True))
     return [results[id(tensor)] for tensor in tensors]
@@ -168,7 +168,7 @@ def adam_(
     kernel = fused_adamw_ if is_decoupled else fused_adam_
     options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
-        # the kernels correct the bias by a step on the device, and infinity is without a correction
+        # the kernels correct the bias by a step on the device; an infinite step means no correction
         counted = step if corrects_bias else math.inf
         if isinstance(counted, Tensor):
             counted = counted.to(p[0].device, torch.float32)
@@ -300,14 +300,14 @@ def novograd_(
     correction1, correction2 = bias_corrections(betas, step, corrects_bias)
     share = 1 - betas[0] if averages_gradients else 1.0
     for g, p, m, n in in_full(gradients, params, exp_avgs, norm_avgs):
-        found = norms(g, 2.0 if norm_type == 2 else math.inf)
+        new_norms = norms(g, 2.0 if norm_type == 2 else math.inf)
         if norm_type == 2:
             blended = foreach_mul(foreach_mul(n, n), betas[1])
-            foreach_addcmul_(blended, found, found, 1 - betas[1])
+            foreach_addcmul_(blended, new_norms, new_norms, 1 - betas[1])
             foreach_copy_(n, foreach_sqrt(blended))
         else:
             foreach_mul_(n, betas[1])
-            foreach_add_(n, found, alpha=1 - betas[1])
+            foreach_add_(n, new_norms, alpha=1 - betas[1])
         denominators = foreach_div(n, math.sqrt(correction2))
         foreach_add_(denominators, eps)
         if decays_inside:
@@ -325,25 +325,24 @@ def novograd_(
 
 
 def _run(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
-    """Run a kernel on lists of equal length, of which the first is changed; return False, and leave the tensors alone,
-    if it cannot take them.
+    """Run a kernel that changes the first of some lists of equal length. Return False, without changes, if it cannot.
 
-    Kernels go straight through memory: the tensors must lie in it alike, and be neither of a subclass nor lazy
-    negatives. torch has no such kernels for some devices.
+    Kernels read memory in order. So the tensors must have the same layout, and be no subclasses or lazy negatives.
+    For some devices torch has no such kernels.
     """
     if not all(map(_lie_alike, *lists)):
         return False
     flag = None if found_inf is None else found_inf.to(lists[0][0].device)
     try:
         kernel(*lists, **options, maximize=False, found_inf=flag)
-    except NotImplementedError:  # torch looks for the kernel of the device before it does anything
+    except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    torch.autograd.graph.increment_version(list(lists[0]))  # fused kernels do not
+    torch.autograd.graph.increment_version(list(lists[0]))  # fused kernels do not do it
     return True
 
 
 def _lie_alike(*tensors: Tensor) -> bool:
-    """Tell whether plain tensors of one shape lie in memory in one order, without gaps, as they read."""
+    """Return whether plain tensors of the same shape have the same dense layout in memory."""
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_neg() for tensor in tensors):
         return False
     return all(map(Tensor.is_contiguous, tensors)) or (

@@ -104,7 +104,7 @@ class DeferredOps:
                     f"{location}: the script has no function {name!r} yet, so the entry has no effect until amp.reset()"
                 )
             path = spelling.owner_name.split(".")
-            self._watch.add(".".join(path[:length]) for length in range(1, len(path) + 1))
+            self._watch.watch(".".join(path[:length]) for length in range(1, len(path) + 1))
 
     def close(self) -> None:
         """Stop patching. Harmless twice."""

@@ -1,6 +1,6 @@
-"""Completion in a shell, by argcomplete, which the extra `completion` of this package installs.
+"""Completion in a shell, by argcomplete, which the extra `completion` installs.
 
-The shell runs the command anew at each Tab, with COMP_LINE in its environment: nothing here imports torch.
+The shell runs the command at each Tab, with COMP_LINE in its environment: nothing here imports torch.
 """
 
 import argparse
@@ -15,7 +15,7 @@ _LISTS = frozenset({"lists", "extends", "left", "right"})
 
 
 def is_completing() -> bool:
-    """Tell whether a shell asks for completions."""
+    """Return whether a shell asks for completions."""
     return "_ARGCOMPLETE" in os.environ
 
 

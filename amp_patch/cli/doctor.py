@@ -1,4 +1,4 @@
-"""`amp-patch doctor`: read scripts and notebooks and report; without any, look the machine over.
+"""`amp-patch doctor`: checks scripts and notebooks; without any, examines the machine.
 
 Exit codes: 0 nothing found (notes aside), 1 something found, 2 the command line cannot be used.
 """
@@ -31,19 +31,20 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.explain:
             print(doctor.explain(arguments.explain))
         else:
-            return _judge(arguments)
+            return _report(arguments)
         return 0
     except SettingsError as error:
         arguments.parser.error(str(error))
         return 2
 
 
-def _judge(arguments: argparse.Namespace) -> int:
-    """Read and report."""
+def _report(arguments: argparse.Namespace) -> int:
+    """Read the files, print the report, and return the exit code."""
     selection = doctor.Selection(arguments.select or ("AMP",), arguments.ignore)
     files = doctor.find_files(arguments.paths)
     project = doctor.Project(files)
-    findings = [one for one in doctor.machine_findings() if selection.has(one.code)] + project.diagnose(selection)
+    findings = [finding for finding in doctor.machine_findings() if selection.has(finding.code)]
+    findings += project.diagnose(selection)
     machine = None
     if not arguments.paths:
         machine = doctor.get_machine()

@@ -1,4 +1,4 @@
-"""`amp-patch explain`: which op of a script ran in which precision, by which rule and line, and what was cast for it.
+"""`amp-patch explain`: shows which op of a script ran in which precision, by which rule, and its casts.
 
 The script runs unmodified, as under `amp-patch run`, up to the end of the steps that are recorded.
 """
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print what was recorded; return 0, or 1 if the script failed. Raises AmpError for nothing."""
+    """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
     from ..insight import Recording, format_recording
     from ..insight.runs import Run
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
-        text = str(recording)  # of trace or compare
+        text = str(recording)  # the file may come from trace or compare
         if recording.ops:
             text = format_recording(recording, arguments.by, with_all=arguments.all)
         print_report(text)
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     first, last = arguments.steps or (1, 2)
     options = {"first": first, "last": last, "counts_before": arguments.steps is not None}
-    found = ScriptRunner(arguments).watch(Run("recorder:Recorder", options))
-    code, recordings = found.code, found.recordings
-    if found.is_interrupted and not any(one.ops for one in recordings):
+    watched = ScriptRunner(arguments).watch(Run("recorder:Recorder", options))
+    code, recordings = watched.code, watched.recordings
+    if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if not has_ops and code:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_all(recordings, arguments.json)
     recording = recordings[0]
     if not has_ops:
-        taken = found.steps[0]
+        taken = watched.steps[0]
         if taken > last:
             raise SessionError(
                 f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthis is the first of {len(recordings)} processes")
     if len(recording.steps) < last - first:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
-    if found.is_interrupted:
+    if watched.is_interrupted:
         raise KeyboardInterrupt
     return int(code != 0)
 

@@ -1,8 +1,6 @@
-"""`amp-patch lists`: show op lists, check list files, compare lists, explain what they say of one op; begin a list of
-one's own.
+"""`amp-patch lists`: shows op lists, checks list files, compares lists, explains the rules of an op, and starts a list.
 
-Exit codes: 0 right, 1 a list has faults or two lists differ, 2 trouble: what was asked for cannot be told, since a list
-is not there or cannot be used.
+Exit codes: 0 no fault or difference, 1 a list has faults or two lists differ, 2 a list cannot be read or used.
 """
 
 import argparse
@@ -33,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do one task and return its exit code."""
+    """Run a task and return its exit code."""
     task: Callable[[argparse.Namespace], int] = arguments.task
     try:
         return task(arguments)
-    except OpListError as error:  # not 1, which would say that there is an answer
+    except OpListError as error:  # exit code 2: 1 would be an answer
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
         return 2

@@ -22,12 +22,14 @@ def run(arguments: argparse.Namespace) -> int:
     left, right = (
         config.load_oplists(names.split(","), may_be_overlay=True) for names in (arguments.left, arguments.right)
     )
-    found = config.explain.compare(left, right)
+    differences = config.explain.compare(left, right)
     if arguments.json:
-        print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, found))})
+        print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, differences))})
     else:
-        names = {"unlisted": "(unlisted)"}
-        print_lines(
-            align((one.op, f"{names.get(one.left, one.left)} -> {names.get(one.right, one.right)}") for one in found)
-        )
-    return int(bool(found))
+        rows = [(row.op, f"{_describe(row.left)} -> {_describe(row.right)}") for row in differences]
+        print_lines(align(rows))
+    return int(bool(differences))
+
+
+def _describe(rule: str) -> str:
+    return "(unlisted)" if rule == "unlisted" else rule

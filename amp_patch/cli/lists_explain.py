@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import config
 from ..tables import align
-from .lists_printing import LIST, as_data, bounds, module_as_data, place, print_json, print_lines
+from .lists_printing import LIST, as_data, bounds, location, module_as_data, print_json, print_lines
 
 SUMMARY = "print the rule of an op, the line that sets it, and what happens to its arguments"
 LOW_NAMES = ("float16", "bfloat16")
@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     if any(ruling.kind.runs_in for ruling in explanation.rulings):
         for rule in lists.modules:
             dtype = rule.run.replace("low", low)
-            print(f"Within {rule.chooser} it runs in {dtype} ({place(rule)}).")
+            print(f"Within {rule.chooser} it runs in {dtype} ({location(rule)}).")
     return 0
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the dtype that a list is named after; bfloat16, whose list lies over that of float16, if it was read."""
+    """Return the dtype that a list is named after: bfloat16 if its list was read, which extends the list of float16."""
     for name in names:
         if name in LOW_NAMES:
             return name
@@ -76,10 +76,10 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
         yield "\n" + ", ".join(ruling.spellings)
         yield from (f"  {row}" for row in align(_explain_ruling(ruling, low)))
     for entry in explanation.missing:
-        yield f"\n{entry.rule} by {place(entry)}, without effect: torch {torch.__version__} has no such op"
+        yield f"\n{entry.rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
         yield (
-            f"\n{entry.rule} by {place(entry)}, without effect:"
+            f"\n{entry.rule} by {location(entry)}, without effect:"
             f" {bounds(entry)} keeps it out on torch {torch.__version__}"
         )
     rules = [ruling.kind for ruling in explanation.rulings]
@@ -108,9 +108,9 @@ def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple
     else:
         takes_effect = "not imported yet; the entry takes effect when it is"
         yield "rule", f"{entry.rule}: {summary}"
-        yield "entry", f"{entry.op} at {place(entry)}{_reason(entry.why)}"
+        yield "entry", f"{entry.op} at {location(entry)}{_reason(entry.why)}"
     for earlier in reversed(ruling.overridden):
-        yield "overrides", f"{earlier.op} on {earlier.rule} at {place(earlier)}{_reason(earlier.why)}"
+        yield "overrides", f"{earlier.op} on {earlier.rule} at {location(earlier)}{_reason(earlier.why)}"
     if ruling.package is not None:
         yield "package", f"{ruling.package} is {takes_effect}"
     effects = ruling.kind.describe_effects(low)

@@ -1,4 +1,4 @@
-"""`amp-patch lists init`: a file to begin a list of one's own with."""
+"""`amp-patch lists init`: writes a file to start a list from."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the list, and the schema if there is none in its folder; what is there is never written over."""
+    """Write the list, and the schema if its folder has none. Existing files are never overwritten."""
     path, base = arguments.file, arguments.extends
     _check(path, base)
     beside = path.parent / SCHEMA
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(path: Path, base: str) -> None:
-    """Raise OpListError for a name that no list can have, and for a base that cannot be extended."""
+    """Raise OpListError for a file name that no list may have, and for a base that cannot be extended."""
     if path.suffix not in (".yaml", ".yml"):
         raise OpListError(f"{str(path)!r} does not end in .yaml or .yml; give a name that does")
     faults = config.op_lists.check_oplists(config.op_lists.locate(base, path.parent)).errors

@@ -1,4 +1,4 @@
-"""What the tasks of `amp-patch lists` print alike."""
+"""Output that several tasks of `amp-patch lists` share."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,12 +9,12 @@ from typing import Any
 from .. import config
 
 LIST = "a shipped list or the path of a list file"
-"""What stands for a list on the command line."""
+"""The help text of an argument that names a list."""
 
 _INTERNAL = ("is_optional", "is_warning")
 
 
-def place(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
+def location(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
     """Return `file:line`; a shipped list needs no folder."""
     path = entry.path
     if Path(path).parent == config.shipped.lists_dir():

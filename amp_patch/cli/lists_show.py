@@ -1,11 +1,11 @@
-"""`amp-patch lists show`: what lists come to."""
+"""`amp-patch lists show`: prints the merged lists."""
 
 import argparse
 from collections.abc import Iterator
 
 from .. import config
 from ..tables import align
-from .lists_printing import LIST, as_data, bounds, module_as_data, place, print_json, print_lines
+from .lists_printing import LIST, as_data, bounds, location, module_as_data, print_json, print_lines
 
 SUMMARY = "print every entry of the merged lists, with its reason, file and line"
 
@@ -37,7 +37,7 @@ def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
     yield from _show_rules(lists, has_spellings)
     if lists.modules:
         yield ("\nmodules: run in this dtype, whatever the rules above say; the last rule that matches wins")
-        rows = align((rule.chooser, rule.run, rule.why, place(rule)) for rule in lists.modules)
+        rows = align((rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules)
         yield from (f"  {row}" for row in rows)
     without_effect = (
         (lists.missing, "missing: torch has no such op"),
@@ -47,7 +47,7 @@ def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
     for entries, title in without_effect:
         if entries:
             yield f"\n{title}"
-            rows = align((entry.op, entry.rule, entry.why, place(entry), bounds(entry)) for entry in entries)
+            rows = align((entry.op, entry.rule, entry.why, location(entry), bounds(entry)) for entry in entries)
             yield from (f"  {row}" for row in rows)
 
 
@@ -57,7 +57,7 @@ def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
-        rows = align((entry.op, entry.why, place(entry)) for entry in entries)
+        rows = align((entry.op, entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
             lost = _lost(entry, by_entry[entry])
             if lost:
@@ -95,7 +95,7 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that follow each entry, neutral entries too."""
+    """Return the spellings that each entry decides, also of neutral entries."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
@@ -103,7 +103,7 @@ def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[co
 
 
 def _lost(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
-    """Return the spellings of an entry's op that later files put elsewhere."""
+    """Return the spellings of an entry's op that later files decide."""
     held = {(spelling.owner_name, spelling.name) for spelling in spellings}
     return [".".join(key) for key in config.op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
 

@@ -1,4 +1,4 @@
-"""The `amp-patch` command: one parser over the subcommands in `COMMANDS`, each imported when it is asked for.
+"""The `amp-patch` command: a parser over the subcommands in `COMMANDS`, each of which is imported when it runs.
 
 Exit codes: 0 done, 1 the work failed (an `AmpError` or `OSError`, said in one line) or found fault, 2 the command line
 cannot be used or an optional extra is missing, 130 Ctrl-C, 143 SIGTERM. Until a command runs, nothing here imports
@@ -27,10 +27,10 @@ from .parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand, in the module of its name: `add_arguments(parser)`, and `run(arguments)`, which returns the exit
-    code, or None for 0.
+    """A subcommand. Its module has `add_arguments(parser)`, and `run(arguments)`, which returns the exit code or None.
 
-    With `has_rest`, what follows `--` on the command line is not parsed: it is in `arguments.rest`, a list.
+    Attributes:
+        has_rest: arguments after `--` are not parsed; they are in the list `arguments.rest`.
     """
 
     name: str
@@ -87,7 +87,7 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Split the command line where `--` parts it, and parse the first part."""
+    """Split the command line at `--`, and parse the first part."""
     has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
     end = len(argv)
     if has_rest and "--" in argv:
@@ -102,8 +102,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[list[int]]:
-    """Have SIGTERM end a command as Ctrl-C does, so that its script ends too and what was found is kept. Gives a list
-    that has the signal once it has come.
+    """Context manager: SIGTERM ends a command as Ctrl-C does, so that its script ends, too, and results are kept.
+
+    Yields a list, which contains the signal after it has come.
     """
     came: list[int] = []
 
@@ -111,7 +112,7 @@ def _terminable() -> Iterator[list[int]]:
         came.append(number)
         raise TerminatedError
 
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield came
         return
     before = signal.signal(signal.SIGTERM, stop)
@@ -122,11 +123,11 @@ def _terminable() -> Iterator[list[int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; bad usage leaves through `SystemExit(2)`, as argparse does."""
+    """Run a command and return its exit code. A usage error raises `SystemExit(2)`, as argparse does."""
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # of names that its encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
     with _terminable() as came:
         code = _run(list(argv))
     if came and code == INTERRUPTED:
@@ -155,8 +156,8 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # what reads our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as head, has ended
         return 1
-    except OSError as error:  # of a file or a disk: no script of a user's runs below here
+    except OSError as error:  # about a file or a disk: the user's script runs in another process
         print_error(prog, "failed", ": ".join(map(str, filter(None, (error.filename, error.strerror or error)))))
         return 1

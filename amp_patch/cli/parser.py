@@ -1,4 +1,4 @@
-"""The parser of the command and of each subcommand: argparse's, whose errors are one sentence with the remedy."""
+"""`Parser`: argparse's parser, with errors that are one sentence with the remedy."""
 
 import argparse
 import shlex
@@ -11,9 +11,10 @@ from ..terminal import print_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what it does not know, with the option that may have been meant.
+    """Refuses unknown arguments, and suggests the option that may be meant.
 
-    `rest_hint` ends what is said of unknown arguments that resemble none it knows.
+    Attributes:
+        rest_hint: the end of the error about unknown arguments that resemble no known option.
     """
 
     rest_hint = ""
@@ -22,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all; what is unknown is an error."""
+        """Parse all arguments. Unknown ones are an error."""
         if args is None:
             args = sys.argv[1:]
         self._given = list(args)
@@ -33,28 +34,28 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def own_options(self) -> list[str]:
-        """All names of its options."""
+        """The names of all its options."""
         return list(self._option_string_actions)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Say that it knows no such arguments, as `error` does."""
-        option = next((one.partition("=")[0] for one in unknown if one.startswith("-")), "")
+        """Report unknown arguments, and exit with 2."""
+        option = next((argument.partition("=")[0] for argument in unknown if argument.startswith("-")), "")
         known = self.own_options
         hint = self.rest_hint
-        # by their names alone, as all options begin alike
-        if find_meant(option.lstrip("-"), [one.lstrip("-") for one in known]):
+        # without the dashes, in which all options agree
+        if find_meant(option.lstrip("-"), [name.lstrip("-") for name in known]):
             hint = f".{did_you_mean(option, known)}"
         self._leave(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, or which option is unknown, whose value was taken for another; exit with 2."""
+        """Report an error, and exit with 2. Reports an unknown option instead, which may have caused it."""
         unknown = self._find_unknown()
         if unknown:
             self.refuse(unknown)
         self._leave(message)
 
     def _find_unknown(self) -> list[str]:
-        """The long options given that no own one begins with, unless some are for others to parse."""
+        """Return the given long options that are unknown, unless another parser reads the rest."""
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
             return []
         unknown = []

@@ -1,15 +1,15 @@
-"""`amp-patch run`: a script, unmodified, at another level or with other op lists. One written for NVIDIA Apex finds the
-stand-in for `apex`; in one with torch.autocast, lists are laid over what that does.
+"""`amp-patch run`: runs a script unmodified, at another level or with other op lists.
 
-Python is started anew in the place of this process, with a folder in front of PYTHONPATH whose `sitecustomize`
-installs the stand-in: in the script's process, and in every Python that it starts in turn (launchers, spawned workers,
-data loaders). The script runs as `python script.py` runs it, and no code of this package is below it.
+A script written for NVIDIA Apex finds the stand-in for `apex`. In a script with torch.autocast, lists change its rules.
+
+The command replaces its own process by a new Python, with a folder at the front of PYTHONPATH whose `sitecustomize`
+installs all this: in the script's process, and in every Python that it starts (launchers, spawned workers, data
+loaders). The script runs as under `python script.py`, without code of this package below it.
 """
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,27 +23,16 @@ from .values import check_lists, get_level, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_MAX_": "0"}
-"""What the GNU C library reads before Python starts: give back nothing below 1 GiB, and map no large block by itself,
-which would be given back when it is freed.
-"""
-
 STARTUP = Path(__file__).with_name("startup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options; what follows the script's name, or `-m`'s module, is the script's."""
+    """Declare the command's own options. Arguments after the script, or the module of -m, are for the script."""
     parser.usage = (
-        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force] [--malloc keep]"
+        "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force]"
         " [--quiet] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     )
     add_settings(parser)
-    parser.add_argument(
-        "--malloc",
-        choices=["keep"],
-        help="keep: the GNU C library keeps freed memory instead of returning it to the system, which shortens small"
-        " steps on a CPU, with amp and without",
-    )
     parser.add_argument("--quiet", action="store_true", help="do not print to stderr what was changed in the script")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
@@ -52,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
-    """Declare what is laid over a script. Without `has_level`, no help tells of --opt-level, which is to be refused."""
+    """Declare the options that change a script. Without `has_level`, --opt-level is hidden, and refused later."""
     text = "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
     if not has_level:
         text = argparse.SUPPRESS
@@ -78,7 +67,7 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Become the interpreter that runs the script; on Windows, where processes cannot, exit as it does."""
+    """Replace this process by the interpreter that runs the script; on Windows, run it and exit with its code."""
     parser = arguments.parser
     if arguments.everywhere:
         check_everywhere(parser, arguments.opt_level, arguments.lists)
@@ -102,16 +91,11 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         for option in _find_options_behind(command):
             note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
             print(f"{parser.prog}: note: {note}", file=sys.stderr)
-    if arguments.malloc is not None:
-        if platform.libc_ver()[0] == "glibc":
-            environment = KEEP_MEMORY | environment
-        else:
-            print(f"{parser.prog}: note: --malloc has no effect without the GNU C library", file=sys.stderr)
     start(line, environment)
 
 
 def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lists: list[str]) -> None:
-    """Leave as for bad usage where no region can be made of the whole script."""
+    """Report a usage error if the whole script cannot be one region."""
     if opt_level is None and not lists:
         parser.error("--everywhere needs --opt-level O4 or --lists")
     if opt_level is None:
@@ -129,29 +113,29 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 
 
 def _find_options_behind(command: list[str]) -> list[str]:
-    """Return which of our options a script gets that other commands take there.
+    """Return options of this command that stand after the script, where other commands accept them.
 
     Scripts of Apex have an `--opt-level` of their own, and name it or read sys.argv.
     """
-    given = {one.partition("=")[0] for one in command}
-    found = []
+    given = {argument.partition("=")[0] for argument in command}
+    misplaced = []
     if "--lists" in given:
-        found.append("--lists")
+        misplaced.append("--lists")
     script = Path(command[0])
     if "--opt-level" in given and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
         if "opt-level" not in source and "argv" not in source:
-            found.append("--opt-level")
-    return found
+            misplaced.append("--opt-level")
+    return misplaced
 
 
 def check_command(parser: argparse.ArgumentParser, command: list[str]) -> None:
-    """Leave as for bad usage unless a command names a script that there is, or a module."""
+    """Report a usage error unless a command names a module, or a script that exists."""
     if command in ([], ["-m"]):
         parser.error("name a script, or a module with -m")
     path = Path(command[0]).absolute()
     if command[0] != "-m" and not path.exists():
-        beside = [one.name for one in path.parent.glob("*.py")]
+        beside = [script.name for script in path.parent.glob("*.py")]
         parser.error(f"can't open file {str(path)!r}: no such file.{did_you_mean(path.name, beside)}")
 
 
@@ -167,11 +151,12 @@ def prepare(
     watch: dict[str, object] | None = None,
     scratch: dict[str, object] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `python`, and its environment, that run a script or module.
+    """Return the arguments and the environment of a `python` that runs a script or module.
 
-    `watch` has what sitecustomize gives to `recording.record`, and `scratch` what it gives to `redirect`. With
-    `needs_region`, it sees nothing before the script has amp, and a script without is refused at its end. One process
-    says on stderr what was changed, unless `is_quiet`.
+    Args:
+        needs_region: nothing is recorded before the script uses amp, and a script without amp fails at its end.
+        is_quiet: no process prints to stderr what was changed.
+        watch, scratch: the arguments of `recording.record` and of `redirect`, which sitecustomize calls.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
@@ -202,7 +187,7 @@ def prepare(
 
 
 def _make_environment(settings: dict[str, object]) -> dict[str, str]:
-    """Return the environment of this process, in which Python installs the stand-in, and does what settings say."""
+    """Return the environment of this process, extended so that `sitecustomize` applies the settings."""
     path = [str(STARTUP)]
     inherited = os.environ.get("PYTHONPATH")
     if inherited:
@@ -212,10 +197,10 @@ def _make_environment(settings: dict[str, object]) -> dict[str, str]:
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run `python` with these arguments in the place of this process."""
+    """Replace this process by `python` with these arguments."""
     command = [sys.executable, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
-    if IS_WINDOWS:  # a process there would start another and end
+    if IS_WINDOWS:  # exec would start another process there, and end this one
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.execve(sys.executable, command, environment)

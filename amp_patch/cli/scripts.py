@@ -1,4 +1,4 @@
-"""Runs of a script that a probe watches, for the commands of `insight`: each in a process of its own."""
+"""`ScriptRunner`: runs a script in a process of its own, watched by a probe, for the commands of `insight`."""
 
 import argparse
 import contextlib
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
     from ..insight.runs import Run
 
 TAIL = 20
-"""How many of the last lines that a quiet script has printed are shown if it fails."""
+"""How many of the last lines of a quiet script are shown if it fails."""
 
 _POLL_SECONDS = 0.5
-_TOLD_SECONDS = 10.0
+_PROGRESS_SECONDS = 10.0
 _GRACE_SECONDS = 5.0
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
 
 class Watched(NamedTuple):
-    """What a run of a script left: its exit code, and for each process that opened a session, the first rank first, how
-    many steps it took and what its probe recorded.
+    """The result of a run of a script.
+
+    Attributes:
+        code: its exit code.
+        steps, recordings: one for each process that opened a session, sorted by rank.
     """
 
     code: int
@@ -46,7 +49,7 @@ class Watched(NamedTuple):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether Ctrl-C ended it."""
+        """Whether Ctrl-C ended the run."""
         return self.code == -signal.SIGINT
 
 
@@ -58,12 +61,13 @@ def add_script(
     is_repeated: bool = True,
     has_report: bool = False,
 ) -> None:
-    """Declare what names a script, and what is laid over it; `usage` has the command's own options.
+    """Declare the script and the options that change it.
 
     Args:
-        has_level: whether the command takes --opt-level.
-        is_repeated: whether it runs the script more often than the user asked for.
-        has_report: whether it writes its own command line into a file.
+        usage: the command's own options.
+        has_level: the command takes --opt-level.
+        is_repeated: it runs the script more often than the user asked for.
+        has_report: it writes its own command line to a file.
     """
     runs.add_settings(parser, has_level=has_level)
     parser.set_defaults(in_place=False, with_arguments=False)
@@ -92,7 +96,7 @@ def add_script(
 
 
 def describe_command(arguments: argparse.Namespace) -> str:
-    """Return the command line for a file: with the arguments of the script if that is asked for."""
+    """Return the command line to write to a file, with the script's arguments if --with-arguments is given."""
     words = sys.argv[1:]
     if arguments.rest and not arguments.with_arguments:
         words = [*words[: words.index("--")], "--", "..."] if "--" in words else words
@@ -100,14 +104,14 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script that a command line names; what is laid over it is that of the run, or of the command line.
+    """Runs the script of a command line. A run's own settings come before those of the command line.
 
-    Without a script that could be run, it is a usage error.
+    A script that does not exist is a usage error.
 
     Args:
-        arguments: with what `add_script` declares.
-        is_quiet: keep what the script prints to itself, unless it fails; Ctrl-C then ends more than the run.
-        is_repeated: these are not the user's own runs: what the script writes goes to a folder of each run, unless
+        arguments: declared by `add_script`.
+        is_quiet: do not show the script's output, unless it fails. Ctrl-C then ends the command, not only the run.
+        is_repeated: these runs are not the user's own, so each one writes its files to a folder of its own, unless
             --in-place is given.
     """
 
@@ -136,33 +140,34 @@ class ScriptRunner:
             if runs.IS_WINDOWS:
                 arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
             self._folders = Folders(self._prog.split()[-1])
-        self._has_told_of_waiting = False
-        self._said: list[str] = []  # by a quiet script that failed: its error, or the last lines that it printed
+        self._has_noted_waiting = False
+        self._said: list[str] = []  # the error of a script that failed, or its last lines
 
     def __call__(self, run: "Run") -> "Recording":
-        """Run it once. Raises RunFailedError if it ends in an error, or opens no session, KeyboardInterrupt if it was
-        interrupted.
+        """Run the script, and return the recording of its first rank.
+
+        Raises RunFailedError if it ends in an error or opens no session, and KeyboardInterrupt if it was interrupted.
         """
         from ..insight.runs import RunFailedError
 
-        found = self.watch(run)
-        if found.is_interrupted:
+        watched = self.watch(run)
+        if watched.is_interrupted:
             raise KeyboardInterrupt
         said = "".join(f"\n  {line}" for line in self._said)
-        if not found.recordings:
+        if not watched.recordings:
             reason = "took no step"
-            if found.code:
-                reason = f"ended with exit code {found.code}"
+            if watched.code:
+                reason = f"ended with exit code {watched.code}"
             raise RunFailedError(f"the script {reason}{said}")
-        recording = found.recordings[0]
-        if found.code:
-            raise RunFailedError(f"the script ended with exit code {found.code}{said}", recording)
+        recording = watched.recordings[0]
+        if watched.code:
+            raise RunFailedError(f"the script ended with exit code {watched.code}{said}", recording)
         return recording
 
     def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> Watched:
-        """Run it once, whatever comes of it; end it soon after one process recorded what `until` asks for.
+        """Run the script, and end it soon after `until` returns True for the recording of a process.
 
-        Raises NoRegionError for a script without amp that is to be changed.
+        Raises NoRegionError for a script without amp that was to be changed.
         """
         ranks = find_ranks()
         meeting = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
@@ -188,9 +193,9 @@ class ScriptRunner:
 
             def is_over() -> bool:
                 if self._is_quiet:
-                    progress.tell()
+                    progress.print_if_due()
                     if Path(folder, WAITING).exists():
-                        self._tell_of_waiting()
+                        self._note_waiting()
                 if any(until(recording) for _, recording in _read(folder)):
                     return True
                 return ranks is not None and ranks.find_code() != 0
@@ -206,14 +211,14 @@ class ScriptRunner:
                 self._said = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-            found = _read(folder)
-            if refusal.exists() and not found:
+            recorded = _read(folder)
+            if refusal.exists() and not recorded:
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
-        return Watched(code, [steps for steps, _ in found], [recording for _, recording in found])
+        return Watched(code, [steps for steps, _ in recorded], [recording for _, recording in recorded])
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
-        """Give what `redirect` gets in the process of a run, None for one in place; keep its files."""
+        """Yield the arguments of `redirect` for a run, or None for a run in place. Afterwards, keep its files."""
         if self._folders is None:
             yield None
             return
@@ -224,14 +229,14 @@ class ScriptRunner:
             self._folders.end(root, keep=bool(run.name))
 
     def tell_of_files(self) -> None:
-        """Say what repeated runs have written, and where; nothing where they wrote nothing."""
+        """Print the files that repeated runs wrote, and their folder; nothing if they wrote none."""
         for line in self._folders.describe() if self._folders is not None else ():
             print(f"{self._prog}: {line}", file=sys.stderr)
 
-    def _tell_of_waiting(self) -> None:
-        """Say once that a quiet script may run to its end for nothing."""
-        if not self._has_told_of_waiting:
-            self._has_told_of_waiting = True
+    def _note_waiting(self) -> None:
+        """Print once that a quiet script may run to its end without a result."""
+        if not self._has_noted_waiting:
+            self._has_noted_waiting = True
             print(
                 f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
                 " torch.autocast or amp.initialize (Ctrl-C ends it)",
@@ -240,26 +245,26 @@ class ScriptRunner:
 
 
 class _Progress:
-    """Says how far a run is, every `_TOLD_SECONDS`, to who waits for it and sees nothing of the script.
+    """Prints the progress of a quiet run every `_PROGRESS_SECONDS`.
 
     Args:
-        prog: what the lines begin with.
-        file: which has the number of steps, once there was one.
-        steps: how many there will be, if that is known.
+        prog: the start of each line.
+        file: contains the number of steps, after the first one.
+        steps: the number of steps of the whole run, if it is known.
     """
 
     def __init__(self, prog: str, file: Path, steps: object) -> None:
         self._prog = prog
         self._file = file
         self._of = f" of {steps}" if steps else ""
-        self._began = self._told = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
-    def tell(self) -> None:
+    def print_if_due(self) -> None:
         """Print a line, if one is due."""
         now = time.monotonic()
-        if now - self._told < _TOLD_SECONDS:
+        if now - self._printed < _PROGRESS_SECONDS:
             return
-        self._told = now
+        self._printed = now
         taken = "0"
         with contextlib.suppress(OSError):
             taken = self._file.read_text(encoding="utf-8") or taken
@@ -267,21 +272,23 @@ class _Progress:
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":
-    """Return for each file in a folder how many steps its process took, and what it recorded, by rank."""
+    """Return the number of steps and the recording of each process, sorted by rank."""
     from ..insight import Recording
 
     if not os.path.isdir(folder):  # the first of several ranks has removed it
         return []
-    found = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
-    found.sort(key=lambda match: [int(part) for part in match.groups()])
-    return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in found]
+    names = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
+    names.sort(key=lambda match: [int(part) for part in match.groups()])
+    return [(int(match[3]), Recording.read(Path(folder, match[0]))) for match in names]
 
 
 def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool], log: Path | None = None) -> int:
-    """Run a process to its end, or to soon after `is_over`; through Ctrl-C, which it gets too, and SIGTERM, which it is
-    sent: after that its exit code is that of SIGINT.
+    """Run a process to its end, or until soon after `is_over` returns True, and return its exit code.
 
-    With `log`, a file that takes what it prints.
+    The process gets Ctrl-C, too, and SIGTERM is passed on. After either, the exit code is `-SIGINT`.
+
+    Args:
+        log: a file for its output; None: the output of this process.
     """
     sys.stdout.flush()
     is_interrupted = False
@@ -290,7 +297,7 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
         if log is not None:
             output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
         process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
-        stack.callback(process.terminate)  # if this is left by an interrupt between two waits
+        stack.callback(process.terminate)  # if an interrupt comes between two waits
         while True:
             try:
                 code = process.wait(_POLL_SECONDS)
@@ -307,7 +314,7 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the other ranks to write what they have, then end them."""
+    """Wait for the other ranks to write their recordings, then end the process."""
     try:
         process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -317,7 +324,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 
 def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
-    """Write each recording into a file: the first under this name, the others with their number before its suffix."""
+    """Write each recording to a file: the first to `path`, the others with their number before the suffix."""
     path = name_for_node(path)
     for number, recording in enumerate(recordings):
         if number > 0:

@@ -1,6 +1,6 @@
-"""What stands for a value on the command line, read and checked: levels, op lists, numbers, files.
+"""Reads and checks the values of options: levels, op lists, numbers, files.
 
-Torch is imported for what is in files alone: op lists, and the levels of AMP_PATCH_PRESETS.
+Torch is imported only to read files: op lists, and the levels of AMP_PATCH_PRESETS.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from ..files import check_writable
 
 
 def opt_level(text: str) -> str:
-    """Return the name of a level that there is: of those that come with the package, or of AMP_PATCH_PRESETS."""
+    """Return the name of a level that exists: a shipped one, or one of AMP_PATCH_PRESETS."""
     known = tuple(level.name for level in config.levels.read_levels())
     if text in known:
         return text
@@ -36,9 +36,9 @@ def get_level(name: str) -> "config.levels.Level":
 
 
 def oplist(text: str) -> str:
-    """Return a shipped name, or the absolute path of a file that there is: scripts change their working directory.
+    """Return a shipped name, or the absolute path of a file that exists: scripts change their working directory.
 
-    What is in it is looked at by `check_lists`.
+    `check_lists` reads the file.
     """
     try:
         path = config.list_names.locate(text, Path.cwd())
@@ -47,13 +47,13 @@ def oplist(text: str) -> str:
     if text in config.shipped.shipped_names():
         return text
     if not path.is_file():
-        others = [one.name for one in path.parent.glob("*.y*ml")]
-        raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, others)}")
+        beside = [file.name for file in path.parent.glob("*.y*ml")]
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, beside)}")
     return os.path.abspath(path)
 
 
 def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:
-    """Leave as for bad usage, with the first fault, if files among these op lists cannot be used. Files need torch."""
+    """Report a usage error with the first fault in files among these op lists. Reading files imports torch."""
     for name in lists:
         if os.path.isabs(name):
             try:
@@ -75,7 +75,7 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Return a path that may be written, in a folder that exists: it is written when the work is done."""
+    """Return a path that may be written, in a folder that exists. The file is written at the end."""
     path = Path(text).absolute()
     try:
         check_writable(path)
@@ -88,7 +88,7 @@ def new_file(text: str) -> Path:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return a window of steps."""
+    """Return a range of steps, the last one excluded."""
     if text.isdecimal():
         return int(text), int(text) + 1
     first, _, last = text.partition(":")

@@ -5,7 +5,7 @@ To add a rule, add a row here and its cast to `casting/wrappers.py`. Imports no 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 AS_IT_IS = "as it is"
 _SIXTEEN_BIT = ("float16", "bfloat16")
@@ -28,7 +28,7 @@ class _Row:
     reads_first: bool = False
 
 
-class OpRule(str, Enum):
+class OpRule(StrEnum):
     """What happens to the arguments of an op. A member equals its name, prints as it, and is written to JSON as it.
 
     Attributes:
@@ -133,7 +133,6 @@ class OpRule(str, Enum):
         member._effects = row.effects
         return member
 
-    __str__ = str.__str__
     __repr__ = str.__repr__
 
     @property

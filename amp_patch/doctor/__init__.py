@@ -1,7 +1,7 @@
-"""The doctor: reads training scripts, without running or importing them, for what goes wrong under amp.
+"""The doctor: finds faults in training scripts that use amp, without running or importing them.
 
-A file becomes a `Script` (its tree, and where nodes stand in it), and each of the `RULES` yields faults of it. The
-comment `# amp-patch: ignore[CODE]` on a line silences one.
+A file becomes a `Script`, and each of the `RULES` yields faults in it. The comment `# amp-patch: ignore[CODE]` on a
+line silences a rule there.
 """
 
 from .machine import get_advice as get_advice

@@ -1,4 +1,4 @@
-"""Rules of checkpoints: what is saved and loaded of amp, and when."""
+"""Rules about amp's state in checkpoints."""
 
 import ast
 from collections.abc import Iterator
@@ -46,16 +46,16 @@ def loads_without_amp(script: Script) -> Iterator[Fault]:
 
 
 def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
-    """Return the first call of this method of an optimizer in a script that may lose its loss scale by it, or none.
+    """Return the first call of an optimizer's method that loses the loss scale, in a list, or no call.
 
-    A script may if its scale is dynamic, and it neither calls amp's function of that name nor reads the scalers itself.
+    A script loses a dynamic scale if it neither calls amp's function of the same name nor reads the scalers itself.
     """
     is_kept = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_trained = bool(script.initializations or script.blocks)
     if is_kept or not is_trained or not script.uses_amp or not script.expected.skips:
         return []
-    if any(function_of(one).startswith("FP16_Optimizer") for one in script.calls):
-        return []  # which keeps a loss scale of its own
+    if any(function_of(call).startswith("FP16_Optimizer") for call in script.calls):
+        return []  # it keeps a loss scale of its own
     for call, receiver in script.method_calls(method):
         if not script.is_optimizer(receiver) or script.is_without_amp(call):
             continue
@@ -83,8 +83,8 @@ def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
 def state_before_initialize(script: Script) -> Iterator[Fault]:
     """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
-        is_after = any(script.is_before(one, call) for one in script.initializations)
-        is_before = any(script.is_before(call, one) for one in script.initializations)
+        is_after = any(script.is_before(initialization, call) for initialization in script.initializations)
+        is_before = any(script.is_before(call, initialization) for initialization in script.initializations)
         if is_before and not is_after and not script.is_in_loop(call):
             message = "amp has no state before amp.initialize: this raises SessionError"
             advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."

@@ -1,4 +1,4 @@
-"""Files as the doctor reads them: Python source, and notebooks, whose code cells become one script."""
+"""Reads Python source, and notebooks, whose code cells become one script."""
 
 import ast
 import io
@@ -16,16 +16,16 @@ _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
 
 
 class Document:
-    """A file of code as one text, which knows what line of which cell each of its lines was.
+    """A file of code as one text, with the cell and the line in it for each of its lines.
 
     Args:
         path: the file. Raises OSError, SyntaxError, ValueError or LookupError if it is no source and no notebook.
     """
 
     def __init__(self, path: Path) -> None:
-        self._places: list[tuple[int, int]] = []
+        self._cells: list[tuple[int, int]] = []  # cell and line in it, by line of the text
         self.faults: list[tuple[int, SyntaxError]] = []
-        """The cells that cannot be parsed, by number; the text leaves them out."""
+        """The cells that cannot be parsed, by number. The text leaves them out."""
         data = path.read_bytes()
         if path.suffix == ".ipynb":
             self.text = self._read_notebook(data)
@@ -33,11 +33,11 @@ class Document:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
             self.text = data.decode(encoding)
 
-    def place(self, line: int) -> tuple[int | None, int]:
-        """Return the cell, counted among code cells, and the line in it; no cell in a file of source."""
-        if not self._places:
+    def cell_of(self, line: int) -> tuple[int | None, int]:
+        """Return the number of the code cell, and the line in it; None for the cell in a file of source."""
+        if not self._cells:
             return None, line
-        return self._places[line - 1]
+        return self._cells[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
         try:
@@ -52,13 +52,13 @@ class Document:
             code = _without_magics(text)
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+                    warnings.simplefilter("ignore")  # about invalid escapes in the user's strings
                     ast.parse("\n".join(code))
             except SyntaxError as error:
                 self.faults.append((number, error))
                 continue
             lines += code
-            self._places += [(number, line) for line in range(1, len(code) + 1)]
+            self._cells += [(number, line) for line in range(1, len(code) + 1)]
         return "".join(f"{line}\n" for line in lines)
 
 

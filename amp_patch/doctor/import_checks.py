@@ -1,4 +1,4 @@
-"""Rules of what a script imports from `apex`, and of names that amp_patch does not have."""
+"""Rules about imports from `apex`, and about names that amp_patch does not have."""
 
 import ast
 import importlib
@@ -66,10 +66,10 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
                     yield _absent(node, alias.name)
     for attribute in script.nodes:
         if not isinstance(attribute, ast.Attribute) or isinstance(script.parent(attribute), ast.Attribute):
-            continue  # the whole of a chain is looked up, or nothing
+            continue  # only whole chains are looked up
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        if len(names) != 1 or any(f"{name}.".startswith(f"{one}.") for one in told):
+        if len(names) != 1 or any(f"{name}.".startswith(f"{reported}.") for reported in told):
             continue
         root, _, rest = name.partition(".")
         if root in _APEX:
@@ -83,7 +83,7 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
 
 
 def _apex_names(node: ast.AST) -> list[str]:
-    """Return the dotted names of Apex that an import asks for; of a star import, the module."""
+    """Return the dotted names of Apex that a statement imports; of a star import, the module."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -109,16 +109,18 @@ def _absent(node: ast.AST, name: str) -> Fault:
     return Fault(node, "error", f"amp_patch has no {name!r}", advice)
 
 
-# ---- what there is: looked up in the stand-in itself, which is imported under its own name ---------------------------
+# ---- names of the stand-in, which is imported under its own name -----------------------------------------------------
 
 
 def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
-    """Return the part of a name, such as `apex.optimizers.FusedAdam`, that no module of the stand-in has, and the names
-    of the module where it would be; None if the stand-in has the whole name.
+    """Return the part of a name, such as `apex.optimizers.FusedAdam`, that the stand-in lacks, and the names beside it.
 
-    `is_imported`: the name is that of an import statement, which goes by modules. A chain of attributes stops at the
-    first object that is no module of the stand-in (`amp._amp_state`), even if there is a module of that name: what such
-    an object has, only a run shows.
+    Returns None if the stand-in has the whole name.
+
+    Args:
+        is_imported: the name comes from an import statement, which looks up modules. A chain of attributes stops at the
+            first object that is no module of the stand-in (`amp._amp_state`), even if there is a module of that name:
+            the attributes of such an object are known only when it runs.
     """
     where = importlib.import_module(_STAND_IN)
     if dotted == "apex":
@@ -137,7 +139,7 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
 
 
 def _public_names() -> list[str]:
-    """Return what a script may take from amp_patch: its names, and its modules."""
+    """Return the names and modules that a script may import from amp_patch."""
     folder = Path(amp_patch.__file__).parent
     return ["__all__", *dir(amp_patch), *(path.stem for path in folder.iterdir())]
 

@@ -1,4 +1,4 @@
-"""Rules of losses: which loss goes backward, in which `scale_loss` block, and what may stand in one."""
+"""Rules about losses and `scale_loss` blocks."""
 
 import ast
 import re
@@ -17,10 +17,10 @@ _CLIPPERS = tuple(
 _OTHER_AMP = re.compile(
     r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
-"""What a script has that casts, or leaves it to a library."""
+"""Names in scripts that cast by other means than amp, or through a library."""
 
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
-"""Methods that take a value out of its graph: for a log, not for a backward pass."""
+"""Methods that take a value out of its graph, for a log and not for a backward pass."""
 
 
 @rule(
@@ -40,13 +40,13 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
     if not script.expected.scales:
         return
 
-    # names that hold a scaled loss or something made of one, and functions that give one
-    scaled = {text_of(one) for one in script.nodes if script.names.resolve(one) & {"amp.scale_loss", "amp.scale"}}
+    # names of scaled losses and of values made of them, and of functions that return scaled losses
+    scaled = {text_of(node) for node in script.nodes if script.names.resolve(node) & {"amp.scale_loss", "amp.scale"}}
     for block in script.blocks:
         scaled |= {block.name, text_of(block.call.func)}
-    for one in script.assignments:  # in the order of the text, so that a chain of them is followed
-        if names_in(one.value) & scaled:
-            scaled.add(one.target)
+    for assignment in script.assignments:  # in the order of the text, so that chains are complete
+        if names_in(assignment.value) & scaled:
+            scaled.add(assignment.target)
 
     for call, loss in script.method_calls("backward"):
         if call.args or text_of(loss) in ("self", "cls", "ctx"):
@@ -103,11 +103,11 @@ def logged_scaled_losses(script: Script) -> Iterator[Fault]:
     for name in script.nodes:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
-        last: ast.AST | None = None  # what bound the name before
-        for one in script.nodes:
-            is_bound = isinstance(one, ast.Name) and one.id == name.id and isinstance(one.ctx, ast.Store)
-            if is_bound and script.is_before(one, name):
-                last = one
+        last: ast.AST | None = None  # the last binding of the name before this use
+        for node in script.nodes:
+            is_bound = isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Store)
+            if is_bound and script.is_before(node, name):
+                last = node
         if last is None or not any(script.parent(last) in block.statement.items for block in script.blocks):
             continue
         reader = _reader_of(script, name)
@@ -117,9 +117,9 @@ def logged_scaled_losses(script: Script) -> Iterator[Fault]:
 
 
 def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:
-    """Return the expression that takes the value of a name for a log, if it is not told or taken for scaled there."""
-    for one in ast.walk(script.parent_statement(name)):
-        if isinstance(one, ast.Constant) and "scale" in str(one.value):
+    """Return the expression that reads a scaled loss for a log, or None if the statement says that it is scaled."""
+    for node in ast.walk(script.parent_statement(name)):
+        if isinstance(node, ast.Constant) and "scale" in str(node.value):
             return None
     if any(isinstance(outer, ast.BinOp) for outer, _ in script.around(name)):
         return None  # it is divided

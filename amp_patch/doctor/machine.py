@@ -1,4 +1,4 @@
-"""The machine: versions, devices, which 16-bit dtypes are fast on them, and what is installed as `apex`.
+"""Examines the machine: versions, devices, which 16-bit dtypes are fast on them, and the package `apex`.
 
 torch is imported late: scripts are read without it.
 """
@@ -22,7 +22,7 @@ _INSTALLED_BY_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transfor
 
 @dataclass(frozen=True, slots=True)
 class LowDtype:
-    """Products of a 16-bit dtype on a device against those of float32: "fast", "slow" or "unknown"."""
+    """Whether products of a 16-bit dtype on a device are "fast" or "slow" compared with float32, or "unknown"."""
 
     name: str
     verdict: str
@@ -31,7 +31,7 @@ class LowDtype:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that tensors may be on."""
+    """A device that tensors may be on."""
 
     name: str
     low_dtypes: tuple[LowDtype, ...]
@@ -39,7 +39,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ApexInstall:
-    """What `import apex` would find: "none", "with amp", "without amp", "stand-in" or "other"."""
+    """The package that `import apex` would import: "none", "with amp", "without amp", "stand-in" or "other"."""
 
     kind: str
     location: str | None
@@ -48,7 +48,7 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine as the report shows it."""
+    """The section of the report about the machine."""
 
     python: str
     amp_patch: str
@@ -59,7 +59,7 @@ class Machine:
 
 
 def get_machine() -> Machine:
-    """Look the machine over; imports torch."""
+    """Examine the machine. Imports torch."""
     versions = {name: _version(name) for name in ("torch", "wrapt", "PyYAML")}
     devices = tuple(get_devices())
     malloc = describe_malloc(devices[0], platform.libc_ver()[0], os.environ)
@@ -87,32 +87,32 @@ def get_devices() -> Iterator[Device]:
             capability = None
             if not torch.version.hip:
                 capability = torch.cuda.get_device_capability(index)
-            yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", judge_gpu(capability))
+            yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", rate_gpu(capability))
     elif torch.accelerator.is_available():
-        yield Device(str(torch.accelerator.current_accelerator()), judge_gpu(None))
+        yield Device(str(torch.accelerator.current_accelerator()), rate_gpu(None))
     multiplied = [name for name in LOW_DTYPES if has_low_products("cpu", getattr(torch, name))]
-    yield Device(f"cpu {torch.backends.cpu.get_cpu_capability()}", judge_cpu(cpu_flags(), multiplied))
+    yield Device(f"cpu {torch.backends.cpu.get_cpu_capability()}", rate_cpu(cpu_flags(), multiplied))
 
 
-def judge_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return the verdict on each 16-bit dtype for a CUDA compute capability.
+def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
+    """Return how fast each 16-bit dtype is at a CUDA compute capability; None for GPUs of other makes.
 
-    NVIDIA's matrix units take float16 from 7.0, bfloat16 from 8.0 on. None: another make, of which nothing is known.
+    NVIDIA's matrix units take float16 from 7.0 on, and bfloat16 from 8.0 on.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
-    judged = []
+    rated = []
     for name, first in (("float16", 7), ("bfloat16", 8)):
         verdict = "slow"
         if capability >= (first, 0):
             verdict = "fast"
         evidence = f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with {first}.0"
-        judged.append(LowDtype(name, verdict, evidence))
-    return tuple(judged)
+        rated.append(LowDtype(name, verdict, evidence))
+    return tuple(rated)
 
 
-def judge_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype, ...]:
-    """Return the verdict on each 16-bit dtype, given the dtypes whose products the CPU has instructions for."""
+def rate_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype, ...]:
+    """Return how fast each 16-bit dtype is on a CPU that has instructions for products of the `multiplied` dtypes."""
     has = ", ".join(flags) or "no instructions for 16 bits"
     fast = {name: LowDtype(name, "fast", has) for name in multiplied}
     slow = {name: LowDtype(name, "slow", f"products are computed in float32 by default; {has}") for name in LOW_DTYPES}
@@ -120,12 +120,12 @@ def judge_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype
 
 
 def get_advice(device_type: str = "") -> str:
-    """Return which level is for speed on the first device, of a type if one is given."""
+    """Return advice on the fastest level, for the first device (of a type)."""
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
 def recommend(device: Device) -> str:
-    """Return which level is for speed on a device, and what is known of it that says so."""
+    """Return advice on the fastest level for a device, with the reason."""
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
@@ -144,15 +144,15 @@ def recommend(device: Device) -> str:
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
-    """Return what the C library does with freed memory, where tensors are on a CPU and something can be done about it.
+    """Return advice on the C library's handling of freed memory, or "" where tensors are not in its memory.
 
     Measured (torch 2.13.0, AVX512_BF16): a step of a small network takes 0.7 to 0.95 of the time, with amp and without.
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""
     return (
-        "glibc returns freed memory to the system; `amp-patch run --malloc keep` avoids that, and saves a tenth to a"
-        " third of a small step, with amp and without"
+        "glibc returns freed memory to the system; MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_MAX_=0 in"
+        " the environment avoids that, and saves a tenth to a third of a small step, with amp and without"
     )
 
 
@@ -160,10 +160,10 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
 
 
 def find_apex() -> ApexInstall:
-    """Tell what `import apex` would find, from its files and metadata; it is not imported."""
+    """Return what `import apex` would import, by its files and metadata. It is not imported."""
     try:
         spec = importlib.util.find_spec("apex")
-    except (ValueError, ImportError):  # a module without a spec, such as one that a script has made
+    except (ValueError, ImportError):  # a module without a spec: a script made it
         return ApexInstall("other", None, None)
     if spec is None:
         return ApexInstall("none", None, None)
@@ -186,11 +186,11 @@ def _kind(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return what is wrong with what is installed."""
-    found = find_apex()
-    if found.kind != "other":
+    """Return the findings about installed packages."""
+    apex = find_apex()
+    if apex.kind != "other":
         return []
-    where = found.location or "in memory"
+    where = apex.location or "in memory"
     message = f"the package apex ({where}) is not NVIDIA's, and has no amp: PyPI has another package of that name"
     advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

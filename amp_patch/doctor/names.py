@@ -1,4 +1,4 @@
-"""What the names of a script stand for: dotted names, followed through imports and plain aliases."""
+"""`Names`: the meaning of the names in a script, as dotted names, through imports and plain aliases."""
 
 import ast
 
@@ -12,11 +12,11 @@ _SPELLINGS = (
     ("apex.amp.", "amp."),
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
 )
-"""Second spellings of one thing. The functions of Apex's amp and of amp_patch both become `amp.name`."""
+"""Prefixes that mean the same. The functions of Apex's amp and of amp_patch both become `amp.name`."""
 
 
 def canonical(dotted: str) -> str:
-    """Return the one spelling under which the rules know a dotted name."""
+    """Return the spelling of a dotted name that the rules use."""
     for prefix, spelling in _SPELLINGS:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
@@ -26,7 +26,7 @@ def canonical(dotted: str) -> str:
 class Names:
     """The imports and aliases of one script, all scopes together.
 
-    A name may stand for several things (`try`/`except ImportError`).
+    A name may have several meanings (`try`/`except ImportError`).
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -47,7 +47,7 @@ class Names:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names, as imported, that a name or a chain of attributes may stand for, if any."""
+        """Return the dotted names, as imported, that a name or a chain of attributes may mean."""
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))
         if isinstance(node, ast.Name):
@@ -55,5 +55,5 @@ class Names:
         return frozenset()
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
-        """Return what an expression may stand for, in the rules' spelling."""
+        """Return the possible meanings of an expression, in the spelling of the rules."""
         return frozenset(canonical(name) for name in self.dotted(node))

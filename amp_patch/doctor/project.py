@@ -1,4 +1,4 @@
-"""Files that are read together, and what the rules find in each."""
+"""`Project`: files that are read together, and the findings of the rules in them."""
 
 import io
 import os
@@ -8,7 +8,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - the modules enter their rules
+from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - registers their rules
 from .documents import Document
 from .rules import RULES, Finding, Selection
 from .script import Script, expect
@@ -25,18 +25,18 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
     Hidden directories, virtual environments and build output are passed over; links to directories are not followed.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            found.append(path)
+            files.append(path)
             continue
-        for here, folders, files in os.walk(path):
+        for here, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if _is_of_interest(Path(here, name)))
-            for name in sorted(files):
+            for name in sorted(names):
                 file = Path(here, name)
                 if name.endswith(_SUFFIXES) and file.is_file():
-                    found.append(file)
-    return list(dict.fromkeys(found))
+                    files.append(file)
+    return list(dict.fromkeys(files))
 
 
 def _is_of_interest(folder: Path) -> bool:
@@ -44,9 +44,9 @@ def _is_of_interest(folder: Path) -> bool:
 
 
 class Project:
-    """Files that are read together: those without a call of `initialize` are judged by the calls in the others.
+    """Files that are read together, and neither run nor imported.
 
-    Nothing of them is run or imported.
+    The calls of `initialize` in any of them apply to the files without one.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -84,63 +84,67 @@ class Project:
                 self._unreadable.append(_unparsed(shown, fault, cell))
 
     def diagnose(self, selection: Selection) -> list[Finding]:
-        """Return the findings in all files, by place."""
-        found = [finding for finding in self._unreadable if selection.has(finding.code)]
+        """Return the findings in all files, in order."""
+        findings = [finding for finding in self._unreadable if selection.has(finding.code)]
         for script, document in self._documents:
             if not _LOOKED_AT.search(script.text):
                 continue
             try:
-                found += dict.fromkeys(self._findings(script, document, selection))
+                findings += dict.fromkeys(self._findings(script, document, selection))
             except RecursionError:
-                found.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
-        return sorted(found, key=lambda one: (one.path, one.cell or 0, one.line, one.column, one.code))
+                findings.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
+        return sorted(findings, key=_sort_key)
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
-        """Yield the findings of every rule in one script, but for those that a comment silences."""
+        """Yield the findings of all rules in a script, without the ones that a comment silences."""
         ignored = _read_ignore_comments(script.text)
         for rule in RULES.values():
             if rule.find is None or not selection.has(rule.code):
                 continue
             for fault in rule.find(script):
-                line, column = script.place(fault.node)
+                line, column = script.location_of(fault.node)
                 last = getattr(fault.node, "end_lineno", line)
-                codes = set[str]().union(*(ignored.get(one, ()) for one in range(line, last + 1)))
+                codes = set[str]().union(*(ignored.get(number, ()) for number in range(line, last + 1)))
                 if rule.code not in codes and _EVERY_CODE not in codes:
-                    cell, line = document.place(line)
+                    cell, line = document.cell_of(line)
                     yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
 
 
+def _sort_key(finding: Finding) -> tuple[str, int, int, int, str]:
+    return finding.path or "", finding.cell or 0, finding.line or 0, finding.column or 0, finding.code
+
+
 def _unreadable(shown: str, reason: str) -> Finding:
-    """Return the finding for a file that gives nothing to check."""
+    """Return the finding for a file that cannot be checked."""
     advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."
     return Finding("AMP001", "error", f"this file {reason}", advice, shown, 1, 1)
 
 
 def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Finding:
-    """Return the finding for a file, or a cell of one, that is no Python."""
-    what, advice = "file", "Check that it is Python 3."
+    """Return the finding for a file, or a cell of a notebook, that cannot be parsed."""
+    part, advice = "file", "Check that it is Python 3."
     if cell is not None:
-        what, advice = "cell", "The other cells are checked."
+        part, advice = "cell", "The other cells are checked."
     version = ".".join(platform.python_version_tuple()[:2])
-    message = f"this {what} cannot be parsed as Python {version}: {error.msg}"
+    message = f"this {part} cannot be parsed as Python {version}: {error.msg}"
     line, column = max(error.lineno or 1, 1), max(error.offset or 1, 1)
     return Finding("AMP001", "error", message, advice, shown, line, column, cell)
 
 
 def _read_ignore_comments(text: str) -> dict[int, set[str]]:
     """Return the codes that `# amp-patch: ignore[CODE, ...]` names, by line; a comment without codes means all."""
-    found: dict[int, set[str]] = {}
+    codes: dict[int, set[str]] = {}
     if not _IGNORE.search(text):
-        return found
+        return codes
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             comment = _IGNORE.search(token.string)
             if token.type != tokenize.COMMENT or comment is None:
                 continue
             if comment[1] is None:
-                found[token.start[0]] = {_EVERY_CODE}
+                codes[token.start[0]] = {_EVERY_CODE}
             else:
-                found[token.start[0]] = set(re.split(r"[,\s]+", comment[1]))
+                codes[token.start[0]] = set(re.split(r"[,\s]+", comment[1]))
     except (tokenize.TokenError, SyntaxError):
-        pass  # what ast accepts and tokenize does not has no comments worth reading
-    return found
+        pass  # the few sources that only ast accepts have no comments worth reading
+    return codes

@@ -1,4 +1,4 @@
-"""The report: lines for people, or JSON."""
+"""`Report`: the findings as text or JSON."""
 
 import json
 from collections import Counter
@@ -21,20 +21,20 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found in how many files; `machine` where that was asked for."""
+    """The findings in a number of files, and the machine if it was examined."""
 
     findings: Sequence[Finding]
     file_count: int
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return lines for people: the machine, the findings by place, and a summary; notes are counted only."""
+        """Return the machine, the findings in order, and a summary. Without `with_notes`, notes are only counted."""
         lines: list[str] = []
         if self.machine is not None:
             lines += _machine_lines(self.machine)
         for finding in self.findings:
             if finding.severity != "note" or with_notes:
-                lines.append(f"{finding.place()}: {finding.severity}: {finding.message} [{finding.code}]")
+                lines.append(f"{finding.location()}: {finding.severity}: {finding.message} [{finding.code}]")
                 lines.append(f"    {finding.advice}")
         counts = Counter(finding.severity for finding in self.findings)
         shown = [count_of(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]
@@ -46,7 +46,7 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """Return an object of `findings` and `summary`, and `machine` if it was looked at."""
+        """Return a JSON object with `findings` and `summary`, and `machine` if it was examined."""
         counts = Counter(finding.severity for finding in self.findings)
         summary: dict[str, int] = {severity: counts[severity] for severity in SEVERITIES}
         summary["files"] = self.file_count

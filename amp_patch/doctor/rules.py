@@ -1,8 +1,8 @@
-"""The rules: what each is called, why it is there, an example with its fault and one without, and what finds it.
+"""`Rule`: a code, the reason for the rule, a bad and a good example, and the function that finds its faults.
 
-A rule is a generator of faults with the decorator `rule`; its docstring says why. The examples are its test: the lines
-of `bad` that end in its code are found, and `good` has no finding. A code is for good: people select it, and silence it
-by `# amp-patch: ignore[CODE]`. The codes of rules that are gone stand in CHANGELOG.md and are not given again.
+A rule is a generator of faults with the decorator `rule`. Its docstring gives the reason. The examples are its test: it
+reports the lines of `bad` that end in its code, and nothing in `good`. Codes never change: people select them, and
+silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules, which are not used again.
 """
 
 import ast
@@ -22,7 +22,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Fault(NamedTuple):
-    """One fault at a node, as a rule yields it."""
+    """A fault at a node, as a rule yields it."""
 
     node: ast.AST
     severity: Severity
@@ -32,10 +32,11 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: a fault with its code and place.
+    """One line of the report: a fault with its code and location.
 
-    `line` and `column` start at 1 and count characters, in a notebook within `cell`, the number of a code cell from 1;
-    findings about the machine have no place.
+    Attributes:
+        line, column: start at 1 and count characters; None for findings about the machine.
+        cell: the number of the code cell of a notebook, from 1, within which lines are counted.
     """
 
     code: str
@@ -47,7 +48,7 @@ class Finding:
     column: int | None = None
     cell: int | None = None
 
-    def place(self) -> str:
+    def location(self) -> str:
         """Return `path:line:column`, `path:cell 2:line:column`, or `machine`."""
         if self.path is None:
             return "machine"
@@ -60,7 +61,7 @@ Find = Callable[[Script], Iterator[Fault]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule. Those without `find` come from reading a file and from the look at the machine."""
+    """A rule. Without `find`, reading a file or examining the machine reports it."""
 
     code: str
     summary: str
@@ -80,14 +81,14 @@ RULES: dict[str, Rule] = {
 
 
 def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
-    """Enter a function into the rules; its docstring says why there is one."""
+    """Decorator: make a rule of a function. Its docstring gives the reason."""
 
-    def enter(find: Find) -> Find:
+    def register(find: Find) -> Find:
         why = inspect.cleandoc(find.__doc__ or "")
         RULES[code] = Rule(code, summary, why, inspect.cleandoc(bad), inspect.cleandoc(good), find)
         return find
 
-    return enter
+    return register
 
 
 def sorted_rules() -> list[Rule]:
@@ -96,21 +97,21 @@ def sorted_rules() -> list[Rule]:
 
 
 def explain(code: str) -> str:
-    """Return what a rule is for, with its examples; raises SettingsError for a code of none."""
+    """Return the reason for a rule, with its examples. Raises SettingsError for an unknown code."""
     code = code.upper()
     if code not in RULES:
         raise SettingsError(f"{code!r} is not the code of a rule.{did_you_mean(code, RULES)}")
-    one = RULES[code]
-    parts = [f"{code}: {one.summary}", one.why]
-    if one.bad:
-        parts += [f"Bad:\n{indent(one.bad, '    ')}", f"Good:\n{indent(one.good, '    ')}"]
+    rule = RULES[code]
+    parts = [f"{code}: {rule.summary}", rule.why]
+    if rule.bad:
+        parts += [f"Bad:\n{indent(rule.bad, '    ')}", f"Good:\n{indent(rule.good, '    ')}"]
     return "\n\n".join([*parts, f"Silence it on a line with `# amp-patch: ignore[{code}]`."])
 
 
 class Selection:
-    """Which rules to follow: of a code's prefixes in `select` and `ignore` the longest decides, `ignore` at a tie.
+    """The rules to apply: of the prefixes of a code in `select` and `ignore`, the longest decides, at a tie `ignore`.
 
-    Raises SettingsError for a prefix of no code.
+    Raises SettingsError for a prefix that no code has.
     """
 
     def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:
@@ -122,7 +123,7 @@ class Selection:
                 raise SettingsError(f"{prefix!r} is not the code of a rule, nor the start of one. There are {codes}.")
 
     def has(self, code: str) -> bool:
-        """Tell whether a rule is to be followed."""
+        """Return whether a rule applies."""
         selected = max((len(prefix) for prefix in self._select if code.startswith(prefix)), default=0)
         ignored = max((len(prefix) for prefix in self._ignore if code.startswith(prefix)), default=0)
         return selected > ignored

@@ -1,4 +1,4 @@
-"""One training script, read and never run: its assignments, its calls of amp, and what it asks of `initialize`."""
+"""`Script`: a training script, read and never run: its assignments, its calls of amp, and its levels."""
 
 import ast
 import warnings
@@ -16,7 +16,7 @@ _AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.dis
 
 
 class Block(NamedTuple):
-    """One `with ... scale_loss(...) as name:`; the name is "" where the block binds none, or more than a name."""
+    """A `with ... scale_loss(...) as name:`. The name is "" if the block binds none, or something other than a name."""
 
     statement: ast.With | ast.AsyncWith
     call: ast.Call
@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """One `target = value`, the target as text."""
+    """A `target = value`, with the target as text."""
 
     target: str
     value: ast.expr
@@ -34,11 +34,11 @@ class Script(Tree):
     """A parsed script.
 
     Args:
-        path: as it is to be shown.
+        path: as the report shows it.
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
 
     Attributes:
-        expected: what amp may do in it, by its own calls of `initialize`, or by those of files that were given with it.
+        expected: how amp may act in it, by its own calls of `initialize`, or by those in files read with it.
     """
 
     def __init__(self, path: str, text: str) -> None:
@@ -46,17 +46,17 @@ class Script(Tree):
         self.text = text
         self.expected = Expected(scales=True, skips=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+            warnings.simplefilter("ignore")  # about invalid escapes in the user's strings
             super().__init__(ast.parse(text))
 
     # Cached properties, because most files of a directory need none of them.
 
     @cached_property
     def names(self) -> Names:
-        """What the names stand for."""
+        """The meaning of its names."""
         return Names(self.tree)
 
-    def place(self, node: ast.AST) -> tuple[int, int]:
+    def location_of(self, node: ast.AST) -> tuple[int, int]:
         """Return the line and the column of a node, both from 1, the column in characters."""
         line, byte_column = position(node)
         lines = self.text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -79,7 +79,7 @@ class Script(Tree):
         return [call for call, resolved in self._resolved_calls if not resolved.isdisjoint(names)]
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield (call, receiver) for each call of a method of these names; functions of imported modules are none."""
+        """Yield (call, receiver) for each call of a method of these names, and not of functions of imported modules."""
         for call in self.calls:
             function = call.func
             if isinstance(function, ast.Attribute) and function.attr in names and not self.names.dotted(function.value):
@@ -87,7 +87,7 @@ class Script(Tree):
 
     @cached_property
     def uses_amp(self) -> bool:
-        """Whether the script calls amp, Apex's or this package's."""
+        """Whether the script calls amp, of Apex or of this package."""
         return "amp" in self.text and bool(self.calls_of(*_AMP))
 
     @cached_property
@@ -98,7 +98,7 @@ class Script(Tree):
     @cached_property
     def blocks(self) -> list[Block]:
         """The `scale_loss` blocks, in the order of the text, by whatever name the script reaches amp (`args.amp`)."""
-        found = []
+        blocks = []
         for statement in self.nodes:
             if not isinstance(statement, (ast.With, ast.AsyncWith)):
                 continue
@@ -109,11 +109,11 @@ class Script(Tree):
                 name = ""
                 if isinstance(item.optional_vars, ast.Name):
                     name = item.optional_vars.id
-                found.append(Block(statement, call, name))
-        return found
+                blocks.append(Block(statement, call, name))
+        return blocks
 
     def is_in_block(self, node: ast.AST) -> bool:
-        """Tell whether a node runs in the body of a block."""
+        """Return whether a node runs in the body of a block."""
         statements = [block.statement for block in self.blocks]
         for outer, _ in self.around(node):
             if outer in statements:
@@ -124,13 +124,13 @@ class Script(Tree):
 
     @cached_property
     def optimizers(self) -> frozenset[str]:
-        """The expressions that stand for an optimizer in a call of `initialize` or `scale_loss`."""
+        """The expressions that are passed as optimizers to `initialize` or `scale_loss`."""
         given = [argument_of(call, "optimizers", 1) for call in self.initializations]
         given += [argument_of(block.call, "optimizers", 1) for block in self.blocks]
-        return frozenset(text_of(one) for argument in given for one in parts_of(argument))
+        return frozenset(text_of(part) for argument in given for part in parts_of(argument))
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Tell whether an expression stands for an optimizer: amp was given it, or its name holds `optim`."""
+        """Return whether an expression is an optimizer: amp is given it, or its name contains `optim`."""
         text = text_of(node)
         return text in self.optimizers or "optim" in text.rpartition(".")[2].lower()
 
@@ -139,21 +139,21 @@ class Script(Tree):
     @cached_property
     def assignments(self) -> list[Assignment]:
         """Every assignment; tuples of equal length are taken apart."""
-        found: list[Assignment] = []
+        assignments: list[Assignment] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    found += _assign(target, node.value)
+                    assignments += _assign(target, node.value)
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                found.append(Assignment(text_of(node.target), node.value))
-        return found
+                assignments.append(Assignment(text_of(node.target), node.value))
+        return assignments
 
     def values_of(self, name: str) -> list[ast.expr]:
-        """Return everything that is assigned to a name, anywhere in the script."""
-        return [one.value for one in self.assignments if one.target == name]
+        """Return all values that are assigned to a name, anywhere in the script."""
+        return [assignment.value for assignment in self.assignments if assignment.target == name]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Tell whether a node runs only where amp is switched off: on the other arm of an `if` from a call of amp."""
+        """Return whether a node runs only without amp: on the other arm of an `if` from a call of amp."""
         return any(self.are_exclusive(node, call) for call in self.calls_of(*_CORE))
 
 
@@ -173,11 +173,11 @@ def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
 
 
 class Expected(NamedTuple):
-    """What the calls of `initialize` in view may do: what any of them does at any level that is possible.
+    """How amp may act after some calls of `initialize`, at any of their possible levels.
 
     Attributes:
-        scales: the loss may be multiplied by something other than 1.
-        skips: steps may be skipped after an overflow, since the scale is dynamic.
+        scales: the loss may be multiplied by a scale other than 1.
+        skips: steps may be skipped after an overflow, because the scale is dynamic.
     """
 
     scales: bool
@@ -185,18 +185,19 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return what the calls of `initialize` in these scripts may do; without any call, everything is possible."""
+    """Return how amp may act after the calls of `initialize` in these scripts. Without any, everything is possible."""
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
         return Expected(scales=True, skips=True)
-    return Expected(any(one.scales for one in expected), any(one.skips for one in expected))
+    return Expected(any(call.scales for call in expected), any(call.skips for call in expected))
 
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
-    has_stars = any(isinstance(one, ast.Starred) for one in call.args) or not all(one.arg for one in call.keywords)
+    has_stars = any(isinstance(given, ast.Starred) for given in call.args)
+    has_stars = has_stars or not all(keyword.arg for keyword in call.keywords)
     if enabled is False:
         return Expected(scales=False, skips=False)
     if isinstance(scale, (int, float)):
@@ -207,12 +208,12 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 
 
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
-    """Return the value of a constant, or of a name that is assigned one constant in the whole script, or its text."""
+    """Return the value of a constant, or of a name that is assigned once, to a constant; else the source text."""
     if node is None:
         return default
     if isinstance(node, ast.Name):
         values = script.values_of(node.id)
-        is_argument = any(isinstance(one, ast.arg) and one.arg == node.id for one in script.nodes)
+        is_argument = any(isinstance(part, ast.arg) and part.arg == node.id for part in script.nodes)
         if len(values) == 1 and not is_argument:
             node = values[0]
     if isinstance(node, ast.Constant):

@@ -1,4 +1,4 @@
-"""Rules of what a script does to models and optimizers around `initialize`."""
+"""Rules about models and optimizers around `initialize`."""
 
 import ast
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 
 
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
-    """Tell whether the last value of a name before a call is surely a model on the CPU: what a class makes, or
-    `from_pretrained`. A function may move what it makes.
+    """Return whether the last value of a name before a call is surely a model on the CPU: made by a class, or by
+    `from_pretrained`. Other functions may move the model that they make.
     """
     made = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not made or not isinstance(made[-1], ast.Call):
@@ -51,15 +51,15 @@ def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
-    """Tell whether a call of `cuda` or `to` moves to a device that is, or may be, other than the CPU."""
+    """Return whether a call of `cuda` or `to` moves to a device that may be other than the CPU."""
     if function_of(call) == "cuda":
         return True
-    place = argument_of(call, "device", 0)
-    if place is None or any(name.startswith("torch.") for name in script.names.resolve(place)):
+    device = argument_of(call, "device", 0)
+    if device is None or any(name.startswith("torch.") for name in script.names.resolve(device)):
         return False  # a dtype
-    if isinstance(place, ast.Constant):
-        return place.value != "cpu"
-    return any(word in text_of(place).lower() for word in ("dev", "cuda", "gpu", "rank"))
+    if isinstance(device, ast.Constant):
+        return device.value != "cpu"
+    return any(word in text_of(device).lower() for word in ("dev", "cuda", "gpu", "rank"))
 
 
 @rule(
@@ -81,17 +81,17 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
     stepped = {text_of(receiver) for _, receiver in script.method_calls("step")}
     given_anywhere: set[str] = set()
     for call in script.initializations:
-        given_anywhere.update(text_of(one) for one in parts_of(argument_of(call, "optimizers", 1)))
+        given_anywhere.update(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
     for call in script.initializations:
-        given = {text_of(one) for one in parts_of(argument_of(call, "optimizers", 1))}
-        models = {text_of(one) for one in parts_of(argument_of(call, "models", 0))}
+        given = set(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
+        models = set(map(text_of, parts_of(argument_of(call, "models", 0))))
         for name, value in script.assignments:
             if not isinstance(value, ast.Call) or name in names_in(value):
                 continue
             params = argument_of(value, "params", 0)
             if params is None or "param" not in text_of(params):
-                continue  # whatever makes an optimizer is given parameters
-            is_given_again = any(script.is_before(value, other) for other in script.initializations)
+                continue  # it makes no optimizer
+            is_given_again = any(script.is_before(value, later) for later in script.initializations)
             if not script.is_before(call, value) or is_given_again or script.is_without_amp(value):
                 continue
             message = ""
@@ -127,7 +127,7 @@ def initialize_in_loop(script: Script) -> Iterator[Fault]:
         models = argument_of(call, "models", 0)
         if models is None:
             continue
-        # what the loop, or a statement in it before the call, gives a value to
+        # names that the loop, or a statement in it before the call, assigns
         stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
         made = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
         if not names_in(models) & made:

@@ -1,4 +1,4 @@
-"""A syntax tree: where its nodes stand in it, in which order they run, and which never run in one pass."""
+"""`Tree`: a syntax tree, the order in which its nodes run, and which nodes never run in the same pass."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def end(node: ast.AST) -> tuple[int, int]:
 
 
 def text_of(node: ast.AST) -> str:
-    """Return a node as source text in one spelling."""
+    """Return the normalized source text of a node."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -30,11 +30,11 @@ def text_of(node: ast.AST) -> str:
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names and chains of attributes in an expression."""
-    return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+    return {text_of(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
 
 
 def parts_of(node: ast.expr | None) -> list[ast.expr]:
-    """Return the elements of a list or tuple, or the one expression itself; none for None."""
+    """Return the elements of a list or tuple; of any other expression, itself; of None, nothing."""
     if node is None or (isinstance(node, ast.Constant) and node.value is None):
         return []
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -48,7 +48,7 @@ def function_of(call: ast.Call) -> str:
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
-    """Return the argument that a call gives at the position `index` or by the keyword `name`; None if it gives none."""
+    """Return the argument of a call at the position `index` or with the keyword `name`, or None."""
     if index is not None and len(call.args) > index:
         return call.args[index]
     for keyword in call.keywords:
@@ -79,7 +79,7 @@ class Tree:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node that has a place, in the order of the text."""
+        """Every node with a position, in the order of the text."""
         return sorted((node for node in self._parents if hasattr(node, "lineno")), key=position)
 
     def parent(self, node: ast.AST) -> ast.AST | None:
@@ -93,7 +93,7 @@ class Tree:
             yield node, field
 
     def parent_statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that a node is or stands in."""
+        """Return the innermost statement that contains a node, or is it."""
         while not isinstance(node, ast.stmt):
             node = self._parents[node][0]
         return node
@@ -106,7 +106,7 @@ class Tree:
         return self.tree
 
     def is_in_loop(self, node: ast.AST) -> bool:
-        """Tell whether a node is in the body of a loop in its own function."""
+        """Return whether a node is in the body of a loop in its own function."""
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False
@@ -115,14 +115,14 @@ class Tree:
         return False
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Tell whether `first` ends before `second` begins in one pass through the same function or module."""
+        """Return whether `first` ends before `second` begins in one pass through the same function or module."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
 
-    def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Tell whether the nodes are on different arms of one if, try or match, so that never both run in one pass."""
-        other_arms = dict(self._arms(other))
-        return any(split in other_arms and other_arms[split] != arm for split, arm in self._arms(one))
+    def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether two nodes are on different arms of an if, try or match: no pass runs both."""
+        arms = dict(self._arms(second))
+        return any(split in arms and arms[split] != arm for split, arm in self._arms(first))
 
     def _arms(self, node: ast.AST) -> Iterator[tuple[ast.AST, object]]:
         """Yield every if, try and match around a node, with the arm that the node is on."""

@@ -5,7 +5,7 @@ A recording stores the fields of all parts of a fault side by side. None is stor
 
 import math
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from . import display
@@ -15,10 +15,9 @@ CASTS = ("_to_copy", "copy_")
 """Ops of torch that cast."""
 
 
-class Word(str, Enum):
+class Word(StrEnum):
     """Base class of the vocabularies. A member compares, prints and is written to JSON as its string."""
 
-    __str__ = str.__str__
     __repr__ = str.__repr__
 
 

@@ -69,14 +69,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize amp for the models and optimizers among `args`, on the device of the accelerator, and prepare."""
-        optimizers = [one for one in args if isinstance(one, Optimizer)]
+        optimizers = [argument for argument in args if isinstance(argument, Optimizer)]
         if self._amp_options is not None:
-            self._initialize([one for one in args if isinstance(one, nn.Module)], optimizers)
+            self._initialize([argument for argument in args if isinstance(argument, nn.Module)], optimizers)
         prepared = super().prepare(*args, **kwargs)
         for optimizer in self._optimizers:
             if type(optimizer) is AcceleratedOptimizer:
                 optimizer.__class__ = _Optimizer
-        if optimizers and not any(isinstance(one, _AmpState) for one in self._custom_objects):
+        if optimizers and not any(isinstance(saved, _AmpState) for saved in self._custom_objects):
             self.register_for_checkpointing(_AmpState())
         return prepared
 

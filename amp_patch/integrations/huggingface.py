@@ -84,5 +84,5 @@ class AmpTrainerMixin:
         model = trainer.accelerator.unwrap_model(trainer.model)
         config: Any = getattr(model, "config", None)
         if trainer.args.should_save and str(getattr(config, "dtype", None)).endswith("float16"):
-            config.dtype = torch.float32  # that of the weights in the file; transformers wrote that of the parameters
+            config.dtype = torch.float32  # the dtype of the saved weights; transformers wrote the parameters' dtype
             config.save_pretrained(trainer.args.output_dir if output_dir is None else output_dir)

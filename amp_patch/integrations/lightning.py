@@ -86,7 +86,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
 
 class _WaitingAfterSkips:
-    """A schedule does not step after a step that was skipped: it is one of steps taken."""
+    """Step a schedule, unless the optimizer skipped its step."""
 
     optimizer: Any
 

@@ -52,7 +52,7 @@ class Tracker:
         values: dict[str, float | Tensor] = {"amp/steps_skipped": float(stats.steps_skipped)}
         for index, scale in enumerate(stats.loss_scales):
             values["amp/loss_scale" if len(stats.loss_scales) == 1 else f"amp/loss_scale_{index}"] = scale
-        gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
+        gradients = [parameter.grad for parameter in amp.master_params(optimizer) if parameter.grad is not None]
         if gradients:
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
             whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]

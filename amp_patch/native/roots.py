@@ -1,4 +1,4 @@
-"""Which models a script has: modules that are called from outside of any module."""
+"""Finds the models of a script (modules that no module calls), and the script's lines, on the Python stack."""
 
 import sys
 import types
@@ -9,16 +9,17 @@ from torch import nn
 
 from ..torch_private import MODULE_CALL, get_own_children
 
-_NOT_THE_SCRIPTS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+_PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 _WRAPPED = ("module", "_orig_mod")
-"""Where DistributedDataParallel and DataParallel, and torch.compile, keep what they are around."""
+"""Attributes in which DistributedDataParallel and DataParallel, and torch.compile, keep the wrapped module."""
 
 
 def find_root(module: nn.Module) -> nn.Module:
-    """Return the model that a module which is being called belongs to.
+    """Return the model of a module that is being called.
 
-    That is the outermost module with a method under way that holds it: trainers call `training_step` and the like.
+    It is the outermost module that contains `module` and has a method on the stack: trainers call methods such as
+    `training_step`.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)
@@ -41,31 +42,31 @@ def _read_self(frame: types.FrameType) -> object:
 
 
 def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
-    """Return the modules whose calls are under way in this thread and the frames of these calls, outermost first."""
-    found: list[tuple[nn.Module, types.FrameType]] = []
+    """Return the modules that this thread is calling, each with the frame of its call, outermost first."""
+    calls: list[tuple[nn.Module, types.FrameType]] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is MODULE_CALL:
-            found.append((frame.f_locals["self"], frame))
+            calls.append((frame.f_locals["self"], frame))
         frame = frame.f_back
-    return found[::-1]
+    return calls[::-1]
 
 
 def find_line() -> str:
-    """Return the innermost line of the script that is running, as `train.py:12`; empty without one."""
+    """Return the line of the script that is running, as `train.py:12`; empty if none is."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS):
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return what wrappers are around, under whose names a script knows its modules.
+    """Return the module inside of wrappers such as DistributedDataParallel: module rules use its names.
 
-    A wrapper is of a library: a model of the script's may well have its only part under such a name.
+    Only classes of libraries are wrappers. A model of the script may have its only child under such a name.
     """
-    for name in _WRAPPED * 2:
-        children = dict(get_own_children(module).items())  # those of scripted modules are no dict
+    for name in _WRAPPED * 2:  # twice, because wrappers nest in either order
+        children = dict(get_own_children(module).items())  # a scripted module's children are no dict
         inner = children.get(name)
         if inner is not None and len(children) == 1 and _is_of_library(module):
             module = inner
@@ -73,10 +74,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _is_of_library(module: nn.Module) -> bool:
-    """Tell whether the class of a module is torch's, ours, or of an installed package."""
+    """Return whether the class of a module is defined in torch, in this package, or in an installed one."""
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
-    return file.startswith(_NOT_THE_SCRIPTS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return file.startswith(_PACKAGES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _holds(owner: nn.Module, module: nn.Module) -> bool:
-    return any(one is module for one in owner.modules())
+    return any(part is module for part in owner.modules())

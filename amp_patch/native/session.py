@@ -1,4 +1,4 @@
-"""`NativeSession`: a session over what a script does by itself, with `torch.autocast` and `torch.amp.GradScaler`."""
+"""`NativeSession`: the session of a script that uses `torch.autocast` and `torch.amp.GradScaler`, or no amp at all."""
 
 import contextlib
 import weakref
@@ -12,163 +12,173 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..casting import Autocast, Mode, OpCasts, RulesAlone
-from ..config import OpLists, Policy, levels, load_oplists, make_policy, shipped
-from ..dtypes import dtype_name
+from ..config import Policy
 from ..errors import SessionError
 from ..session import Session, Stats, current
 from ..torch_private import get_autocast_depth
 from .roots import find_root
 
 AS_IS = "as-is"
-"""The level that a session shows which changes nothing; where lists are laid over those of torch.autocast: autocast."""
+"""The `opt_level` of a session that changes nothing. With lists on top of torch.autocast's, it is "autocast"."""
 
 
-def own_lists(device_type: str) -> OpLists | None:
-    """Return the list of what torch.autocast does on a type of device, None where there is none."""
-    name = f"autocast-{device_type}"
-    return load_oplists(name) if name in shipped.shipped_names() else None
+def find_session() -> "NativeSession | None":
+    """Return the session in force if it is a NativeSession."""
+    session = current.state.session
+    return session if isinstance(session, NativeSession) else None
 
 
-def overlay_policy(own: OpLists | None, low: torch.dtype, lists: Sequence[str], level: str = "autocast") -> Policy:
-    """Return the policy of a session that lays `lists` over `own`, the list of what torch.autocast itself does."""
-    if own is None and not lists:
-        return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
-    names = [*(() if own is None else own.names), *lists]
-    given = {"lists": names, "loss_scale": 1.0, "compute": "native"}
-    made = make_policy(levels.find_patching_level(dtype_name(low)).name, given)
-    return replace(made, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")
+def has_own_amp() -> bool:
+    """Return whether the script called `amp.initialize` itself. Then nothing of this subpackage acts."""
+    has_other_session = current.state.session is not None and find_session() is None
+    return has_other_session or current.state.is_disabled
 
 
 class NativeSession(Session):
-    """Changes what its lists change in the regions of `torch.autocast`; at the level `AS_IS` nothing.
+    """Applies lists inside regions of `torch.autocast`, or at the level `AS_IS` none.
 
-    Models and optimizers are those that it is told of. The loss scale is that of the script's GradScaler.
+    It learns of models, optimizers and regions by its `note_` methods. Its loss scale is the one of the script's
+    GradScaler.
+
+    Attributes:
+        steps_before: the number of steps that the script took before this session was opened.
+        needs_scaler: a step that follows a region had no loss scale, and would need one in float16.
+        seen_low: the dtype of the first region of autocast, None before it.
     """
 
     gives_way = True
     find_root = staticmethod(find_root)
-    steps_before = 0
-    """How many steps of the script had ended when this was opened."""
-    needs_scaler = False
-    """Whether a step that follows a region had no loss scale, which it would need in float16."""
 
     def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, with_all: bool) -> None:
         super().__init__(policy, device_type, 1, has_models=False, autocast=autocast)
-        self._over = autocast
-        self._roots: list[weakref.ref[nn.Module]] = []
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._stepped: list[weakref.ref[Optimizer]] = []
-        self._skipped: set[int] = set()  # ids of optimizers
-        self._taken = self._skips = 0
+        self.steps_before = 0
+        self.needs_scaler = False
+        self._autocast = autocast
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all parts of these models
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
+        self._steps_taken = self._steps_skipped = 0
         self._seen_low: torch.dtype | None = None
-        rules = () if self.oplists is None else self.oplists.modules
-        if autocast is not None and self.casts is not None and (with_all or rules):
+        has_rules = self.oplists is not None and bool(self.oplists.modules)
+        # ops that torch casts by itself are wrapped only to be watched, or because of module rules
+        if autocast is not None and self.casts is not None and (with_all or has_rules):
             alone = RulesAlone(self.switch)
             self.casts.by_torch = OpCasts(alone, self.casts.low, device_type, None, autocast=autocast)
 
-    # ---- what it is told of ------------------------------------------------------------------------------------------
+    # ---- events in the script ----------------------------------------------------------------------------------------
 
-    def knows(self, module: nn.Module) -> bool:
-        """Tell whether a module is part of a model that was added."""
-        return module in self._known
-
-    def add_root(self, model: nn.Module) -> None:
-        """Take a module for a model."""
-        self._roots = [reference for reference in self._roots if reference() is not None]
-        if all(reference() is not model for reference in self._roots):
-            self._roots.append(weakref.ref(model))
+    def note_model(self, model: nn.Module) -> None:
+        """Count a module as a model, and apply module rules to it."""
+        self._models = [reference for reference in self._models if reference() is not None]
+        # a model may be noted again: it may have got new parts
+        if all(reference() is not model for reference in self._models):
+            self._models.append(weakref.ref(model))
             if self.oplists is not None and self.oplists.modules:
                 self.adopt([model], [])
-        self._known.update(model.modules())
+        self._modules.update(model.modules())
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer."""
-        if all(reference() is not optimizer for reference in self._stepped):
-            self._stepped.append(weakref.ref(optimizer))
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module is part of a noted model."""
+        return module in self._modules
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Count an optimizer as one that steps."""
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
-        """Take note of a step: by its end all models were called."""
-        if not self._taken and not self._skips:
+        """Count a step."""
+        if not self._steps_taken and not self._steps_skipped:  # by the end of the first step, all models were called
             self.bindings.tell_unused_rules()
         if self.bindings.regions is not None:
             self.bindings.regions.look_again()
-        self._taken += not is_skipped
-        self._skips += is_skipped
-        (self._skipped.add if is_skipped else self._skipped.discard)(id(optimizer))
+        if is_skipped:
+            self._steps_skipped += 1
+            self._skipped.add(id(optimizer))
+        else:
+            self._steps_taken += 1
+            self._skipped.discard(id(optimizer))
 
     def begin_region(self) -> None:
-        """Take note that a block of torch.autocast begins, an island of plain torch or not."""
+        """Prepare for a block of torch.autocast, enabled or not."""
         self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
             self.bindings.regions.look_again()
 
     def note_region(self, low: torch.dtype) -> None:
-        """Take note of a region of autocast."""
+        """Remember the dtype of an enabled block of torch.autocast."""
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Have the loss scale be that of a GradScaler, before those of others."""
+        """Show the loss scale of a GradScaler before the scales of others."""
         first = self.scalers[0]
         if isinstance(first, _ScriptsScaler) and first.scaler is scaler:
             return
-        others = [one for one in self.scalers if isinstance(one, _ScriptsScaler) and one.scaler is not scaler]
-        self.scalers[:] = [_ScriptsScaler(scaler), *others]  # type: ignore[list-item]
+        later = [shown for shown in self.scalers if isinstance(shown, _ScriptsScaler) and shown.scaler is not scaler]
+        self.scalers[:] = [_ScriptsScaler(scaler), *later]  # type: ignore[list-item]
 
     def scale_loss(self, *given: Any) -> Any:
-        """Refuse, because the script has called no `amp.initialize`. Raises SessionError."""
+        """Raise SessionError, because the script has not called `amp.initialize`."""
         raise SessionError(current.NOT_INITIALIZED)
 
-    # ---- what it is asked for ----------------------------------------------------------------------------------------
+    # ---- questions to a session --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def without_casts(self) -> Iterator[None]:
-        """Return a block in which no op of this thread is cast, by torch neither."""
-        is_paused = self._over is not None and self._over.pause()
+        """Return a block in which neither amp nor torch casts the ops of this thread."""
+        paused = self._autocast if self._autocast is not None and self._autocast.pause() else None
         try:
             with self.switch.region(Mode.OFF):
                 yield
         finally:
-            if is_paused and self._over is not None:
-                self._over.resume()
+            if paused is not None:
+                paused.resume()
 
     def models(self) -> list[nn.Module]:
         """Return the models that are still alive."""
-        return [model for reference in self._roots if (model := reference()) is not None]
+        return [model for reference in self._models if (model := reference()) is not None]
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that have taken a step and are still alive."""
-        return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
+        """Return the optimizers that have stepped and are still alive."""
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype that whitelisted ops have in this thread now."""
+        """Return the dtype of whitelisted ops in this thread now."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property
     def seen_low(self) -> torch.dtype | None:
-        """The dtype of the first region of autocast, None before one."""
-        return self._seen_low if self._over is not None else self.policy.low_dtype
+        """The dtype of the first region of autocast, None before it; the policy's where autocast is disabled."""
+        return self._seen_low if self._autocast is not None else self.policy.low_dtype
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
-        """Tell whether the last step of an optimizer was skipped."""
+        """Return whether the last step of an optimizer was skipped."""
         return id(optimizer) in self._skipped
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters; of others, their shapes in words."""
-        names = {id(one): name for model in self.models() for name, one in model.named_parameters()}
+        """Return the qualified names of parameters; of other tensors, `parameter of shape (...)`."""
+        names: dict[int, str] = {}
+        for model in self.models():
+            for name, parameter in model.named_parameters():
+                names[id(parameter)] = name
         return [names.get(id(tensor), f"parameter of shape {tuple(tensor.shape)}") for tensor in tensors]
 
     def trained(self) -> list[Tensor]:
-        """Return the parameters of the models."""
-        return list({id(one): one for model in self.models() for one in model.parameters()}.values())
+        """Return the parameters of the models, each once."""
+        parameters: dict[int, Tensor] = {}
+        for model in self.models():
+            for parameter in model.parameters():
+                parameters[id(parameter)] = parameter
+        return list(parameters.values())
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return what `amp.stats()` returns."""
-        found = super().stats(wait=wait)
-        return replace(found, steps=self._taken, steps_skipped=self._skips)
+        """Return the result of `amp.stats()`, with the steps of the script."""
+        return replace(super().stats(wait=wait), steps=self._steps_taken, steps_skipped=self._steps_skipped)
 
 
 class _ScriptsScaler:
-    """A GradScaler of the script's, as a session shows its own scalers."""
+    """A GradScaler of the script, with the interface of a LossScaler, as far as others read it."""
 
     is_identity = False
     min_loss_scale = None
@@ -189,7 +199,7 @@ class _ScriptsScaler:
         return float(self.scaler.get_scale())
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set the scale of an enabled one."""
+        """Set the scale. A disabled GradScaler keeps none."""
         state: dict[str, Any] = self.scaler.state_dict()
         if state:
             self.scaler.load_state_dict({**state, "scale": scale})

@@ -1,4 +1,4 @@
-"""`StepChecks`: whether a script can be changed as it was told to, judged by the steps for which that matters."""
+"""`StepChecks`: raises errors for scripts that cannot run with the changes that were asked for."""
 
 import sys
 from collections.abc import Callable
@@ -13,15 +13,18 @@ from .roots import find_line
 
 
 class StepChecks:
-    """What is known of the steps of a script, and of the regions of `torch.autocast` before each.
+    """Follows the regions of `torch.autocast` and the optimizer steps of a script.
 
-    A step that follows no region is left alone, since the script may enter one later: a warm-up, a model that is
-    trained in float32 first. So whether a script has mixed precision is known when it ends.
+    A step before the first region is no error, since the script may enter one later: after a warm-up, or after a model
+    that is trained in float32. Whether a script has mixed precision is known when it ends.
 
     Args:
-        needs_region: there is nothing to do outside of regions.
-        is_everywhere: the region is not the script's own, but one that the first call of a model begins.
+        needs_region: the changes act inside regions only.
+        is_everywhere: the region is not the script's own; it begins with the first call of a model.
         on_plain_step: called with a line of text at the first step of a script that has entered no region yet.
+
+    Attributes:
+        called_at: the line that first called a model, as `train.py:12`; empty before.
     """
 
     def __init__(
@@ -30,49 +33,54 @@ class StepChecks:
         self._needs_region = needs_region
         self._is_everywhere = is_everywhere
         self._on_plain_step = on_plain_step
-        self.called_at = ""  # the line that called a model first
+        self.called_at = ""
         self._stepped_at = ""  # the line of the first step before any region
-        self._has_amp = False  # a region was entered, or amp.initialize called
-        self._is_compiled = False  # since the last step, a region was entered in compiled code that cannot be changed
-        self._loses_range = False  # since the last step, what may train entered one with the range of float32
+        self._has_amp = False  # the script has entered a region, or called amp.initialize
         self._steps = StepCounter()
-        self._count = 0
+        self._count = 0  # of the steps before the next session
+        # since the last step, with gradients enabled:
+        self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
+        self._has_wide_region = False  # a region began whose dtype has the range of float32
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the script has still to enter the first of the regions that are to be changed."""
+        """Whether the changes need a region, and the script has not entered one yet."""
         return self._needs_region and not self._has_amp
 
     def note_region(self, low: torch.dtype) -> None:
-        """Take note of a region, with the dtype that the script gives it."""
+        """Record a region that begins, with the dtype that the script gives it."""
         self._has_amp = True
+        # evaluation between two steps needs no loss scale
         if low is not torch.float16 and torch.is_grad_enabled():
-            self._loses_range = True
+            self._has_wide_region = True
 
     def note_compiled_region(self) -> None:
-        """Take note of a region in compiled code, where no session can be opened."""
-        self._is_compiled = torch.is_grad_enabled()
+        """Record a region in compiled code, where no session can be opened."""
+        self._has_compiled_region = torch.is_grad_enabled()
 
     def note_amp(self) -> None:
-        """Take note that the script calls `amp.initialize`."""
+        """Record that the script has called `amp.initialize`."""
         self._has_amp = True
 
     def needs_scaler(self, *, is_scaling: bool) -> bool:
-        """Tell whether the step that begins would need a loss scale in float16, and has none."""
-        return self._loses_range and not is_scaling
+        """Return whether the step that begins has no loss scale, and would need one in float16."""
+        return self._has_wide_region and not is_scaling
 
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
-        """Raise PolicyError before a step that follows a region which cannot be as it was told to be.
+        """Raise PolicyError before a step whose region cannot run with the changes.
 
-        `low` is the dtype of the level; `is_changing`: anything is to run otherwise than the script has it.
+        Args:
+            low: the dtype of the level, None without a session or a level.
+            is_changing: something runs differently from the script.
+            is_scaling: an enabled GradScaler takes the step.
         """
-        if self.is_waiting and not self._stepped_at:
+        if self.is_waiting and not self._stepped_at:  # once: the script may take many such steps
             self._stepped_at = find_line()
             self._on_plain_step(
                 f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"
                 " torch.autocast for the first time"
             )
-        if self._is_compiled and is_changing:
+        if self._has_compiled_region and is_changing:
             raise PolicyError(
                 "the first region of torch.autocast is in compiled code, where lists cannot change it: enter"
                 " torch.autocast around the call of the compiled model instead"
@@ -84,18 +92,18 @@ class StepChecks:
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer, *, is_open: bool) -> None:
-        """Take note that a step has ended: what counts for the next is what comes from now on."""
-        self._is_compiled = self._loses_range = False
+        """Record the end of a step. `is_open`: a session counts it."""
+        self._has_compiled_region = self._has_wide_region = False
         if not is_open and self._steps.note(optimizer):
             self._count += 1
 
     def take_count(self) -> int:
-        """Return how many steps have ended before the session that is opened now."""
+        """Return the number of steps that ended before the session that is being opened."""
         count, self._count = self._count, 0
         return count
 
     def check_end(self) -> None:
-        """Raise NoRegionError for a script that has trained, and has had no mixed precision at all."""
+        """Raise NoRegionError for a script that has trained, without any mixed precision."""
         if not self.is_waiting or not self._stepped_at:
             return
         where = f"{self._stepped_at} steps"

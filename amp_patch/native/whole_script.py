@@ -1,4 +1,4 @@
-"""One region of `torch.autocast` around everything that a script without regions runs."""
+"""`WholeScript`: one region of `torch.autocast` around everything that a script without regions runs."""
 
 import functools
 import threading
@@ -20,13 +20,13 @@ HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (ev
 
 
 class _OfThread(threading.local):
-    """What a thread has of its own.
+    """The state of a thread.
 
     Attributes:
         region: the block of torch.autocast, once this thread has called a model.
-        is_left: for an optimizer step.
-        modes: how many blocks of torch.inference_mode there are around.
-        is_in_mode: it was entered inside of some.
+        is_left: the region is disabled for an optimizer step.
+        modes: the number of torch.inference_mode blocks that are open.
+        is_in_mode: the region began inside of one.
     """
 
     region: Any = None
@@ -36,7 +36,7 @@ class _OfThread(threading.local):
 
 
 _HERE = _OfThread()
-"""Of all installations: a thread that runs on after one has ended is still in its region. The next takes it over."""
+"""Shared by all installations: a thread that outlives one is still in its region, and the next installation uses it."""
 
 
 class WholeScript:
@@ -44,25 +44,25 @@ class WholeScript:
 
     Args:
         low: the dtype of the region.
-        open_session: given the type of a device and `low`, opens the session whose lists act in the region.
-        is_of_amp: tells whether the script has an amp of its own in force, which decides.
+        open_session: opens the session whose lists act in the region, given a device type and `low`.
+        has_own_amp: returns whether the script called `amp.initialize` itself. Then there is no region.
     """
 
     def __init__(
-        self, low: torch.dtype, open_session: Callable[[str, torch.dtype], object], is_of_amp: Callable[[], bool]
+        self, low: torch.dtype, open_session: Callable[[str, torch.dtype], object], has_own_amp: Callable[[], bool]
     ) -> None:
         self._low = low
         self._open_session = open_session
-        self._is_of_amp = is_of_amp
+        self._has_own_amp = has_own_amp
         self._here = _HERE
 
     @property
     def is_entered(self) -> bool:
-        """Whether this thread is in it, or left it for a step."""
+        """Whether this thread is in the region, or left it for a step."""
         return self._here.region is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Patch what keeps the region around all forward passes, and around nothing else."""
+        """Patch the functions that decide where the region begins and where it is disabled."""
         patcher = Patcher()
         undo.callback(references.undo, [patcher], ())
         patcher.install(
@@ -79,48 +79,49 @@ class WholeScript:
         )
         references.redirect([(patcher, references.functions_of(patcher))], ())
 
-    # ---- in and out --------------------------------------------------------------------------------------------------
+    # ---- entering and leaving ----------------------------------------------------------------------------------------
 
     def enter(self, device_type: str) -> None:
-        """Enter it in this thread, once. PolicyError inside a region of the script.
+        """Enter the region in this thread, once. Raises PolicyError inside a region of the script.
 
-        The region keeps no copies of weights, since no step clears torch's cache. It begins where nothing else ends
-        first: not in a block of `autocast(enabled=False)`, in a backward pass, or in a trace.
+        torch's cache of weights is off, since no step would clear it. The region does not begin inside of a block that
+        ends before it: `autocast(enabled=False)`, a backward pass, or a trace.
         """
-        if self._here.region is not None or device_type == "meta":
+        if self._here.region is not None or device_type == "meta":  # meta tensors compute nothing
             return
         if torch.is_autocast_enabled(device_type):
             raise PolicyError(HAS_REGIONS)
         if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
             return
         region = torch.autocast(device_type, self._low, cache_enabled=False)
-        region.__enter__()
+        region.__enter__()  # not a `with`: the region outlives this call
         self._here.region, self._here.is_in_mode = region, self._here.modes > 0
 
     def close(self) -> None:
-        """Leave it for good, in this thread."""
+        """Leave the region for good, in this thread."""
         self.come_back()
         region, self._here.region = self._here.region, None
         if region is not None:
             region.__exit__(None, None, None)
 
     def leave_for_step(self) -> None:
-        """Leave it until `come_back`: some optimizers multiply matrices."""
+        """Disable the region until `come_back`: some optimizers multiply matrices."""
         region = self._here.region
+        # only the flag: the block stays open, because other blocks may be open inside of it
         if region is not None and torch.is_autocast_enabled(region.device):
             torch.set_autocast_enabled(region.device, False)
             self._here.is_left = True
 
     def come_back(self) -> None:
-        """Enter it again after a step."""
+        """Enable the region again after a step."""
         if self._here.is_left:
             torch.set_autocast_enabled(self._here.region.device, True)
             self._here.is_left = False
 
-    # ---- what is patched ---------------------------------------------------------------------------------------------
+    # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _without(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` run outside of it: in a backward pass the gradients of float32 ops stay float32."""
+        """Run `original` outside of the region: in a backward pass, gradients of float32 ops stay float32."""
 
         @functools.wraps(original)
         def outside(*args: Any, **kwargs: Any) -> Any:
@@ -140,11 +141,11 @@ class WholeScript:
         return enter
 
     def _restore_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enable it again after the torch.inference_mode in which it began, which puts back the state from before."""
+        """Enable the region again after the torch.inference_mode in which it began, because its end disables it."""
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            self._here.modes = max(self._here.modes - 1, 0)
+            self._here.modes = max(self._here.modes - 1, 0)  # the mode may have begun before the installation
             if not self._here.is_in_mode:
                 return
             self._here.is_in_mode = self._here.modes > 0
@@ -154,20 +155,21 @@ class WholeScript:
         return leave
 
     def _enter_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter it before a checkpoint takes down how autocast is to be when it computes the model again."""
+        """Enter the region before a checkpoint saves the autocast state for its recomputation."""
 
         @functools.wraps(original)
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if tensors and not compiling.is_dynamo_compiling() and not self._is_of_amp():
+            # without tensors, the checkpoint does not show its device; the model's own call enters the region then
+            if tensors and not compiling.is_dynamo_compiling() and not self._has_own_amp():
                 self.enter(tensors[0].device.type)
             return original(function, *args, **kwargs)
 
         return checkpoint
 
     def _widen_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.numpy` that gives a float32 copy of what is in the region's dtype: numpy has no bfloat16, and
-        a script without mixed precision does not cast by itself.
+        """Convert tensors of the region's dtype to float32 first: numpy has no bfloat16, and a script without mixed
+        precision has no cast.
         """
 
         @functools.wraps(original)
@@ -179,24 +181,24 @@ class WholeScript:
         return numpy
 
     def _enter_with_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter it before a module is compiled in place: no hook of ours sees its calls."""
+        """Enter the region before a module is compiled in place, because no hook sees its calls."""
 
         @functools.wraps(original)
         def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             weight = next(module.parameters(), None)
-            if weight is not None and not self._is_of_amp():
+            if weight is not None and not self._has_own_amp():
                 self.enter(weight.device.type)
             return original(module, *args, **kwargs)
 
         return compile
 
     def _open_session_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Open the session early: `F.mse_loss(model(x), y)` looks F.mse_loss up before it calls the model."""
+        """Open the session early: `F.mse_loss(model(x), y)` looks up F.mse_loss before it calls the model."""
 
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            if weights and weights[0].device.type != "meta" and not self._is_of_amp():
+            if weights and weights[0].device.type != "meta" and not self._has_own_amp():
                 self._open_session(weights[0].device.type, self._low)
 
         return make

@@ -1,4 +1,4 @@
-"""Patches that leave no trace: replaced attributes, references elsewhere that follow them, and word of imports."""
+"""Replaces functions, redirects references to them, and restores everything without a trace; watches imports."""
 
 from . import references as references
 from .import_hook import ImportWatch as ImportWatch

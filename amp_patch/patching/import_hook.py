@@ -10,19 +10,18 @@ import wrapt
 
 
 class ImportWatch:
-    """Calls `tell(name)` whenever one of the watched modules has been imported, in the thread that imported it, until
-    it is closed.
+    """Calls `on_import(name)` after each import of a watched module, in the importing thread, until it is closed.
 
-    wrapt keeps a hook until its module is imported, so there is one for each module name, however many watches there
-    are. It refers to no watch, and keeps none alive.
+    wrapt keeps a hook until its module is imported. So all watches share one hook for each module name, which keeps
+    none of them alive.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_import: Callable[[str], None]) -> None:
+        self._on_import = on_import
         self._names: set[str] = set()
 
-    def add(self, names: Iterable[str]) -> None:
-        """Watch these modules, whether they exist or not. For those imported already, `tell` is called at once."""
+    def watch(self, names: Iterable[str]) -> None:
+        """Watch modules, whether they exist or not. For modules imported already, `on_import` is called at once."""
         names = set(names) - self._names
         self._names |= names
         _watches.add(self)
@@ -35,18 +34,18 @@ class ImportWatch:
         self._names.clear()
 
     def pass_on(self, name: str) -> None:
-        """Call `tell` if the module is one of those that are watched."""
+        """Call `on_import` if the module is watched."""
         if name in self._names:
-            self._tell(name)
+            self._on_import(name)
 
 
 _lock = threading.Lock()
-_hooked: set[str] = set()  # names whose hook wrapt has, and will call
+_hooked: set[str] = set()  # names with a hook in wrapt
 _watches: WeakSet[ImportWatch] = WeakSet()
 
 
 def _hook(name: str) -> None:
-    """Have wrapt call `_pass_on` at the next import of a module, or at once if it is imported already."""
+    """Let wrapt call `_pass_on` at the next import of a module, or at once if it is imported already."""
     with _lock:
         if name in _hooked:
             return

@@ -1,9 +1,10 @@
-"""Patches that leave no trace: `Patcher` puts replacements in and takes every one of them out again.
+"""`Patcher`: replaces functions, and restores every one of them without a trace.
 
-It knows neither tensors nor dtypes. A replacement is a plain function made from the original;
-`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which is also how wrapt finds the
-way back. `install` replaces attributes of the owners that define a function, `redirect` other references to it. Both
-exchange what a slot holds; all exchanges are in one list, which is undone backwards.
+It knows neither tensors nor dtypes. A replacement is a plain function made from the original.
+`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which wrapt follows, too.
+
+`install` replaces attributes of the owners that define a function; `redirect` replaces references to it elsewhere. Both
+are lists of `Exchange`s. All exchanges are in one list, and undone in reverse order.
 """
 
 import contextlib
@@ -11,30 +12,24 @@ import functools
 import inspect
 import logging
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import wrapt
 
 from . import pickling
+from .slots import ABSENT, Attribute, Slot
 
 logger = logging.getLogger("amp_patch")
 
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 Cover = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]
 
-ABSENT = object()
-"""What a slot holds that holds nothing."""
-
-namespace_of: Callable[[Any], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
-attributes_of: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One attribute to replace: `owner.name` becomes `factory(original)`. Its docstring ends with the note."""
+    """Replaces `owner.name` by `factory(original)`, and appends `note` to its docstring."""
 
     owner: Any
     name: str
@@ -42,184 +37,14 @@ class Patch:
     note: str = ""
 
 
-class Slot:
-    """Somewhere that refers to a function. All but `Attribute` are read and written without running anybody's code.
-
-    Each can `read` its value, which may be ABSENT, and `write` another.
-
-    Attributes:
-        key: of an attribute, its name.
-    """
-
-    __slots__ = ("_holder", "key")
-
-    def __init__(self, holder: Any, key: Any) -> None:
-        self._holder = holder
-        self.key = key
-
-    def owner(self) -> Any:
-        """Return the object whose attribute the slot is; None if it is no attribute, or its owner is gone."""
-        return None
-
-    def read(self) -> Any:
-        raise NotImplementedError
-
-    def write(self, value: Any) -> None:
-        raise NotImplementedError
-
-
-class Attribute(Slot):
-    """An attribute of what a patch is for. To write ABSENT takes it away."""
-
-    def owner(self) -> Any:
-        return self._holder
-
-    def read(self) -> Any:
-        return vars(self._holder).get(self.key, ABSENT)
-
-    def write(self, value: Any) -> None:
-        if value is ABSENT:
-            delattr(self._holder, self.key)
-        else:
-            setattr(self._holder, self.key, value)
-
-
-class Item(Slot):
-    """An item of a dict, such as a global of the module `owner`."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, holder: dict[Any, Any], key: Any, owner: types.ModuleType | None = None) -> None:
-        super().__init__(holder, key)
-        self._owner = owner
-
-    def owner(self) -> Any:
-        return self._owner
-
-    def read(self) -> Any:
-        return dict.get(self._holder, self.key, ABSENT)
-
-    def write(self, value: Any) -> None:
-        dict.__setitem__(self._holder, self.key, value)
-
-
-class Key(Slot):
-    """A key of a dict, which stays where it is in the order."""
-
-    def read(self) -> Any:
-        return self.key if dict.__contains__(self._holder, self.key) else ABSENT
-
-    def write(self, value: Any) -> None:
-        items = [(value if key is self.key else key, item) for key, item in dict.items(self._holder)]
-        self.key = value
-        dict.update(self._holder, items)  # before anything goes: other threads may look something up
-        try:
-            dict.clear(self._holder)
-        finally:  # also if an interrupt comes
-            dict.update(self._holder, items)
-
-
-class Place(Slot):
-    """A place in a list. Where the list has another length by then, it is not there any more."""
-
-    def read(self) -> Any:
-        return self._holder[self.key] if self.key < list.__len__(self._holder) else ABSENT
-
-    def write(self, value: Any) -> None:
-        list.__setitem__(self._holder, self.key, value)
-
-
-class Member(Slot):
-    """A member of a set."""
-
-    def read(self) -> Any:
-        return self.key if set.__contains__(self._holder, self.key) else ABSENT
-
-    def write(self, value: Any) -> None:
-        before, self.key = self.key, value
-        set.add(self._holder, value)
-        set.discard(self._holder, before)
-
-
-class _WeakSlot(Slot):
-    """A slot of an object that may belong to a model, and is not kept alive."""
-
-    def __init__(self, holder: Any, key: str) -> None:
-        super().__init__(weakref.ref(holder), key)
-
-    def owner(self) -> Any:
-        return self._holder()
-
-    def read(self) -> Any:
-        holder = self._holder()
-        return ABSENT if holder is None else self._get(holder)
-
-    def write(self, value: Any) -> None:
-        holder = self._holder()
-        if holder is not None:
-            self._set(holder, value)
-
-    def _get(self, holder: Any) -> Any:
-        raise NotImplementedError
-
-    def _set(self, holder: Any, value: Any) -> None:
-        raise NotImplementedError
-
-
-class ClassAttribute(_WeakSlot):
-    """An attribute that a class itself holds."""
-
-    def _get(self, holder: type) -> Any:
-        return attributes_of(holder).get(self.key, ABSENT)
-
-    def _set(self, holder: type, value: Any) -> None:
-        type.__setattr__(holder, self.key, value)
-
-
-class InstanceAttribute(_WeakSlot):
-    """An attribute in the `__dict__` of a module of a model."""
-
-    def _get(self, holder: Any) -> Any:
-        return vars(holder).get(self.key, ABSENT)
-
-    def _set(self, holder: Any, value: Any) -> None:
-        vars(holder)[self.key] = value
-
-
-class PartialFunction(_WeakSlot):
-    """The function of a `functools.partial`, which may be held anywhere."""
-
-    def owner(self) -> Any:
-        return None
-
-    def _get(self, holder: Any) -> Any:
-        return holder.func
-
-    def _set(self, holder: Any, value: Any) -> None:
-        functools.partial.__setstate__(holder, (value, holder.args, holder.keywords, vars(holder) or None))  # type: ignore[attr-defined]
-
-
-class Defaults(_WeakSlot):
-    """The positional defaults of a function, one tuple."""
-
-    def owner(self) -> Any:
-        return None  # an attribute, but none that is a function
-
-    def _get(self, holder: types.FunctionType) -> Any:
-        return holder.__defaults__
-
-    def _set(self, holder: types.FunctionType, value: Any) -> None:
-        holder.__defaults__ = value
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """A slot, what it held, and what it is to hold.
+    """A slot, with its value before and after a replacement.
 
     Attributes:
-        before: ABSENT for an attribute that its owner only inherited, or served by `__getattr__`.
+        before: ABSENT for an attribute that its owner inherits, or serves by `__getattr__`.
         original: the function that is replaced; for a patch it may be a static or class method.
-        is_patch: whether `install` made it, and not `redirect`.
+        is_patch: `install` made it; False for `redirect`.
     """
 
     slot: Slot
@@ -230,7 +55,7 @@ class Exchange:
 
     @property
     def is_of_container(self) -> bool:
-        """Whether the slot holds a function in a tuple or frozenset, and not itself."""
+        """Whether the slot holds a tuple or frozenset with functions, and not a function."""
         return isinstance(self.after, (tuple, frozenset))
 
 
@@ -246,7 +71,7 @@ def _plan(patch: Patch) -> Exchange:
 
 
 def _find_original(owner: Any, name: str) -> Any:
-    """Return what an attribute is, of a class without what its type makes of it: a static method is one."""
+    """Return the attribute, of a class as its `__dict__` holds it: a static method, not the function in it."""
     if isinstance(owner, type):
         for base in owner.__mro__:
             if name in vars(base):
@@ -255,7 +80,8 @@ def _find_original(owner: Any, name: str) -> Any:
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the replacement. It says that it is where it will be, since pickle stores a function as that."""
+    """Build the replacement. Its name and module are those of its place, because pickle stores functions by them."""
+    # update_wrapper also sets __wrapped__, by which wrapt and the session's end find the original
     replacement = functools.update_wrapper(patch.factory(original), original)
     if patch.note:
         replacement.__doc__ = f"{original.__doc__ or ''}\n\n{patch.note}".lstrip()
@@ -272,22 +98,20 @@ class Patcher:
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
-        self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each is around
+        self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each one calls
 
     def __len__(self) -> int:
         return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build every replacement, then put them in; on any exception, KeyboardInterrupt included, what went in comes
-        out again.
-        """
-        self._put_in([_plan(patch) for patch in patches])
+        """Build all replacements, then write them. After any exception, even KeyboardInterrupt, nothing is replaced."""
+        self._apply([_plan(patch) for patch in patches])
 
     def redirect(self, exchanges: Iterable[Exchange]) -> None:
-        """Write what each slot is to hold; on any exception, the slots written so far get back what they held."""
-        self._put_in(exchanges)
+        """Write the new value of each slot. After any exception, even KeyboardInterrupt, all have their earlier one."""
+        self._apply(exchanges)
 
-    def _put_in(self, exchanges: Iterable[Exchange]) -> None:
+    def _apply(self, exchanges: Iterable[Exchange]) -> None:
         mark = len(self._exchanges)
         try:
             for exchange in exchanges:
@@ -298,9 +122,9 @@ class Patcher:
             raise
 
     def undo(self) -> None:
-        """Take every patch out again. Calling it twice is harmless.
+        """Restore everything. Calling it twice is harmless.
 
-        A name that other code has patched on top of ours is left as it is; our function below it stays callable and
+        A name that other code has patched on top of ours stays as it is. Our function below it remains callable, so it
         must be inert by then.
         """
         self.uncover()
@@ -310,12 +134,12 @@ class Patcher:
         stuck: list[str] = []
         while len(self._exchanges) > mark:
             exchange = self._exchanges[-1]
-            if not _take_out(exchange):
+            if not _revert(exchange):
                 owner = exchange.slot.owner()
                 stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
             if exchange.is_patch:
                 pickling.retire(exchange.after)  # copies of models may still hold it
-            self._exchanges.pop()  # last: what an interrupt cut short is done again
+            self._exchanges.pop()  # last, so that an exchange that an interrupt cut short is undone again
         if stuck:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
@@ -324,62 +148,63 @@ class Patcher:
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Put the originals back inside the block, for what reads functions instead of calling them."""
+        """Context manager: restore the originals, for code that reads functions instead of calling them."""
         in_place: list[tuple[Exchange, Any]] = []
         for exchange in self._exchanges:
-            held = exchange.slot.read()
-            if held is exchange.after or held is self._covers.get(id(exchange.after), exchange.after):
-                in_place.append((exchange, held))
+            value = exchange.slot.read()
+            if value is exchange.after or value is self._covers.get(id(exchange.after), exchange.after):
+                in_place.append((exchange, value))
         try:
             for exchange, _ in reversed(in_place):
                 exchange.slot.write(exchange.before)
             yield
         finally:
-            for exchange, held in in_place:
-                exchange.slot.write(held)
+            for exchange, value in in_place:
+                exchange.slot.write(value)
 
     def cover(self, make: Cover) -> None:
-        """Put a function around each replacement, wherever it is referred to: `make(owner, name, replacement)`, or
-        leave it alone for None. It must call what it covers. On any exception, all is as it was.
+        """Replace each replacement, in all its slots, by `make(owner, name, replacement)`, which must call it.
+
+        None leaves a replacement alone. After any exception, there are no covers.
         """
         try:
             for exchange in self._exchanges:
                 replacement = exchange.after
                 if not exchange.is_patch or not inspect.isfunction(replacement) or id(replacement) in self._covers:
                     continue
-                made = make(exchange.slot.owner(), exchange.slot.key, replacement)
-                if made is not None:
-                    self._covers[id(replacement)] = functools.update_wrapper(made, replacement)
+                cover = make(exchange.slot.owner(), exchange.slot.key, replacement)
+                if cover is not None:
+                    self._covers[id(replacement)] = functools.update_wrapper(cover, replacement)
             for exchange in self._exchanges:
-                made = self._covers.get(id(exchange.after))
-                if made is not None and exchange.slot.read() is exchange.after:
-                    exchange.slot.write(made)
+                cover = self._covers.get(id(exchange.after))
+                if cover is not None and exchange.slot.read() is exchange.after:
+                    exchange.slot.write(cover)
         except BaseException:
             self.uncover()
             raise
 
     def uncover(self) -> None:
-        """Put the replacements back. Harmless twice, and without covers."""
+        """Remove the covers. Harmless twice, and without covers."""
         if not self._covers:
             return
         for exchange in self._exchanges:
-            made = self._covers.get(id(exchange.after))
-            if made is not None and exchange.slot.read() is made:
+            cover = self._covers.get(id(exchange.after))
+            if cover is not None and exchange.slot.read() is cover:
                 exchange.slot.write(exchange.after)
         self._covers.clear()
 
     def is_patched(self, owner: Any, name: str) -> bool:
-        """Tell whether `owner.name` carries a patch of ours, or was redirected to one."""
-        return self._find(owner, name) is not None
+        """Return whether `owner.name` was patched, or redirected to a replacement."""
+        return self._get_exchange(owner, name) is not None
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
-        """Return what `owner.name` was before it was patched, or None if it is not patched."""
-        found = self._find(owner, name)
-        return None if found is None else found.original
+        """Return the original of `owner.name`, or None if it is not patched."""
+        exchange = self._get_exchange(owner, name)
+        return None if exchange is None else exchange.original
 
-    def _find(self, owner: Any, name: str) -> Exchange | None:
+    def _get_exchange(self, owner: Any, name: str) -> Exchange | None:
         """Return the earliest exchange of an attribute."""
-        if owner is None:  # which slots that are no attributes have, too
+        if owner is None:  # the owner of slots that are no attributes
             return None
         for exchange in self._exchanges:
             if exchange.slot.key == name and exchange.slot.owner() is owner and not exchange.is_of_container:
@@ -387,7 +212,7 @@ class Patcher:
         return None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yield each patched function with its replacement, in the order in which they were put in."""
+        """Yield each patched function with its replacement, in the order of installation."""
         for exchange in self._exchanges:
             if not exchange.is_patch or isinstance(exchange.original, classmethod):
                 continue
@@ -397,14 +222,14 @@ class Patcher:
                 yield exchange.original, exchange.after
 
 
-def _take_out(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if our function stays below that of other code."""
-    held = exchange.slot.read()
-    if held is exchange.after:
+def _revert(exchange: Exchange) -> bool:
+    """Undo one exchange. Return False if our function stays in place below a patch of other code."""
+    value = exchange.slot.read()
+    if value is exchange.after:
         exchange.slot.write(exchange.before)
         return True
-    is_gone = held is ABSENT or held is exchange.original  # taken out already, or never put in
-    if is_gone or not exchange.is_patch:
+    is_restored = value is ABSENT or value is exchange.original  # by other code, or an interrupt came before the write
+    if is_restored or not exchange.is_patch:
         return True
     if isinstance(exchange.after, (staticmethod, classmethod)):
         return False  # wrapt would leave the function inside of ours

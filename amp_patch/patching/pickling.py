@@ -1,10 +1,11 @@
-"""Replacements that were taken out, and how pickle finds them: copies of a model that were made during a session may
-still hold some. The layer `GELUActivation` of transformers keeps `F.gelu`, and a copy of it keeps the replacement.
+"""Lets pickle find replacements of closed sessions.
 
-Pickle stores a function as the module and the name that lead to it. A replacement in place is found where it is
-installed. One that was taken out is found in this module, under a name made of its place and a number. Another process
-does not have the replacement, and gets the function that is in that place now. Saved files refer to this module by its
-name.
+Copies of a model that were made during a session may hold some: the layer `GELUActivation` of transformers keeps
+`F.gelu`, and a copy of it keeps the replacement.
+
+Pickle stores a function as a module and a name. It finds an installed replacement where it is installed, and a removed
+(*retired*) one in this module, under a name made of its place and a number. Another process does not have the
+replacement, and gets the function that is in that place now. Saved files refer to this module by its name.
 """
 
 import itertools
@@ -14,15 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 _functions: dict[str, weakref.ref[Callable[..., Any]]] = {}
-"""The replacements that were taken out, by name. A WeakValueDictionary would run Python code as each is freed, where
-Ctrl-C is lost.
+"""The retired replacements, by name. A WeakValueDictionary would run Python code when one is freed, and lose a Ctrl-C
+there.
 """
 
 _numbers = itertools.count()
 
 
 def retire(replacement: Any) -> None:
-    """Have a replacement, or that in a static or class method, be pickled by a name of this module."""
+    """Let a replacement, or the one in a static or class method, be pickled by a name of this module."""
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
         # a dot would be read as an attribute of an attribute
@@ -32,7 +33,7 @@ def retire(replacement: Any) -> None:
 
 
 def get_originals() -> dict[int, Callable[..., Any]]:
-    """Return the original of each retired replacement that is still alive, by its id; forget the others."""
+    """Return the original of each living retired replacement, by the id of the replacement. Forgets the others."""
     originals: dict[int, Callable[..., Any]] = {}
     for name, reference in list(_functions.items()):
         replacement: Any = reference()
@@ -44,7 +45,7 @@ def get_originals() -> dict[int, Callable[..., Any]]:
 
 
 def get_packages() -> set[str]:
-    """Return the top-level packages that the retired replacements were in."""
+    """Return the top-level packages of the retired replacements."""
     return {name.partition(":")[0].partition("/")[0] for name in list(_functions)}
 
 

@@ -1,4 +1,4 @@
-"""Reruns of a script write into a folder of their own, over what was there before. Importing this imports no torch."""
+"""Lets reruns of a script write to a folder of their own, over the files from before. Imports no torch."""
 
 from .folders import Folders as Folders
 from .folders import find_inductor_cache as find_inductor_cache

@@ -1,4 +1,4 @@
-"""`Folders`: where the runs of one command write, and what they hold at the end. On the command's side."""
+"""`Folders`: the folders that the runs of a command write to. Used by the command, not by the runs."""
 
 import contextlib
 import getpass
@@ -14,7 +14,7 @@ from collections import Counter
 from ..tables import count_of
 
 REST = "elsewhere"
-"""The folder, in that of a run, of files that the script has written outside of its working directory."""
+"""The folder, in the folder of a run, for files that the script wrote outside of its working directory."""
 
 _CACHES = (
     "CUDA_CACHE_PATH",
@@ -33,29 +33,29 @@ _CACHES = (
 _CACHES_AT_HOME = (".cache", ".config/matplotlib", ".keras", ".matplotlib", ".nv", ".triton")
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
-_SHOWN = 8  # files and folders of a run that are named
+_SHOWN = 8  # how many files and folders of a run `describe` names
 _UNITS = ("bytes", "kB", "MB", "GB")
 
 
 def find_shared() -> list[str]:
-    """Return the folders that runs write to as ever: caches, and where Python's packages are.
+    """Return the folders that are not redirected: caches, and folders of Python's packages.
 
-    One that holds the working directory is left out: that has what the user made.
+    A folder around the working directory is left out, because the user's files are in it.
     """
-    found = [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    found += [os.path.join(os.path.expanduser("~"), name) for name in _CACHES_AT_HOME]
-    found += [os.path.join(sys.prefix, "share"), *site.getsitepackages(), site.getusersitepackages()]
-    found += [sysconfig.get_path("stdlib"), find_inductor_cache()]
+    folders = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    folders += [os.path.join(os.path.expanduser("~"), name) for name in _CACHES_AT_HOME]
+    folders += [os.path.join(sys.prefix, "share"), *site.getsitepackages(), site.getusersitepackages()]
+    folders += [sysconfig.get_path("stdlib"), find_inductor_cache()]
     here = os.path.realpath(os.curdir) + os.sep
-    whole = dict.fromkeys(map(os.path.abspath, found))
+    whole = dict.fromkeys(map(os.path.abspath, folders))
     return [folder for folder in whole if not here.startswith(os.path.realpath(folder) + os.sep)]
 
 
 def find_inductor_cache() -> str:
-    """Return where torch.compile keeps what it has compiled, below a folder for temporary files unless told."""
-    told = os.environ.get(_INDUCTOR)
-    if told:
-        return told
+    """Return the cache folder of torch.compile: from the environment, or in the folder for temporary files."""
+    chosen = os.environ.get(_INDUCTOR)
+    if chosen:
+        return chosen
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -64,10 +64,10 @@ def find_inductor_cache() -> str:
 
 
 class Folders:
-    """Has a folder for each run, by name; a run takes the place of an earlier one of the same name.
+    """A folder for each run, by name. A run replaces an earlier run of the same name.
 
     Args:
-        command: what the folder that holds them is named after.
+        command: part of the name of the folder around them.
     """
 
     def __init__(self, command: str) -> None:
@@ -76,7 +76,7 @@ class Folders:
         self._kept: list[str] = []
 
     def begin(self, name: str) -> str:
-        """Return the folder of a run that begins: empty."""
+        """Return an empty folder for a run."""
         if not self._top:
             self._top = os.path.realpath(tempfile.mkdtemp(prefix=f"amp-patch-{self._command}-"))
         root = os.path.join(self._top, re.sub(r"[^\w.+-]+", "-", name))
@@ -85,13 +85,14 @@ class Folders:
         return root
 
     def end(self, root: str, *, keep: bool) -> None:
-        """Leave the files that a run has written, and no others: those of the working directory right in its folder."""
+        """Keep only the files that a run wrote: those in the working directory move to the top of its folder."""
         for name in ("gone", "parts", "temp"):
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
         files = os.path.join(root, "files")
         if keep and os.path.isdir(files):
             _prune(files)
             here = files + os.path.realpath(os.curdir)
+            # the working directory's files become the folder itself, so everything moves out of it first
             beside = root + ".part"
             os.rename(root, beside)
             here, files = here.replace(root, beside, 1), files.replace(root, beside, 1)
@@ -117,7 +118,7 @@ class Folders:
             self._top = ""
 
     def describe(self) -> list[str]:
-        """Return lines that say where files are, and which; none if no run wrote any."""
+        """Return lines that name the files and their folder; no lines if no run wrote any."""
         lines, count, size = [], 0, 0
         for root in self._kept:
             files = sorted(_find_files(root))
@@ -133,7 +134,7 @@ class Folders:
 
 
 def _name(files: list[str]) -> str:
-    """Return the names of files, and of folders with how many are in each."""
+    """Return the names of files, and of folders with the number of files in each."""
     counts = Counter(name.partition(os.sep)[0] + os.sep for name in files if os.sep in name)
     names = [name for name in files if os.sep not in name]
     names += [f"{name} ({count_of(count, 'file')})" for name, count in counts.items()]
@@ -146,12 +147,12 @@ def _find_files(root: str) -> list[str]:
     return [
         os.path.relpath(os.path.join(folder, name), root)
         for folder, folders, names in os.walk(root)
-        for name in [*names, *(one for one in folders if os.path.islink(os.path.join(folder, one)))]
+        for name in [*names, *(child for child in folders if os.path.islink(os.path.join(folder, child)))]
     ]
 
 
 def _prune(folder: str) -> None:
-    """Remove folders in which there is no file."""
+    """Remove folders without files."""
     for path, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(path)

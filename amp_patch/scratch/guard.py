@@ -1,7 +1,7 @@
-"""The net below the redirection: an audit hook that refuses to change a file that was there before the run.
+"""`guard`: an audit hook that refuses to change files from before the run, as a second line of defence.
 
-Python tells audit hooks of each path that it opens or changes, by whatever function. What is redirected arrives here
-with a path in the folder of the run, or in a shared one; any other path has passed the redirection by.
+Python reports each path that any function opens or changes to audit hooks. After redirection, such a path is in the
+folder of the run, or in a shared one. Any other path was not redirected.
 """
 
 import os
@@ -31,7 +31,7 @@ _PATHS: dict[str, tuple[int, ...]] = {
     "os.utime": (0,),
     "sqlite3.connect": (0,),
 }
-"""Which arguments of an event are paths of what is changed. Those of `shutil` come before any change is made."""
+"""The positions of changed paths among the arguments of each event. Events of `shutil` precede other events."""
 
 
 class NotRedirectedError(AmpError, PermissionError):
@@ -39,19 +39,19 @@ class NotRedirectedError(AmpError, PermissionError):
 
 
 class _InForce:
-    """Holds what the hook asks, since a hook cannot be taken away."""
+    """State for the hook, which cannot be removed."""
 
     view: View | None = None
     has_hook = False
 
 
 def guard(view: View) -> Callable[[], None]:
-    """Refuse changes outside of what a view redirects, and return what ends that."""
+    """Refuse changes outside of the folders of a view. Call the result to end this."""
     before = _InForce.view
     _InForce.view = view
     if not _InForce.has_hook:
         _InForce.has_hook = True
-        sys.addaudithook(_hear)
+        sys.addaudithook(_check_event)
 
     def end() -> None:
         _InForce.view = before
@@ -59,9 +59,9 @@ def guard(view: View) -> Callable[[], None]:
     return end
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+def _check_event(event: str, arguments: tuple[Any, ...]) -> None:
     view = _InForce.view
-    if view is None:
+    if view is None:  # no run is in progress, but the hook stays
         return
     if event == "open":
         path, _, flags = arguments
@@ -73,9 +73,9 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _check(view: View, event: str, path: Any) -> None:
-    """Raise NotRedirectedError for the path of what is no file of this run."""
+    """Raise NotRedirectedError for a path outside of the folders of the view."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        return  # a descriptor, that of a file that was opened
+        return  # the descriptor of an open file
     text = os.fsdecode(path)
     if event == "sqlite3.connect":
         if text in ("", ":memory:"):
@@ -93,7 +93,7 @@ def _check(view: View, event: str, path: Any) -> None:
 
 
 def _real(path: str) -> str:
-    """Return a path without links; os.path.realpath asks functions that are replaced."""
+    """Return a path without links. os.path.realpath would call replaced functions."""
     done, parts = "", path.split(os.sep)[:0:-1]
     for _ in range(1000):
         if not parts:
@@ -109,7 +109,7 @@ def _real(path: str) -> str:
             continue
         if os.path.isabs(target):
             done = ""
-        parts += [one for one in target.split(os.sep)[::-1] if one not in ("", ".")]
+        parts += [step for step in target.split(os.sep)[::-1] if step not in ("", ".")]
     return done or os.sep
 
 

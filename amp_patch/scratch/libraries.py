@@ -1,4 +1,4 @@
-"""Functions of packages that open paths in code of their own, not by Python's: given the paths of a `View`."""
+"""Functions of packages that open paths in compiled code, and wrappers that give them the paths of a `View`."""
 
 import functools
 import importlib
@@ -18,9 +18,9 @@ class Taker(NamedTuple):
     Attributes:
         owner: the module or class that has it.
         name: its name there.
-        position: of the path among its arguments, counted with that of the instance.
+        position: the position of the path among its arguments; of a method, the instance is argument 0.
         keyword: the path's name as an argument.
-        how: READ, WRITE (all of the file), UPDATE, or MAP, which is UPDATE where the next argument is true, else READ.
+        how: READ, WRITE (the whole file), UPDATE, or MAP, which is UPDATE if the next argument is true, else READ.
     """
 
     owner: Any
@@ -33,7 +33,7 @@ class Taker(NamedTuple):
 def _of_torch() -> list[Taker]:
     from .. import torch_private
 
-    return [Taker(*one) for one in torch_private.PATH_TAKERS]
+    return [Taker(*fields) for fields in torch_private.PATH_TAKERS]
 
 
 def _of_safetensors() -> list[Taker]:
@@ -59,13 +59,13 @@ TAKERS: dict[str, Callable[[], list[Taker]]] = {
     "tokenizers": _of_tokenizers,
     "sqlite3": _of_sqlite,
 }
-"""By the package after whose import they are there."""
+"""By the package whose import defines them."""
 
-_BESIDE = ("-journal", "-wal", "-shm")  # what belongs to a file of SQLite
+_BESIDE = ("-journal", "-wal", "-shm")  # suffixes of files that SQLite keeps beside a database
 
 
 def wrap(taker: Taker, original: Callable[..., Any], view: View) -> Callable[..., Any]:
-    """Return a function that calls another with the place of the path that it is given."""
+    """Return a function that calls `original` with the redirected path."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,18 +74,18 @@ def wrap(taker: Taker, original: Callable[..., Any], view: View) -> Callable[...
             is_shared = kwargs.get("shared", args[taker.position + 1 : taker.position + 2] == (True,))
             how = UPDATE if is_shared else READ
         if len(args) > taker.position:
-            place = _find_place(view, args[taker.position], how, kwargs.get("uri"))
-            args = (*args[: taker.position], place, *args[taker.position + 1 :])
+            path = _redirect_path(view, args[taker.position], how, kwargs.get("uri"))
+            args = (*args[: taker.position], path, *args[taker.position + 1 :])
         elif taker.keyword in kwargs:
-            kwargs[taker.keyword] = _find_place(view, kwargs[taker.keyword], how, kwargs.get("uri"))
+            kwargs[taker.keyword] = _redirect_path(view, kwargs[taker.keyword], how, kwargs.get("uri"))
         return original(*args, **kwargs)
 
     return call
 
 
-def _find_place(view: View, path: Any, how: str, is_uri: object) -> Any:
+def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
     if not isinstance(path, (str, bytes, os.PathLike)) or path in ("", ":memory:"):
-        return path  # a file that is open
+        return path  # an open file
     if how == READ:
         return view.read(path)
     if how == WRITE:
@@ -102,7 +102,7 @@ def _find_place(view: View, path: Any, how: str, is_uri: object) -> Any:
 def _update(view: View, path: Any) -> Any:
     for suffix in _BESIDE:
         beside = os.fsdecode(path) + suffix
-        place = view.locate(beside)
-        if not place.is_shared and view.is_lower(place.path):
+        location = view.locate(beside)
+        if not location.is_shared and view.is_lower(location.path):
             view.write(beside)
     return view.write(path)

@@ -1,4 +1,4 @@
-"""`redirect`: has this process, and those that it forks, write into the folder of a run. All of it can be undone."""
+"""`redirect`: makes this process, and the processes that it forks, write to the folder of a run."""
 
 import contextlib
 import errno
@@ -15,18 +15,18 @@ from .system import Redirected
 from .view import View, make_folders
 
 _TEMPORARY = "temp"
-"""The folder in that of a run in which `tempfile` makes files: they are new, and other programs find them."""
+"""The folder, in the folder of a run, for files of `tempfile`. They are new, and other programs find them there."""
 
 _OF_SYSTEM = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
-"""Modules that keep the functions of the system, which the import of modules takes."""
+"""Modules that keep the original functions: imports use them."""
 
 _CAPABLE = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
 
 
 class _Replacement:
-    """A function in the place of a built-in one: as that, it is not bound to what has it as an attribute.
+    """Replaces a built-in function. Like one, it is not bound to instances of a class that has it as an attribute.
 
-    Errors name the path that the script knows, but for a full disk, which is that of the folder of the run.
+    Errors name the script's path, except if the disk is full: that is the disk with the folder of the run.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -57,12 +57,10 @@ class _Replacement:
 
 
 def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], None]:
-    """Have everything that is written go into the folder `root`, except what goes to a shared folder; return what
-    undoes that.
+    """Redirect all writes to the folder `root`, except writes to shared folders. Call the result to undo it.
 
-    Reads see what was written there first. Temporary files are made in the folder, but for what torch.compile keeps,
-    which is in `inductor_cache`. A write that cannot be redirected raises NotRedirectedError where Python is told of
-    it.
+    Reads see the files in `root` first. Temporary files go there, too, except for the cache of torch.compile, which
+    is `inductor_cache`. A write that is not redirected raises NotRedirectedError, if Python reports it.
     """
     view = View(root, shared)
     make_folders(view.root)
@@ -81,17 +79,17 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
         _swap_references([*replacements.values(), opened, code], undo)
         for name in _CAPABLE:
             functions: set[Any] = getattr(os, name)
-            more = {one for one in replacements.values() if one.__wrapped__ in functions}
+            more = {replacement for replacement in replacements.values() if replacement.__wrapped__ in functions}
             functions |= more
             undo.callback(functions.difference_update, more)
-        _follow_imports(view, undo)
+        _watch_imports(view, undo)
         undo.callback(guard(view))
         on_error.pop_all()
     return undo.close
 
 
 def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
-    """Have `tempfile`, and other programs, make temporary files in a folder."""
+    """Let `tempfile`, and other programs, make temporary files in a folder."""
     make_folders(folder)
     _set_variable("TMPDIR", folder, undo)
     if "tempfile" in sys.modules:
@@ -108,7 +106,7 @@ def _set_variable(name: str, value: str, undo: contextlib.ExitStack) -> None:
 
 
 def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Set an attribute, and have it be as before, or absent, after `undo`."""
+    """Set an attribute. `undo` restores it, or deletes it."""
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -117,8 +115,8 @@ def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None
 
 
 def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) -> None:
-    """Replace functions in every module that has them by name."""
-    by_original = {id(one.__wrapped__): one for one in replacements}
+    """Replace functions in every module that has imported them by name."""
+    by_original = {id(replacement.__wrapped__): replacement for replacement in replacements}
     for owner in list(_find_holders()):
         for name, held in list(vars(owner).items()):
             if id(held) in by_original:
@@ -141,16 +139,13 @@ def _find_holders() -> Iterator[Any]:
         is_own = name in _OF_SYSTEM or name.startswith(f"{__package__}.")
         if isinstance(getattr(module, "__dict__", None), dict) and not is_own:
             yield module
-    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)
-    if accessor is not None:  # of Python 3.10
-        yield accessor
 
 
-def _follow_imports(view: View, undo: contextlib.ExitStack) -> None:
-    """Give packages that open paths by themselves those of a view, now or as soon as they are imported."""
+def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
+    """Replace functions of packages that open paths in compiled code, now or after their import."""
     try:
         import wrapt
-    except ImportError:  # in a Python of another installation, which the script has started
+    except ImportError:  # in a Python of another installation that the script has started
         return
     is_over: list[bool] = []
     undo.callback(is_over.append, True)
@@ -174,6 +169,6 @@ def _give(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
         _swap(taker.owner, taker.name, replacement, undo)
         _swap_references([replacement], undo)
         return
-    if isinstance(original, types.BuiltinFunctionType):
+    if isinstance(original, types.BuiltinFunctionType):  # a builtin in a class is not bound to instances
         replacement = staticmethod(replacement)
     _swap(taker.owner, taker.name, replacement, undo)

@@ -1,4 +1,4 @@
-"""The functions of `os` and `io` that take paths, over a `View`: each calls the original with another path."""
+"""`Redirected`: the functions of `os` and `io` that take paths; each calls the original with the path of a `View`."""
 
 import contextlib
 import errno
@@ -8,13 +8,13 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from .view import Entry, Listing, Place, View, make_error
+from .view import Entry, Listing, Location, View, make_error
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Redirected:
-    """Has a method for each function that is replaced, under its name; `open_file` is the built-in `open`."""
+    """A method for each function that is replaced, with its name. `open_file` is the built-in `open`."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -23,7 +23,7 @@ class Redirected:
         self._open_code = io.open_code
 
     def originals(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions of `os` that there are on this system, by name."""
+        """Return the original functions of `os`, by name, as far as this system has them."""
         return dict(self._os)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -31,12 +31,12 @@ class Redirected:
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
         if not isinstance(path, int):
             path = self._view.read(path, dir_fd, follow=follow_symlinks)
-        found: os.stat_result = self._os["stat"](path, follow_symlinks=follow_symlinks)
-        return found
+        status: os.stat_result = self._os["stat"](path, follow_symlinks=follow_symlinks)
+        return status
 
     def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
-        found: os.stat_result = self._os["lstat"](self._view.read(path, dir_fd, follow=False))
-        return found
+        status: os.stat_result = self._os["lstat"](self._view.read(path, dir_fd, follow=False))
+        return status
 
     def access(self, path: Any, mode: int, *, dir_fd: int | None = None, **options: Any) -> bool:
         with contextlib.suppress(OSError):
@@ -60,26 +60,23 @@ class Redirected:
         return self._os["statvfs"](self._read(path, True))
 
     def listdir(self, path: Any = None) -> list[Any]:
-        found = self._find_merged("." if path is None else path)
-        if found is None:
-            given = "." if path is None else path
+        given = "." if path is None else path
+        folder = self._find_merged(given)
+        if folder is None:
             names: list[Any] = self._os["listdir"](given if isinstance(given, int) else self._view.locate(given).given)
             return names
-        return [_as_type(name, path) for name in self._list(found, path)]
+        return [_as_type(name, path) for name in self._list(folder, path)]
 
     def scandir(self, path: Any = None) -> Any:
         given = "." if path is None else path
-        found = self._find_merged(given)
-        if found is None:
+        folder = self._find_merged(given)
+        if folder is None:
             return self._os["scandir"](given if isinstance(given, int) else self._view.locate(given).given)
-        if isinstance(given, int):
-            folder: Any = ""
-        else:
-            folder = os.fspath(given)
+        prefix: Any = "" if isinstance(given, int) else os.fspath(given)
         entries = []
-        for name in self._list(found, given):
-            own = _as_type(name, folder)
-            entries.append(Entry(os.path.join(folder, own), own, os.path.join(found, name)))
+        for name in self._list(folder, given):
+            shown = _as_type(name, prefix)
+            entries.append(Entry(os.path.join(prefix, shown), shown, os.path.join(folder, name)))
         return Listing(iter(entries))
 
     def getcwd(self) -> str:
@@ -90,9 +87,9 @@ class Redirected:
 
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
-            place = self._view.locate(path)
-            is_outside = place.is_shared or self._view.is_lower(place.path)  # where other programs find it, too
-            path = place.given if is_outside else self._view.read(path)
+            location = self._view.locate(path)
+            is_outside = location.is_shared or self._view.is_lower(location.path)  # other programs find it there, too
+            path = location.given if is_outside else self._view.read(path)
         self._os["chdir"](path)
 
     def _read(self, path: Any, follow: bool) -> Any:
@@ -101,25 +98,23 @@ class Redirected:
         return self._view.read(path, follow=follow)
 
     def _find_merged(self, path: Any) -> str | None:
-        """Return the located path of a folder of which this run has changed something; None for any other."""
+        """Return the located path of a folder whose names this run may have changed, or None."""
         if isinstance(path, int):
-            found = self._view.path_of(path)
-            if self._view.is_shared(found):
+            folder = self._view.path_of(path)
+            if self._view.is_shared(folder):
                 return None
         else:
-            place = self._view.locate(path)
-            if place.is_shared:
+            location = self._view.locate(path)
+            if location.is_shared:
                 return None
-            found = place.path
-        if self._view.is_changed(found):
-            return found
-        return None
+            folder = location.path
+        return folder if self._view.is_changed(folder) else None
 
     def _list(self, folder: str, given: Any) -> list[str]:
-        place = self._view.find(folder)
-        if place is None:
+        existing = self._view.find(folder)
+        if existing is None:
             raise make_error(errno.ENOENT, given)
-        if not stat.S_ISDIR(self._os["stat"](place).st_mode):
+        if not stat.S_ISDIR(self._os["stat"](existing).st_mode):
             raise make_error(errno.ENOTDIR, given)
         return self._view.list_names(folder)
 
@@ -147,15 +142,15 @@ class Redirected:
         closefd: bool = True,
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
-        place = file
+        path = file
         if not isinstance(file, int) and isinstance(mode, str):
             if not set(mode) & set("wax+"):
-                place = self._view.read(file)
+                path = self._view.read(file)
             else:
                 self._check_mode(file, None)
-                place = self._view.write(file, with_content="w" not in mode, is_new="x" in mode)
-        opened = self._open_file(place, mode, buffering, encoding, errors, newline, closefd, opener)
-        if place is not file:
+                path = self._view.write(file, with_content="w" not in mode, is_new="x" in mode)
+        opened = self._open_file(path, mode, buffering, encoding, errors, newline, closefd, opener)
+        if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
             raw.name = os.fspath(file)
@@ -165,11 +160,11 @@ class Redirected:
         return self._open_code(self._view.read(path))
 
     def _check_mode(self, path: Any, dir_fd: int | None) -> None:
-        """Raise PermissionError for a file that was there before, and may not be written."""
-        place = self._view.locate(path, dir_fd)
-        if place.is_shared or self._view.is_written(place.path) or not self._view.is_lower(place.path):
+        """Raise PermissionError for a file from before that may not be written."""
+        location = self._view.locate(path, dir_fd)
+        if location.is_shared or self._view.is_written(location.path) or not self._view.is_lower(location.path):
             return
-        if not self._os["access"](place.path, os.W_OK):
+        if not self._os["access"](location.path, os.W_OK):
             raise make_error(errno.EACCES, path)
 
     # ---- making and removing -----------------------------------------------------------------------------------------
@@ -195,41 +190,42 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        source = self._change(src, src_dir_fd, follow=False)  # as Linux does, whatever is asked for
+        source = self._change(src, src_dir_fd, follow=False)  # as on Linux, whatever `follow_symlinks` says
         self._os["link"](source, self._view.write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        place = self._view.locate(path, dir_fd, follow=False)
-        if place.is_shared:
-            self._os["unlink"](place.given)
+        location = self._view.locate(path, dir_fd, follow=False)
+        if location.is_shared:
+            self._os["unlink"](location.given)
             return
-        self._remove(place, path, "unlink")
+        self._remove(location, path, "unlink")
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
         self.unlink(path, dir_fd=dir_fd)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        place = self._view.locate(path, dir_fd, follow=False)
-        if place.is_shared:
-            self._os["rmdir"](place.given)
+        location = self._view.locate(path, dir_fd, follow=False)
+        if location.is_shared:
+            self._os["rmdir"](location.given)
             return
-        found = self._view.find(place.path)
-        if found is not None and stat.S_ISDIR(self._os["lstat"](found).st_mode) and self._view.list_names(place.path):
+        folder = self._view.find(location.path)
+        is_folder = folder is not None and stat.S_ISDIR(self._os["lstat"](folder).st_mode)
+        if is_folder and self._view.list_names(location.path):
             raise make_error(errno.ENOTEMPTY, path)
-        self._remove(place, path, "rmdir")
+        self._remove(location, path, "rmdir")
 
-    def _remove(self, place: Place, given: Any, how: str) -> None:
+    def _remove(self, location: Location, given: Any, how: str) -> None:
         view = self._view
-        view.prepare(place.path, given)
-        found = view.find(place.path)
-        if found is None:
+        view.prepare(location.path, given)
+        existing = view.find(location.path)
+        if existing is None:
             raise make_error(errno.ENOENT, given)
-        is_folder = stat.S_ISDIR(self._os["lstat"](found).st_mode)
+        is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
         if is_folder is not (how == "rmdir"):
             raise make_error(errno.EISDIR if is_folder else errno.ENOTDIR, given)
-        if view.is_written(place.path):
-            self._os[how](view.upper(place.path))
-        view.hide(place.path)
+        if view.is_written(location.path):
+            self._os[how](view.upper(location.path))
+        view.hide(location.path)
 
     # ---- moving ------------------------------------------------------------------------------------------------------
 
@@ -239,22 +235,22 @@ class Redirected:
         target = view.locate(dst, dst_dir_fd, follow=False)
         is_folder = False
         if source.is_shared:
-            place = source.given
+            moved = source.given
         else:
-            found = view.find(source.path)
-            if found is None:
+            existing = view.find(source.path)
+            if existing is None:
                 raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), src, None, dst)
             if source.path == target.path:
                 return
-            is_folder = stat.S_ISDIR(self._os["lstat"](found).st_mode)
+            is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
             view.prepare(source.path, src)
-            place = view.copy_tree(source.path, src)
+            moved = view.copy_tree(source.path, src)
         if target.is_shared:
-            self._os["replace"](place, target.given)
+            self._os["replace"](moved, target.given)
         else:
             self._check_target(target.path, is_folder, dst)
-            self._os["replace"](place, view.prepare(target.path, dst))
-            view.hide(target.path)  # and what was in it
+            self._os["replace"](moved, view.prepare(target.path, dst))
+            view.hide(target.path)  # with everything below it
         if not source.is_shared:
             view.hide(source.path)
 
@@ -262,16 +258,16 @@ class Redirected:
         self.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def _check_target(self, path: str, is_folder: bool, given: Any) -> None:
-        """Raise the error of a name that is taken by what a rename does not replace."""
-        found = self._view.find(path)
-        if found is None:
+        """Raise the error for a target that a rename does not replace."""
+        existing = self._view.find(path)
+        if existing is None:
             return
-        is_taken = stat.S_ISDIR(self._os["lstat"](found).st_mode)
-        if is_taken and not is_folder:
+        is_onto_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
+        if is_onto_folder and not is_folder:
             raise make_error(errno.EISDIR, given)
-        if is_folder and not is_taken:
+        if is_folder and not is_onto_folder:
             raise make_error(errno.ENOTDIR, given)
-        if is_taken and self._view.list_names(path):
+        if is_onto_folder and self._view.list_names(path):
             raise make_error(errno.ENOTEMPTY, given)
 
     # ---- changing ----------------------------------------------------------------------------------------------------
@@ -298,14 +294,14 @@ class Redirected:
         self._os["utime"](self._change(path, dir_fd, follow_symlinks), **ns, follow_symlinks=follow_symlinks)
 
     def setxattr(self, path: Any, attribute: Any, value: Any, flags: int = 0, *, follow_symlinks: bool = True) -> None:
-        place = self._change(path, follow=follow_symlinks)
-        self._os["setxattr"](place, attribute, value, flags, follow_symlinks=follow_symlinks)
+        changed = self._change(path, follow=follow_symlinks)
+        self._os["setxattr"](changed, attribute, value, flags, follow_symlinks=follow_symlinks)
 
     def removexattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> None:
         self._os["removexattr"](self._change(path, follow=follow_symlinks), attribute, follow_symlinks=follow_symlinks)
 
     def _change(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
-        """Return the place of what is there and is changed."""
+        """Return the path to write for an existing file. A descriptor stays as it is."""
         if isinstance(path, int):
             return path
         self._view.read(path, dir_fd, follow=follow)
@@ -321,7 +317,7 @@ FUNCTIONS = tuple(
 
 
 def _as_type(name: str, path: Any) -> Any:
-    """Return a name as bytes where a path is given as bytes."""
+    """Return a name as bytes if the path is bytes."""
     if isinstance(path, bytes):
         return os.fsencode(name)
     return name

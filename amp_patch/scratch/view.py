@@ -1,7 +1,8 @@
-"""`View`: the files that a rerun of a script sees: those that it wrote itself, over those that were there before.
+"""`View`: the file system as a rerun of a script sees it: its own files over the files from before the run.
 
-What it writes is in `files`, below the path that the script has given. What was there and has been removed has a mark
-in `gone`; a mark also hides everything below its path. Both are folders, so that all processes of a run see the same.
+It works like overlayfs. Files of the run are in the folder `files` (the upper layer), under the paths that the script
+used. Files from before (the lower layer) are only read; those that the run removed have a mark in the folder `gone`,
+which also hides everything below their path. Both are folders on disk, so that all processes of a run see the same.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from io import BufferedWriter, FileIO  # this module and its neighbours keep the functions that are replaced later
+from io import BufferedWriter, FileIO  # by name: `redirect` replaces the attributes of io and os later
 from os import access, chmod, getcwd, link, lstat, mkdir, readlink, symlink, unlink, utime
 from os import close as _close_descriptor
 from os import listdir as _listdir
@@ -26,19 +27,19 @@ from typing import Any, NamedTuple
 PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _SYSTEM = ("/dev", "/proc", "/sys")
-_MOST_LINKS = 40  # as Linux
+_MOST_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # nanoseconds: file systems tell times to 10 ms or less
+_TICK = 100_000_000  # nanoseconds; file systems resolve times to 10 ms or better
 _PART = re.compile(r"[^/]+")
 
 
-class Place(NamedTuple):
-    """What a script's path stands for.
+class Location(NamedTuple):
+    """The file that a path of a script names.
 
     Attributes:
         path: the absolute path, without links.
-        given: what reads it outside of `files`: the script's own path where that leads there.
-        is_shared: every run writes there as it always does.
+        given: the path to use outside of `files`: the script's own, unless it only has a meaning in the view.
+        is_shared: the file is in a folder that is not redirected.
     """
 
     path: str
@@ -47,11 +48,11 @@ class Place(NamedTuple):
 
 
 class View:
-    """Says for each path where it is read, and where it is written.
+    """Maps the paths of a script to the files to read and to write.
 
     Args:
         root: the folder of this run, absolute.
-        shared: folders that every run writes to as it always does: caches, and those of the command itself.
+        shared: folders that are not redirected: caches, and folders of the command itself.
     """
 
     def __init__(self, root: str, shared: Sequence[str] = ()) -> None:
@@ -60,14 +61,14 @@ class View:
         self._gone = os.path.join(self.root, "gone")
         self._parts = os.path.join(self.root, "parts")
         self._marks: frozenset[str] = frozenset()
-        self._marked_at = 0  # when `gone` had last changed as they were listed; 0: list them again
+        self._marked_at = 0  # the mtime of `gone` when the marks were listed; 0: list them again
         outside = {*_SYSTEM, *shared, *map(os.path.realpath, shared)}
         self._shared = tuple(folder + os.sep for folder in outside)
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def strip(self, path: str) -> str:
-        """Return the path that the script has given for one inside of `files`; any other as it is."""
+        """Return the script's path of a file in `files`; other paths as they are."""
         if path == self.files:
             return os.sep
         if path.startswith(self.files + os.sep):
@@ -75,19 +76,19 @@ class View:
         return path
 
     def getcwd(self) -> str:
-        """Return the working directory as the script knows it."""
+        """Return the script's path of the working directory."""
         return self.strip(getcwd())
 
     def is_shared(self, path: str) -> bool:
-        """Tell whether an absolute path is in a folder that is not redirected; all of this run's folder is one."""
+        """Return whether an absolute path is in a folder that is not redirected, such as the run's own."""
         whole = path + os.sep
         return whole.startswith(self._shared) or whole.startswith(self.root + os.sep)
 
-    def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Place:
-        """Return what a script's path stands for; without `follow`, a link at its end is not followed."""
+    def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location:
+        """Return the location of a script's path. Without `follow`, a link at its end is not followed."""
         text = os.fsdecode(path)
         if not text:
-            return Place(text, path, True)  # there is no such file
+            return Location(text, path, True)  # the system raises FileNotFoundError for it
         is_plain = dir_fd is None
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
@@ -97,24 +98,24 @@ class View:
             text, is_plain = self.strip(text), False
         whole = os.path.normpath(text)
         if self.is_shared(whole):
-            return Place(whole, path if is_plain else text, True)
-        found, is_real = self._resolve(text, follow)
-        return Place(found, path if is_plain and is_real else found, self.is_shared(found))
+            return Location(whole, path if is_plain else text, True)
+        resolved, is_real = self._resolve(text, follow)
+        return Location(resolved, path if is_plain and is_real else resolved, self.is_shared(resolved))
 
     def path_of(self, descriptor: int) -> str:
-        """Return the path of an open folder, as the script knows it."""
+        """Return the script's path of an open folder."""
         if sys.platform == "darwin":
             import fcntl
 
-            found = fcntl.fcntl(descriptor, 50, bytes(1024))  # F_GETPATH
-            return self.strip(os.fsdecode(found.partition(b"\0")[0]))
+            buffer = fcntl.fcntl(descriptor, 50, bytes(1024))  # F_GETPATH
+            return self.strip(os.fsdecode(buffer.partition(b"\0")[0]))
         return self.strip(readlink(f"/proc/self/fd/{descriptor}"))
 
     def _resolve(self, text: str, follow: bool) -> tuple[str, bool]:
-        """Return an absolute path without links, and whether it follows no link that this run has made."""
+        """Return an absolute path without links, and whether none of these was made by this run."""
         parts = _PART.findall(text)[::-1]
         done, links, is_real = "", 0, True
-        is_above = True  # whether this run may have written at `done`
+        is_above = True  # this run may have written at `done`
         while parts:
             part = parts.pop()
             if part == ".":
@@ -141,7 +142,7 @@ class View:
         return done or os.sep, is_real
 
     def _read_link(self, path: str, is_above: bool) -> tuple[str | None, bool]:
-        """Return where a link leads, None for what is none, and whether this run wrote it, or what is at its path."""
+        """Return the target of a link, None if it is no link, and whether the upper layer has something at the path."""
         if is_above:
             try:
                 return readlink(self.files + path), True
@@ -153,20 +154,20 @@ class View:
                 return readlink(path), False
         return None, False
 
-    # ---- what there is -----------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def upper(self, path: str) -> str:
-        """Return where this run writes a located path."""
+        """Return the path in the upper layer of a located path."""
         return self.files + path
 
     def is_written(self, path: str) -> bool:
-        """Tell whether this run has written a located path."""
+        """Return whether this run has written a located path."""
         return is_there(self.files + path)
 
     def is_hidden(self, path: str) -> bool:
-        """Tell whether what was at a located path before is gone, with it or with a folder that held it."""
+        """Return whether the file from before at a located path was removed, or a folder around it."""
         marks = self._find_marks()
-        while marks:
+        while marks:  # nearly always there are none, and no path is hashed
             if _mark_of(path) in marks:
                 return True
             if path == os.sep:
@@ -175,19 +176,19 @@ class View:
         return False
 
     def is_lower(self, path: str) -> bool:
-        """Tell whether a located path was there before, and still is for this run."""
+        """Return whether the run sees the file from before at a located path."""
         return is_there(path) and not self.is_hidden(path)
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is something at a located path."""
+        """Return whether the run sees anything at a located path."""
         return self.is_written(path) or self.is_lower(path)
 
     def is_changed(self, folder: str) -> bool:
-        """Tell whether this run may have changed which names there are in a located folder."""
+        """Return whether this run may have changed the names in a located folder."""
         return self.is_written(folder) or bool(self._find_marks())
 
     def find(self, path: str) -> str | None:
-        """Return where a located path is read; None if there is nothing."""
+        """Return the path to read for a located path, or None if there is nothing."""
         if self.is_written(path):
             return self.files + path
         if self.is_lower(path):
@@ -209,15 +210,15 @@ class View:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
-        """Return where a script's path is read. Raises FileNotFoundError for what this run has removed."""
-        place = self.locate(path, dir_fd, follow=follow)
-        if place.is_shared:
-            return place.given
-        if self.is_written(place.path):
-            return self.files + place.path
-        if self.is_hidden(place.path):
+        """Return the path to read for a script's path. Raises FileNotFoundError if this run has removed it."""
+        location = self.locate(path, dir_fd, follow=follow)
+        if location.is_shared:
+            return location.given
+        if self.is_written(location.path):
+            return self.files + location.path
+        if self.is_hidden(location.path):
             raise make_error(errno.ENOENT, path)
-        return place.given
+        return location.given
 
     def write(
         self,
@@ -228,22 +229,25 @@ class View:
         with_content: bool = True,
         is_new: bool = False,
     ) -> Any:
-        """Return where a script's path is written: a copy of what was there before, or of its mode alone.
+        """Return the path to write for a script's path. A file from before is copied there first.
 
-        Raises FileExistsError for what `is_new` and is there.
+        Args:
+            with_content: False copies only its mode.
+            is_new: raise FileExistsError if there is anything.
         """
-        place = self.locate(path, dir_fd, follow=follow and not is_new)
-        if place.is_shared:
-            return place.given
-        if is_new and self.exists(place.path):
+        location = self.locate(path, dir_fd, follow=follow and not is_new)
+        if location.is_shared:
+            return location.given
+        if is_new and self.exists(location.path):
             raise make_error(errno.EEXIST, path)
-        if not self.is_written(place.path) and self.is_lower(place.path) and is_special(place.path):
-            return place.given
-        return self.copy_up(place.path, path, with_content=with_content)
+        if not self.is_written(location.path) and self.is_lower(location.path) and is_special(location.path):
+            return location.given
+        return self.copy_up(location.path, path, with_content=with_content)
 
     def prepare(self, path: str, given: Any) -> str:
-        """Return where a located path is written, in a folder that is there now. Raises the error that a script gets
-        for a folder that is absent, or may not be written.
+        """Return the path to write for a located path, and make its folder.
+
+        Raises the error that a script gets for a folder that does not exist or may not be written.
         """
         parent = os.path.dirname(path)
         if not access(self.check_folder(parent, given), os.W_OK):
@@ -252,19 +256,19 @@ class View:
         return self.files + path
 
     def check_folder(self, path: str, given: Any) -> str:
-        """Return where a located folder is read. Raises the error that a script gets where there is none."""
-        found = self.find(path)
-        if found is None:
+        """Return the path to read for a located folder. Raises the error that a script gets if there is none."""
+        folder = self.find(path)
+        if folder is None:
             above = os.path.dirname(path)
             if above != path:
                 self.check_folder(above, given)
             raise make_error(errno.ENOENT, given)
-        if not stat.S_ISDIR(_stat(found).st_mode):
+        if not stat.S_ISDIR(_stat(folder).st_mode):
             raise make_error(errno.ENOTDIR, given)
-        return found
+        return folder
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
-        """Return where a located path is written; what was there before is copied first."""
+        """Return the path to write for a located path, and copy the file from before there first."""
         if self.is_written(path):
             return self.files + path
         if not self.is_lower(path):
@@ -282,7 +286,7 @@ class View:
         return upper
 
     def copy_tree(self, path: str, given: PathLike) -> str:
-        """Copy what was there before at a located path, and below it, and return where it is now."""
+        """Copy the files from before at and below a located path, and return the path to write."""
         upper = self.copy_up(path, given)
         if stat.S_ISDIR(lstat(upper).st_mode):
             for name in self.list_names(path):
@@ -290,7 +294,7 @@ class View:
         return upper
 
     def _copy(self, source: str, target: str, with_content: bool) -> None:
-        """Copy a file. Where several processes do, the first copy counts: that one may be written to already."""
+        """Copy a file. If several processes do, the first copy stays: it may have been written to already."""
         make_folders(self._parts)
         part = os.path.join(self._parts, f"{os.getpid()}-{threading.get_ident()}")
         with BufferedWriter(FileIO(part, "w")) as copy:
@@ -302,11 +306,11 @@ class View:
         chmod(part, stat.S_IMODE(about.st_mode))
         utime(part, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(FileExistsError):
-            link(part, target)
+            link(part, target)  # not rename, which would replace the copy of another process
         unlink(part)
 
     def hide(self, path: str) -> None:
-        """Have what was at a located path before be gone for this run."""
+        """Remove the file from before at a located path from the view."""
         if self.is_lower(path):
             make_folders(self._gone)
             mark = os.path.join(self._gone, _mark_of(path))
@@ -314,13 +318,13 @@ class View:
             self._marked_at = 0
 
     def _find_marks(self) -> frozenset[str]:
-        """Return the marks of what is gone, which other processes make as well."""
+        """Return the marks of removed files. Other processes make some, too."""
         try:
             changed_at = lstat(self._gone).st_mtime_ns
         except FileNotFoundError:
             return frozenset()
         if changed_at != self._marked_at:
-            is_settled = time.time_ns() - changed_at > _TICK  # else one more mark may not change the time
+            is_settled = time.time_ns() - changed_at > _TICK  # otherwise, another mark may not change the time
             self._marks = frozenset(_listdir(self._gone))
             self._marked_at = changed_at if is_settled else 0
         return self._marks
@@ -338,13 +342,13 @@ def make_error(number: int, path: Any) -> OSError:
 
 
 def is_special(path: str) -> bool:
-    """Tell whether a path is a device, a pipe or a socket: it has no content that could be kept."""
+    """Return whether a path is a device, a pipe or a socket, which has no content to copy."""
     mode = lstat(path).st_mode
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
 
 
 def is_there(path: str) -> bool:
-    """os.path.lexists, which asks os.lstat, and so whatever has replaced that."""
+    """os.path.lexists, without calling the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -353,7 +357,7 @@ def is_there(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """os.makedirs for what may be there, without os.mkdir as it is now."""
+    """os.makedirs with exist_ok, without calling the replacement of os.mkdir."""
     if is_there(path):
         return
     make_folders(os.path.dirname(path))
@@ -362,7 +366,7 @@ def make_folders(path: str) -> None:
 
 
 class Entry:
-    """What os.scandir gives for a name in a folder, found by the functions of a `View`."""
+    """The os.DirEntry of a name in a folder of a `View`."""
 
     def __init__(self, path: Any, name: Any, whole: str) -> None:
         self.name = name
@@ -396,7 +400,7 @@ class Entry:
         return self._is(stat.S_ISLNK, False)
 
     def is_junction(self) -> bool:
-        """False: there are none but on Windows."""
+        """Return False: junctions exist on Windows only."""
         return False
 
     def _is(self, kind: Any, follow_symlinks: bool) -> bool:
@@ -407,7 +411,7 @@ class Entry:
 
 
 class Listing:
-    """What os.scandir returns: an iterator that can be closed."""
+    """The result of os.scandir: an iterator that can be closed."""
 
     def __init__(self, entries: Iterator[Entry]) -> None:
         self._entries = entries
@@ -425,5 +429,5 @@ class Listing:
         self.close()
 
     def close(self) -> None:
-        """Give no more entries."""
+        """End the iteration."""
         self._entries = iter(())

@@ -7,5 +7,5 @@ from .arguments import as_optimizers as as_optimizers
 from .arguments import choose_policy as choose_policy
 from .arguments import find_lists_to_lay_over as find_lists_to_lay_over
 from .session import Session as Session
-from .session import Stats as Stats
 from .sharding import find_gathered_dtype as find_gathered_dtype
+from .stats import Stats as Stats

@@ -1,4 +1,4 @@
-"""The arguments of the public functions: read, and judged before anything is changed."""
+"""Reads and checks the arguments of the public functions, before anything is changed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def as_enabled(enabled: Any) -> bool:
-    """Return whether amp is on, by `initialize`'s third argument. Raises ArgumentTypeError for text such as a level."""
+    """Return the third argument of `initialize` as a bool. Raises ArgumentTypeError for text such as a level."""
     if not isinstance(enabled, str):
         return bool(enabled)
     word = enabled.strip().lower()
@@ -37,8 +37,9 @@ def as_enabled(enabled: Any) -> bool:
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return `initialize`'s first argument, a module or an iterable of them, as a list. Raises ArgumentTypeError."""
+    """Return the first argument of `initialize`, a module or an iterable, as a list. Raises ArgumentTypeError."""
     result = [models]
+    # nn.Sequential is iterable, and a class may be, too
     if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
         result = list(models)
     for model in result:
@@ -61,12 +62,12 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _name_kind(value: object) -> str:
-    """Return the name of the type of an object; of a class, that it is one."""
+    """Return the name of an object's type, or advice if it is a class itself."""
     return f"the class {value.__name__} (make an instance of it)" if isinstance(value, type) else type(value).__name__
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return what keeps `model` from being trained under `policy`. `accept_low`: 16-bit parameters are no fault."""
+    """Return the reasons why `policy` cannot train `model`. `accept_low` allows 16-bit parameters."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
@@ -98,7 +99,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
 
 
 def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of the 16-bit tensors of a model that ought to be float32."""
+    """Return the names of the 16-bit tensors of a model that should be float32."""
     low = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -107,7 +108,7 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
     if not low:
         return []
     left_alone = ids_beside_opaque(model)
-    if policy.cast_model_type is None:  # weights stay as they are, so only those that are trained need be float32
+    if policy.cast_model_type is None:  # weights keep their dtype, so only trained ones have to be float32
         for module in model.modules():
             is_trained = False
             for parameter in module.parameters(recurse=False):
@@ -129,7 +130,7 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             types.add(tensor.device.type)
-    types.discard("meta")
+    types.discard("meta")  # of weights that are offloaded, or loaded later
     if len(types) > 1:
         raise ModelError(
             f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
@@ -139,10 +140,10 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
 
 def ids_of_parameters(models: Sequence[nn.Module]) -> set[int]:
     """Return the ids of all parameters of the models."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for model in models:
-        found.update(map(id, model.parameters()))
-    return found
+        ids.update(map(id, model.parameters()))
+    return ids
 
 
 def describe(models: Sequence[nn.Module]) -> str:
@@ -154,9 +155,9 @@ def describe(models: Sequence[nn.Module]) -> str:
 
 
 def _get_wrapped(optimizer: Any) -> Any:
-    """Return what a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`) steps, or None for no wrapper.
+    """Return the optimizer in a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`); None for no wrapper.
 
-    Accelerate's calls itself an Optimizer; those with groups of their own, as Lookahead and SAM, are no wrappers.
+    Accelerate's wrapper is an Optimizer itself. Optimizers with groups of their own, as Lookahead, are no wrappers.
     """
     if isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
         return optimizer.optimizer
@@ -164,7 +165,7 @@ def _get_wrapped(optimizer: Any) -> Any:
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer, following wrappers. Raises ArgumentTypeError if there is none."""
+    """Return the torch optimizer inside of wrappers. Raises ArgumentTypeError if there is none."""
     inner = optimizer
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
@@ -174,7 +175,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def _no_optimizer(given: object) -> ArgumentTypeError:
-    """Return the error about what is given in the place of an optimizer."""
+    """Return the error about an object that was passed as an optimizer and is none."""
     if isinstance(given, nn.Module):
         remedy = "pass the one that was made of its parameters"
     elif isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
@@ -189,7 +190,10 @@ def _no_optimizer(given: object) -> ArgumentTypeError:
 
 
 def as_optimizers(optimizers: Any) -> list[Optimizer]:
-    """Return the torch optimizers in an argument (None, one, or an iterable) as a list. Raises ArgumentTypeError."""
+    """Return the torch optimizers of an argument (None, an optimizer, or an iterable) as a list.
+
+    Raises ArgumentTypeError.
+    """
     if optimizers is None:
         return []
     if isinstance(optimizers, Optimizer) and "param_groups" in vars(optimizers):
@@ -202,12 +206,12 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def find_optimizer_problems(optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
-    """Return everything that keeps these optimizers from being bound, one sentence each."""
+    """Return the reasons, one sentence each, why these optimizers cannot be bound."""
     use_masters = bool(policy.master_weights)
     problems = []
     for index, optimizer in enumerate(optimizers):
         name = type(optimizer).__name__
-        if any(optimizer is other for other in optimizers[:index]):
+        if any(optimizer is earlier for earlier in optimizers[:index]):
             problems.append(f"the same {name} was passed twice")
         elif hasattr(optimizer, "_amp_stash"):
             problems.append(f"this {name} was initialized before: call amp.reset() first, or pass replace=True")
@@ -218,10 +222,7 @@ def find_optimizer_problems(optimizers: Sequence[Optimizer], policy: Policy) -> 
             )
         post_local = "torch.distributed.optim.post_localSGD_optimizer"
         if use_masters and is_instance_of(optimizer, post_local, "PostLocalSGDOptimizer"):
-            problems.append(
-                f"{name} averages those parameters of the model that have gradients, and at this level their masters"
-                " have the gradients: use O1 or O4"
-            )
+            problems.append(f"{name} would average no parameter at a level with masters: use O1 or O4")
         if isinstance(optimizer, torch.optim.LBFGS) and (policy.is_scale_dynamic or use_masters):
             problems.append(
                 "LBFGS evaluates its closure many times in one step, so it can neither skip a step nor keep master"
@@ -235,24 +236,24 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     low = policy.cast_model_type
     if low not in LOW_DTYPES or policy.master_weights:
         return []
-    found = []
+    sentences = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
-                found.append(
+                sentences.append(
                     f"eps={eps:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
                     f" {policy.opt_level} keeps weights and optimizer states, so a step may divide by 0 and give NaN:"
                     " pass an eps of 1e-4 or more, or use a level with float32 master weights"
                 )
                 break
-    return found
+    return sentences
 
 
 def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
-    """Return the policy of the arguments, with what a command lays over them."""
+    """Return the policy of the arguments. Settings of a command (`amp-patch run`) come before them."""
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.lay_over(opt_level, arguments)
     is_replaced = level != opt_level
@@ -266,13 +267,14 @@ def choose_policy(
             told += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", told)
+    # a second time, because only a made policy says whether functions are patched
     if laid_over := find_lists_to_lay_over(policy):
         policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)
     return policy
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return the lists that a command lays over a policy's: those with module rules, where no functions are patched."""
+    """Return the lists of a command to add to a policy. Without patched functions, only lists with module rules."""
     if policy.patch_torch_functions:
         return in_force.settings.lists
     if policy.low_dtype is None:

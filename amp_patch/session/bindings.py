@@ -1,4 +1,4 @@
-"""`Bindings`: the models and optimizers of a session, and what is asked of all of them together."""
+"""`Bindings`: the models and optimizers of a session."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,15 +24,15 @@ from ..training import (
 
 
 class Bindings:
-    """Binds models and optimizers, and lets go of them.
+    """Binds and releases models and optimizers.
 
     Args:
         rules: module rules for the models.
-        sharded: modules that `fully_shard` has taken.
-        find_root: see `RuleRegions`; with one, models are met as they are called.
+        sharded: the modules that `fully_shard` has sharded.
+        find_root: see `RuleRegions`. With it, models are bound when the script calls them.
 
     Attributes:
-        regions: has the rules act where functions are patched; None without rules, or where models are cast.
+        regions: applies the rules at levels that patch functions; None without rules, or at levels that cast models.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Bindings:
         self._awaits_step = False
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # of what they bind
+        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
         self.gradients = GradientSums(bool(policy.master_weights), scale_updates, sharded)
 
     def models(self) -> list[nn.Module]:
@@ -85,7 +85,7 @@ class Bindings:
         return None
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
-        """Return the binding of an optimizer; raises OptimizerError for one that initialize has not seen."""
+        """Return the binding of an optimizer. Raises OptimizerError for one that `initialize` has not seen."""
         binding = self.find_optimizer(optimizer)
         if binding is not None:
             return binding
@@ -100,13 +100,16 @@ class Bindings:
         if self.regions is not None:
             used |= self.regions.used
         for rule in self._rules:
-            if rule not in used and not self._may_come(rule):
+            if rule not in used and not self._may_still_match(rule):
                 place = f"{rule.path}:{rule.line}:{rule.column}"
                 wrong = f"the rule for {rule.chooser!r} matches no module of the models, so it has no effect"
                 warn(f"{place}: {wrong}. {self._describe_names(rule)}")
 
-    def _may_come(self, rule: ModuleRule) -> bool:
-        """Tell whether a rule may still choose what the script calls by itself, such as a criterion: before a step."""
+    def _may_still_match(self, rule: ModuleRule) -> bool:
+        """Return whether a rule may still choose a module that the script itself calls, such as a criterion.
+
+        That is so until the first step.
+        """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -181,7 +184,7 @@ class Bindings:
                 bound.flags.state = OptState.UNCHECKED
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
-        """Have a method of this object called when what is bound is gone."""
+        """Call a method of this object when a bound model or optimizer is gone."""
         finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
@@ -202,7 +205,7 @@ class Bindings:
         of_models = {}
         for bound in self._models:
             for parameter in bound.parameters():
-                if parameter.is_leaf:  # and not what functional_call has put in its place, which holds a graph
+                if parameter.is_leaf:  # not a tensor that functional_call has put in its place, which holds a graph
                     of_models[id(parameter)] = parameter
         self.gradients.of_models = list(of_models.values())
         holders: dict[int, list[OverflowFlags]] = {}
@@ -246,7 +249,7 @@ class Bindings:
         self.masters.copy_from_parameters(warns=True)
 
     def release(self) -> None:
-        """Undo everything that binding did."""
+        """Undo all bindings."""
         self._release(self._models, self._optimizers)
         if self.regions is not None:
             self.regions.remove_all()
@@ -260,8 +263,8 @@ class Bindings:
             bound.undo()
         for binding in reversed(models):
             binding.undo()
-        for one in (*models, *optimizers):
-            finalizer = self._finalizers.pop(one, None)
+        for released in (*models, *optimizers):
+            finalizer = self._finalizers.pop(released, None)
             if finalizer is not None:
                 finalizer.detach()
         self._optimizers = [binding for binding in self._optimizers if binding not in optimizers]
@@ -269,7 +272,7 @@ class Bindings:
         self._connect_flags()
 
     def prune(self) -> None:
-        """Let go of the parameters and masters of models and optimizers that are gone."""
+        """Release the parameters and masters of models and optimizers that are gone."""
         for binding in self._models:
             if binding.model is None:
                 self._finalizers.pop(binding, None)
@@ -283,7 +286,7 @@ class Bindings:
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
-        """Drop what was kept for an optimizer that is gone."""
+        """Release the binding and the cached weights of an optimizer that is gone."""
         binding = reference()
         if binding is None:
             return
@@ -292,12 +295,13 @@ class Bindings:
             self._optimizers.remove(binding)
             self._connect_flags()
         if self._cache is not None:
-            self._cache.keep_only(one for other in self._optimizers for one in other.groups.parameters())
+            remaining = [weight for bound in self._optimizers for weight in bound.groups.parameters()]
+            self._cache.keep_only(remaining)
 
-    # ---- about all of them -------------------------------------------------------------------------------------------
+    # ---- queries about all -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the qualified names of parameters, masters or buffers; of others, `parameter of shape (...)`."""
+        """Return the qualified names of parameters, masters and buffers; of others, `parameter of shape (...)`."""
         names: dict[int, str] = {}
         for model in self.models():
             for name, buffer in model.named_buffers():
@@ -310,7 +314,7 @@ class Bindings:
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
     def resolve_steps(self, optimizer: Optimizer) -> None:
-        """Tell of every step of an optimizer so far. Waits for the device."""
+        """Report every step of an optimizer so far. Waits for the device."""
         binding = self.find_optimizer(optimizer)
         if binding is not None:
             binding.step_log.resolve()

@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) are shown of a session's optimizers.
+"""Patches torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) for optimizers with masters.
 
-They find the names of what an optimizer steps on by looking it up among the model's parameters, where masters are not;
-and they take a step of length 0 to have an optimizer make its state, which is none of the steps that are counted.
+They look up the tensors of an optimizer among the model's parameters, where masters are not found. They also take a
+step of length 0 to let an optimizer create its state; it must not be counted.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from .bindings import Bindings
 def patch_helpers(
     bindings: Bindings, patcher: Patcher, lock: contextlib.AbstractContextManager[Any], undo: UndoStack
 ) -> None:
-    """Patch the helpers as soon as they are imported, until `undo` is closed. `lock` is held meanwhile."""
+    """Patch the helpers as soon as they are imported, until `undo` is closed. Holds `lock` while patching."""
     process_id = os.getpid()
     makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         GET_OPTIM_STATE_DICT: lambda original: _present_parameters(original, bindings),
@@ -37,7 +37,7 @@ def patch_helpers(
 
     watch = ImportWatch(patch)
     undo.callback(watch.close)
-    watch.add([STATE_DICT_MODULE])
+    watch.watch([STATE_DICT_MODULE])
 
 
 def _present_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
@@ -65,12 +65,12 @@ def _load_into_masters(original: Callable[..., Any], bindings: Bindings) -> Call
 
 
 def _bound(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[OptimizerBinding]:
-    found = [bindings.find_optimizer(optimizer) for optimizer in optimizers]
-    return [binding for binding in found if binding is not None]
+    bound = [bindings.find_optimizer(optimizer) for optimizer in optimizers]
+    return [binding for binding in bound if binding is not None]
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a mapping to names and back, so that states are loaded in float32."""
+    """Replace parameters by their masters in a mapping to names and back: states are loaded in the masters' dtype."""
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)
         if names is None:

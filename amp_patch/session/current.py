@@ -1,10 +1,12 @@
-"""The one session of the process: opening, replacing and closing it. The only mutable module state of the package."""
+"""The one session of the process: opens, replaces and closes it."""
 
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,17 +25,16 @@ from .arguments import (
     find_vanishing_eps,
     ids_of_parameters,
 )
-from .holders import describe_conflict, is_in_use
 from .session import Session
 
 
 class _State:
-    """The session in force, and what outlives sessions."""
+    """The session in force, and the settings that outlive sessions."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.session: Session | None = None
-        self.is_disabled = False  # initialize(enabled=False) was the last word
+        self.is_disabled = False  # by initialize(enabled=False)
         self.registered: list[Registration] = []
 
 
@@ -51,62 +52,165 @@ def initialize(
     accept_low: bool = False,
     overflow_group: Any = None,
 ) -> Session:
-    """Open a session for these objects, or bring them under the open one if its policy is the same. See
-    `amp_patch.initialize`.
+    """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
-    `replace_other` closes a session of another policy, as `replace` closes any. With `accept_low`, models may hold
-    16-bit parameters already.
+    The session in force takes them if it has the same policy. Otherwise a new session replaces it.
+
+    Args:
+        replace: replace the session in force in any case.
+        replace_other: replace it if it has another policy, instead of raising SessionError.
+        accept_low: models may have 16-bit parameters already.
     """
+    request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
-        device_type = device_type_of(models)
-        close_if_over()
+        close_if_over(models)
         session = state.session
-        fits = session is not None and session.fits(policy, device_type)
-        if session is not None and not fits and not (replace or replace_other):
-            raise SessionError(describe_conflict(session.policy, policy, session.models(), models))
-        if session is not None and fits and not replace:
-            known = ids_of_parameters(models)
-            unbound = []
-            for optimizer in optimizers:
-                binding = session.bindings.find_optimizer(optimizer)
-                # a cell that is run again passes an optimizer that is bound, and has parameters of these models
-                if binding is None or known.isdisjoint(map(id, binding.groups.model_parameters())):
-                    unbound.append(optimizer)
-            added = [model for model in models if model not in session.models()]
-            _check_models(policy, added, accept_low)
-            _check_optimizers(policy, added, unbound)
-            session.check_that_no_block_runs()
-            session.add_scalers(num_losses)
-            if not (added or unbound or overflow_group is not None):
-                return session
-            if unbound:
-                session.restart_scalers()
-            session.adopt(models, unbound, overflow_group)
-            tell(session.without_casts(), "session_opened", session)
+        if session is None or replace:
+            return _open(request)
+        if session.fits(policy, request.device_type):
+            _join(session, request)
             return session
+        if replace_other:
+            return _open(request)
+        raise SessionError(_describe_conflict(session, policy, models))
 
-        known = set[int]()
-        originals: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if session is not None:
-            known = ids_of_parameters(session.models())
-            originals = session.patcher.suspended()
-        with originals:  # names are looked up as torch has them
-            # raises before anything is closed
-            session = Session(policy, device_type, num_losses, registered=state.registered)
 
-        # models of which the session in force holds nothing can be judged before it is closed
-        strangers, others = [], []
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `initialize` for a session."""
+
+    policy: Policy
+    device_type: str
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    num_losses: int
+    accept_low: bool
+    overflow_group: Any
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Raise ModelError for models that cannot be trained under the policy."""
+        problems: list[str] = []
         for model in models:
-            if known.isdisjoint(map(id, model.parameters())):
-                strangers.append(model)
-            else:
-                others.append(model)
-        _check_models(policy, strangers, accept_low)
-        reset()
-        _check_models(policy, others, accept_low)
-        _check_optimizers(policy, models, optimizers)
-        open_session(session, models, optimizers, overflow_group)
-        return session
+            problems += find_model_problems(model, self.policy, self.accept_low)
+        if problems:
+            raise ModelError("; ".join(problems))
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+        """Raise OptimizerError for optimizers that cannot be bound; warn of those that own no parameter of models."""
+        problems = find_optimizer_problems(optimizers, self.policy)
+        if problems:
+            raise OptimizerError("; ".join(problems))
+        for sentence in find_vanishing_eps(optimizers, self.policy):
+            warn(sentence)
+        if not models:
+            return
+        of_models = ids_of_parameters(models)
+        for optimizer in optimizers:
+            owned: set[int] = set()
+            for group in optimizer.param_groups:
+                owned.update(map(id, group["params"]))
+            if of_models.isdisjoint(owned):
+                warn(
+                    f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the"
+                    " model was moved or copied? Create it after that, and before initialize"
+                )
+
+
+def _join(session: Session, request: _Request) -> None:
+    """Bring models and optimizers under the session in force, which has the same policy."""
+    # plan
+    bound = session.models()
+    models = [model for model in request.models if model not in bound]
+    optimizers = _find_unbound(session, request)
+    # check
+    request.check_models(models)
+    request.check_optimizers(optimizers, models)
+    session.check_that_no_block_runs()
+    # apply
+    session.make_scalers(request.num_losses)
+    if not (models or optimizers or request.overflow_group is not None):
+        return
+    if optimizers:
+        session.restart_scalers()
+    session.adopt(request.models, optimizers, request.overflow_group)
+    tell(session.without_casts(), "session_opened", session)
+
+
+def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
+    """Return the optimizers that the session does not know.
+
+    A cell of a notebook that is run again passes an optimizer that is bound, with parameters of the same models. A
+    bound optimizer of other models is returned, so that checking it raises an error.
+    """
+    of_models = ids_of_parameters(request.models)
+    unbound = []
+    for optimizer in request.optimizers:
+        binding = session.bindings.find_optimizer(optimizer)
+        if binding is None or of_models.isdisjoint(map(id, binding.groups.model_parameters())):
+            unbound.append(optimizer)
+    return unbound
+
+
+def _open(request: _Request) -> Session:
+    """Open a session in the place of the one in force. The earlier one stays if the request has an error in it."""
+    # plan: loads lists, and changes nothing
+    previous = state.session
+    bound_parameters: set[int] = set()
+    originals: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if previous is not None:
+        bound_parameters = ids_of_parameters(previous.models())
+        originals = previous.patcher.suspended()
+    with originals:  # so that the lists see torch's own functions
+        session = Session(request.policy, request.device_type, request.num_losses, registered=state.registered)
+    # check: models of the previous session only after its end, because it may have cast them
+    free: list[nn.Module] = []
+    bound: list[nn.Module] = []
+    for model in request.models:
+        is_free = bound_parameters.isdisjoint(map(id, model.parameters()))
+        (free if is_free else bound).append(model)
+    request.check_models(free)
+    reset()
+    request.check_models(bound)
+    request.check_optimizers(request.optimizers, request.models)
+    # apply
+    open_session(session, request.models, request.optimizers, request.overflow_group)
+    return session
+
+
+def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Module]) -> str:
+    """Return the error about a session in force with another policy: the reason, and what to do."""
+    level, other = session.policy.opt_level, _describe_difference(session.policy, asked)
+    alive = session.models()
+    remedies = "call amp.reset() first, or pass replace=True"
+    if not alive:
+        return f"opt_level {level} is in force for a session block, and {other} was asked for: leave the block first"
+    if any(model in alive for model in given):
+        return (
+            f"this {describe(given)} is initialized already, at {level}, and {other} was asked for: {remedies}."
+            " Calling it again with the same arguments is harmless."
+        )
+    told = (
+        f"opt_level {level} is in force for {describe(alive)}, still in use, and {other} was asked for. Pass"
+        f" all models to one initialize call, or delete the old ones, or {remedies}."
+    )
+    if "get_ipython" in vars(sys.modules["__main__"]):
+        told += (
+            " Outputs of cells keep models alive (`%reset -f out`), and so does the last traceback"
+            " (`sys.last_exc = sys.last_value = sys.last_traceback = None`)."
+        )
+    return told
+
+
+def _describe_difference(in_force: Policy, asked: Policy) -> str:
+    """Return how a policy differs from the one in force: its level, or else its properties."""
+    if asked.opt_level != in_force.opt_level:
+        return asked.opt_level
+    if asked == in_force:
+        return "the same level with lists whose files have changed, or on another device,"
+    before, after = dict(in_force.describe()), dict(asked.describe())
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    changes = [f"{name} {after.get(name, '-')} instead of {before.get(name, '-')}" for name in names]
+    return " and ".join(changes) or "the same level with other bounds of the loss scale"
 
 
 def open_session(
@@ -115,7 +219,7 @@ def open_session(
     optimizers: Sequence[Optimizer] = (),
     overflow_group: Any = None,
 ) -> None:
-    """Put a session into force. There must be none."""
+    """Open a session. There must be none in force."""
     state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
     try:
         session.open(models, optimizers, overflow_group)
@@ -132,7 +236,7 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
 
 
 def refuse_second() -> None:
-    """Raise SessionError if a session is in force: what a block undoes at its end must be its own."""
+    """Raise SessionError if a session is in force: the end of a block would undo it, too."""
     with state.lock:
         close_if_over()
         if state.session is not None:
@@ -143,7 +247,7 @@ def refuse_second() -> None:
 
 
 def open_without_model(policy: Policy, device_type: str) -> Session:
-    """Open a session that belongs to no model and lasts until `reset`. Raises SessionError if one is in force."""
+    """Open a session without models, which lasts until `reset`. Raises SessionError if one is in force."""
     with state.lock:
         refuse_second()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
@@ -153,7 +257,7 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
 
 @contextlib.contextmanager
 def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
-    """A session that belongs to no model and lasts as long as the block. See `amp_patch.session`."""
+    """Context manager: a session without models. See `amp_patch.session`."""
     session = open_without_model(policy, device_type)
     try:
         yield session
@@ -162,14 +266,14 @@ def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
 
 
 def close(session: Session) -> None:
-    """Undo what a session has done, if it is the one in force."""
+    """Close a session if it is the one in force."""
     with state.lock:
         if state.session is session:
             reset()
 
 
 def end_scope(session: Session | None, *, was_disabled: bool) -> None:
-    """Undo what a block has done: its session, or without one, that it made the API a no-op."""
+    """End a `scope`: close its session, or restore `is_disabled` if it was `enabled=False`."""
     with state.lock:
         if session is not None:
             close(session)
@@ -177,63 +281,41 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
             state.is_disabled = was_disabled
 
 
-def _check_models(policy: Policy, models: Sequence[nn.Module], accept_low: bool) -> None:
-    problems: list[str] = []
-    for model in models:
-        problems += find_model_problems(model, policy, accept_low)
-    if problems:
-        raise ModelError("; ".join(problems))
+def close_if_over(given: Sequence[nn.Module] = ()) -> None:
+    """Close the session in force if its models are gone, or it came through a fork, or is not whole.
 
-
-def _check_optimizers(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    problems = find_optimizer_problems(optimizers, policy)
-    if problems:
-        raise OptimizerError("; ".join(problems))
-    for sentence in find_vanishing_eps(optimizers, policy):
-        warn(sentence)
-    if not models:
-        return
-    known = ids_of_parameters(models)
-    for optimizer in optimizers:
-        own: set[int] = set()
-        for group in optimizer.param_groups:
-            own.update(map(id, group["params"]))
-        if known.isdisjoint(own):
-            warn(
-                f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the model"
-                " was moved or copied? Create it after that, and before initialize"
-            )
-
-
-def close_if_over() -> None:
-    """Close the session in force if all its models are gone, or it came through a fork, or is not whole."""
+    Models in reference cycles are collected first, unless one of them is among the `given` ones.
+    """
     session = state.session
-    if session is None:
-        return
-    if session.gives_way:
+    if session is not None and not _is_in_use(session, given):
         reset()
-        return
-    if session.process_id == os.getpid() and session.is_whole:
-        models = session.models()
-        if models and not is_in_use(models):
-            models.clear()
-            gc.collect()  # a model in a reference cycle is only gone after this
-        if session.models() or not session.has_models:
-            return
-    reset()
+
+
+def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
+    if session.gives_way or not session.is_whole or session.process_id != os.getpid():
+        return False
+    if not session.has_models:
+        return True
+    models = session.models()
+    if any(model in models for model in given):
+        return True
+    if models:
+        models.clear()  # this list would keep them alive
+        gc.collect()
+    return bool(session.models())
 
 
 def reset() -> None:
     """Close the session in force, if there is one. See `amp_patch.reset`."""
     with state.lock:
-        if state.session is not None and state.session.is_whole:
+        if state.session is not None and state.session.is_whole:  # an interrupted one has to be closed in any case
             state.session.check_that_no_block_runs()
         state.is_disabled = False
         _close()
 
 
 def _close() -> None:
-    """Close the session in force, which stays known until nothing of it is left to undo."""
+    """Close the session in force. It stays known while an interrupt leaves something to undo."""
     session = state.session
     if session is None:
         return

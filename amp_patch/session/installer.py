@@ -1,4 +1,4 @@
-"""`Installer`: puts the patches of one session in, and takes them out."""
+"""`Installer`: installs and removes the patches of a session."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,11 +22,11 @@ from .checkpoints import patch_helpers
 
 
 class Installer:
-    """The patches of one session.
+    """The patches of a session.
 
     Args:
         casts, oplists: None at levels that do not cast at ops.
-        products: what computes products in float32, or None.
+        products: the replacements of products, or None.
         registered: functions that the user registered.
 
     Attributes:
@@ -55,12 +55,12 @@ class Installer:
         self.deferred: DeferredOps | None = None
         self.patcher = Patcher()
         self._registered = tuple(registered)
-        self._module_patcher = Patcher()  # apart from the ops, which is what users ask about
-        self._lock = threading.RLock()  # held while the patchers are at work: packages are imported in any thread
+        self._module_patcher = Patcher()  # for patches that `is_patched` and `stats` do not count
+        self._lock = threading.RLock()  # for the patchers: packages are imported in any thread
         self._patches_ops = casts is not None or products is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Put everything in. `undo` takes it out, also where this fails half-way."""
+        """Install everything. `undo` removes it, also after an error."""
         if not (self._patches_ops or self._scales or self._model_dtype is not None):
             return
         planned: list[Patch] = []
@@ -68,14 +68,14 @@ class Installer:
             planned = self._plan_ops()
             compiling.prime()
             undo.callback(compiling.forget_compiled_code)
-            # what tells the code that is compiled under these patches from code under others
+            # distinguishes code that is compiled under these patches from code under others
             tag = ["amp_patch"]
             if self._casts is not None and self._oplists is not None:
                 tag += [self._oplists.digest, str(self._casts.low)]
             if self._products is not None:
                 tag += ["products", str(self._products.low), str(self._products.longest_attention)]
             compiling.tag_cache_key(":".join(tag), undo)
-        undo.callback(self._take_out)
+        undo.callback(self._remove)
         self.patcher.install(planned)
         if self._cache is not None:
             _add_step_hook(StepHook(self._cache.mark_updated), undo)
@@ -96,6 +96,7 @@ class Installer:
         patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()
+        # after all patches, which the references lead to
         self.redirect(self._bindings.models(), with_modules=True)
         if self._bindings.regions is not None:
             _add_step_hook(self._bindings.on_step, undo)
@@ -113,7 +114,7 @@ class Installer:
         return [switch for switch in parts if isinstance(switch, Switch)]
 
     def _plan_ops(self) -> list[Patch]:
-        """Return the patches of listed ops and registrations, of other products, and of what surrounds the ops."""
+        """Return the patches of listed ops and registrations, of other products, and of functions around ops."""
         planned: list[Patch] = []
         if self._casts is not None and self._oplists is not None:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)
@@ -123,14 +124,14 @@ class Installer:
         return [*op_patches.with_second_places(planned), *beside]
 
     def patch_ops_again(self) -> None:
-        """Put the patches of ops back in after `patcher.undo()`, and let them act."""
+        """Install the patches of ops again after `patcher.undo()`, and switch them on."""
         with self._lock:
             self.patcher.install(self._plan_ops())
         self.redirect(self._bindings.models(), with_modules=True)
         self._turn_on()
 
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
-        """Have what refers to patched functions refer to their replacements: in models, and in imported modules."""
+        """Redirect references to patched functions to their replacements: in models, and in imported modules."""
         with self._lock:
             patchers = (self.patcher, self._module_patcher)
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
@@ -138,7 +139,7 @@ class Installer:
         if stuck:
             warn(references.describe_stuck(stuck))
 
-    def _take_out(self) -> None:
+    def _remove(self) -> None:
         for switch in self._switches():
             switch.turn_off()
         with self._lock:
@@ -149,5 +150,5 @@ class Installer:
 
 
 def _add_step_hook(hook: Callable[[Optimizer, Any, Any], None], undo: UndoStack) -> None:
-    undo.callback(remove_step_hook, None, hook)
+    undo.callback(remove_step_hook, None, hook)  # first, so that an interrupt leaves no hook behind
     register_optimizer_step_post_hook(hook)

@@ -1,11 +1,9 @@
-"""`Session`: one policy in force, and everything that was changed for it; `Stats`: what it is and has done."""
+"""`Session`: one policy in force, and everything that was changed for it."""
 
 import contextlib
-import html
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,60 +32,28 @@ from ..training import LossBlock, ScaleUpdates, get_step_was_skipped, loss_scale
 from .bindings import Bindings
 from .installer import Installer
 from .sharding import find_fsdp_modules, find_groups
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a session is and has done.
-
-    Counts of parameters are numbers of elements of the bound models; `steps` and `steps_skipped` add up all optimizers;
-    `loss_scales` holds the scale of each scaler, in order. A notebook shows it as a table.
-    """
-
-    opt_level: str | None
-    low_dtype: torch.dtype | None
-    names_patched: int
-    parameters_low: int
-    parameters_float32: int
-    steps: int
-    steps_skipped: int
-    loss_scales: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them: `json.dumps(amp.stats().to_dict())`. The dtype is its name."""
-        low = None if self.low_dtype is None else dtype_name(self.low_dtype)
-        return {**asdict(self), "low_dtype": low, "loss_scales": list(self.loss_scales)}
-
-    def _repr_html_(self) -> str:
-        if self.opt_level is None:
-            return "<p>amp_patch: no level is in force</p>"
-        cells = {
-            "opt_level": self.opt_level,
-            "low dtype": dtype_name(self.low_dtype),
-            "names patched": f"{self.names_patched:,}",
-            "parameters in 16 bits": f"{self.parameters_low:,}",
-            "parameters in float32": f"{self.parameters_float32:,}",
-            "steps taken": f"{self.steps:,}",
-            "steps skipped": f"{self.steps_skipped:,}",
-            "loss scale": ", ".join(f"{scale:.12g}" for scale in self.loss_scales),
-        }
-        rows = "".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in cells.items())
-        return f"<table>{rows}</table>"
+from .stats import Stats
 
 
 class Session:
     """One policy, the models and optimizers it was applied to, the scalers, and the patches.
 
+    Args:
+        registered: functions of the user with a rule of their own.
+        has_models: False for a session that lasts until it is closed. With models, it lasts until they are gone.
+        autocast: cast inside regions of torch.autocast only.
+
     Attributes:
         bindings: the models and optimizers.
-        undo: what `close` runs; empty once all is undone.
+        undo: the callbacks that `close` runs; empty after it.
+        is_whole: from the end of `open` to the beginning of `close`.
     """
 
     gives_way = False
-    """Whether it is closed for another: nobody has asked for it by `initialize` or the like."""
+    """True if another session may replace it, because the user did not ask for this one by `initialize`."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
-    """For a session that meets its models as the script calls them: returns the model of a module that is called."""
+    """Returns the model of a module that is called, for a session that meets its models when the script calls them."""
 
     def __init__(
         self,
@@ -101,52 +67,39 @@ class Session:
     ) -> None:
         self.policy = policy
         self.device_type = device_type
-        self.has_models = has_models  # without models it lasts until it is closed, not until they are gone
+        self.has_models = has_models
         self.process_id = os.getpid()
+        self.oplists = _load_lists(policy)
+
+        # casting
+        self.switch = Switch(autocast)
+        self._cache = _make_cache(policy, device_type, autocast)
+        products = _make_products(policy, device_type, self._cache)
+        self.casts = _make_casts(policy, device_type, self.switch, self._cache, products, autocast)
+
+        # training
         self.scalers: list[loss_scaler.LossScaler] = []
         self.scale_updates = ScaleUpdates(self.scalers, device_type)
-        self.switch = Switch(autocast)
-        self.oplists = _load_lists(policy)
-        self.casts: OpCasts | None = None
-        self._cache: WeightCache | None = None
-        products: Float32Products | None = None
-        low = policy.low_dtype
-        if low is not None:
-            in_float32 = policy.computes_in_float32(device_type)
-            longest_attention = policy.get_longest_attention(device_type)
-            if policy.patch_torch_functions:
-                if autocast is None:
-                    smallest = SMALL_ON_CPU if longest_attention else 0
-                    self._cache = WeightCache(low, device_type, is_rounded=in_float32, smallest=smallest)
-                else:
-                    self._cache = RegionCache(low, device_type, is_rounded=in_float32)
-            if in_float32:
-                products = Float32Products(low, device_type, self._cache)
-            elif longest_attention:
-                products = Float32Products(low, device_type, None, longest_attention)
-            if policy.patch_torch_functions:
-                inside = policy.casts_inside
-                self.casts = OpCasts(
-                    self.switch, low, device_type, self._cache, products, casts_inside=inside, autocast=autocast
-                )
-        rules = () if self.oplists is None else self.oplists.modules
+        self.make_scalers(num_losses)
+        self._overflow_group: Any = None
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        rules = () if self.oplists is None else self.oplists.modules
         self.bindings = Bindings(
             policy, rules, self.switch, self._cache, self.scale_updates, self._sharded, type(self).find_root
         )
         self.gradients = self.bindings.gradients
+
+        # nothing is changed before `open`
         self._installer = Installer(policy, self.casts, products, self.oplists, self._cache, registered, self.bindings)
-        self._overflow_group: Any = None
         self.undo = UndoStack()
-        self.is_whole = False  # from the end of `open` to the beginning of `close`
-        self.add_scalers(num_losses)
+        self.is_whole = False
 
     # ---- opening and closing -----------------------------------------------------------------------------------------
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
-        """Apply the policy. After an error, `close` undoes what was changed so far."""
+        """Apply the policy. After an error, call `close`: it undoes the changes so far."""
         float32_data: dict[int, Tensor] = {}
-        self.undo.callback(self.gradients.local.warn_of_stale)  # when the models are as they were
+        self.undo.callback(self.gradients.local.warn_of_stale)  # last, when the models are restored
         self.undo.callback(self.switch.turn_off)
         self.undo.callback(self.bindings.release)
         self.undo.callback(self.bindings.flush)
@@ -166,7 +119,7 @@ class Session:
         self.bindings.bind_more(models, optimizers, finish)
 
     def patch_ops_again(self) -> None:
-        """Put the patches of ops back in after `patcher.undo()`."""
+        """Install the patches of ops again after `patcher.undo()`."""
         self._installer.patch_ops_again()
 
     def _decide_together(self, overflow_group: Any) -> None:
@@ -176,9 +129,9 @@ class Session:
         self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:
-        """Decide together with the ranks of a process group, unless the caller or the shards have said otherwise.
+        """Skip steps together with the ranks of a process group, unless the caller or the shards chose another.
 
-        The scales are those of its first rank from then on.
+        All ranks take over the loss scales of its first rank.
         """
         if self._overflow_group is None and not self.scale_updates.groups:
             self._decide_together(group)
@@ -194,11 +147,12 @@ class Session:
             try:
                 self.undo.close()
             except BaseException:
-                self.undo.close()
+                self.undo.close()  # the stack still holds the callbacks that have not run
                 raise
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
+        # a fork inherits blocks that only the parent can leave
         if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
@@ -206,7 +160,7 @@ class Session:
         """Return a block in which no op of this thread is cast."""
         return self.switch.region(Mode.OFF)
 
-    # ---- what it holds -----------------------------------------------------------------------------------------------
+    # ---- contents ----------------------------------------------------------------------------------------------------
 
     @property
     def patcher(self) -> Patcher:
@@ -218,39 +172,32 @@ class Session:
         return self.bindings.models()
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype that whitelisted ops have in this thread now."""
+        """Return the dtype of whitelisted ops in this thread now."""
         return self.policy.low_dtype
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
-        """Tell whether the last step of an optimizer was skipped. May wait for the device."""
+        """Return whether the last step of an optimizer was skipped. May wait for the device."""
         return get_step_was_skipped(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
-        found: list[Optimizer] = []
-        for binding in self.bindings.optimizers():
-            optimizer = binding.optimizer
-            if optimizer is not None:
-                found.append(optimizer)
-        return found
+        bound = [binding.optimizer for binding in self.bindings.optimizers()]
+        return [optimizer for optimizer in bound if optimizer is not None]
 
     def trained(self) -> list[Tensor]:
-        """Return what the optimizers step on."""
-        found: list[Tensor] = []
-        for binding in self.bindings.optimizers():
-            found += binding.groups.parameters()
-        return found
+        """Return the parameters that the optimizers update: masters, or parameters of the models."""
+        return [parameter for binding in self.bindings.optimizers() for parameter in binding.groups.parameters()]
 
     def find_master(self, parameter: Tensor) -> Tensor | None:
         """Return the float32 master of a 16-bit parameter, or None."""
         return self.bindings.masters.get(parameter)
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters or masters; of others, their shapes in words."""
+        """Return the qualified names of parameters and masters; of other tensors, `parameter of shape (...)`."""
         return self.bindings.names_of(tensors)
 
-    def add_scalers(self, num_losses: int) -> None:
-        """Have at least `num_losses` scalers."""
+    def make_scalers(self, num_losses: int) -> None:
+        """Make loss scalers until there are `num_losses`."""
         policy = self.policy
         while len(self.scalers) < num_losses:
             self.scalers.append(
@@ -261,7 +208,7 @@ class Session:
             self.scalers[-1].is_shared = bool(self.scale_updates.groups)
 
     def restart_scalers(self) -> None:
-        """Begin dynamic loss scales anew that have scaled a loss, for another training. Loaded ones stay."""
+        """Restart dynamic loss scales that have scaled a loss, for another training. Scales that were loaded stay."""
         used = [scaler for scaler in self.scalers if scaler.is_dynamic and not scaler.awaits_loss]
         for scaler in used:
             scaler.restart()
@@ -269,7 +216,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Tell whether the policy is this session's, with the op lists that its files hold now, and the device type."""
+        """Return whether policy, device type and op lists are those of this session. Reads the list files again."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
@@ -281,18 +228,18 @@ class Session:
         self.bindings.masters.refresh()
 
     def sync(self) -> None:
-        """Like `refresh`, but only for what was written to: a live graph may have saved other parameters."""
+        """Like `refresh`, but only for tensors that were written to: a live graph may have saved the others."""
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return what `amp.stats()` returns."""
-        low = full = taken = skipped = 0
+        """Return the result of `amp.stats()`."""
+        low = full = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():
             for parameter in model.parameters():
-                if id(parameter) in seen:
+                if id(parameter) in seen:  # tied weights count once
                     continue
                 seen.add(id(parameter))
                 if parameter.dtype in (torch.float16, torch.bfloat16):
@@ -301,7 +248,7 @@ class Session:
                     full += parameter.numel()
         for binding in self.bindings.optimizers():
             counts = binding.step_log.count(wait=wait)
-            taken += counts[0]
+            steps += counts[0]
             skipped += counts[1]
         scales: list[float] = []
         for scaler in self.scalers:
@@ -312,7 +259,7 @@ class Session:
             names_patched=len(self.patcher),
             parameters_low=low,
             parameters_float32=full,
-            steps=taken,
+            steps=steps,
             steps_skipped=skipped,
             loss_scales=tuple(scales),
         )
@@ -356,8 +303,47 @@ class Session:
         return self.scalers[loss_id]
 
 
+def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> WeightCache | None:
+    """Return the weight cache of a level that patches functions."""
+    low = policy.low_dtype
+    if low is None or not policy.patch_torch_functions:
+        return None
+    is_rounded = policy.computes_in_float32(device_type)
+    if autocast is not None:
+        return RegionCache(low, device_type, is_rounded=is_rounded)
+    # the first uses of a small weight take a plain cast, because a look-up costs as much
+    smallest = SMALL_ON_CPU if policy.get_longest_attention(device_type) else 0
+    return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
+
+
+def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
+    """Return the kernels that replace products: all in float32, or short attention alone."""
+    low = policy.low_dtype
+    if low is None:
+        return None
+    if policy.computes_in_float32(device_type):
+        return Float32Products(low, device_type, cache)
+    longest_attention = policy.get_longest_attention(device_type)
+    return Float32Products(low, device_type, None, longest_attention) if longest_attention else None
+
+
+def _make_casts(
+    policy: Policy,
+    device_type: str,
+    switch: Switch,
+    cache: WeightCache | None,
+    products: Float32Products | None,
+    autocast: Autocast | None,
+) -> OpCasts | None:
+    """Return the wrappers of ops at a level that patches functions."""
+    low = policy.low_dtype
+    if low is None or not policy.patch_torch_functions:
+        return None
+    return OpCasts(switch, low, device_type, cache, products, casts_inside=policy.casts_inside, autocast=autocast)
+
+
 def _load_lists(policy: Policy) -> OpLists | None:
-    """Return the op lists of a policy; raises PolicyError where they can have no effect."""
+    """Return the op lists of a policy, or None. Raises PolicyError for lists that can have no effect."""
     if not policy.lists:
         return None
     oplists = load_oplists(policy.lists)

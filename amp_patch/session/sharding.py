@@ -1,4 +1,4 @@
-"""What torch has sharded of models: FSDP modules, DTensor parameters, and which ranks hold the other shards."""
+"""Finds the sharded parts of models (FSDP modules, DTensor parameters), and the ranks with the other shards."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def is_instance_of(value: Any, module_name: str, class_name: str) -> bool:
-    """Tell whether a value is of a class of torch, without importing its module."""
+    """Return whether a value is an instance of a class of torch, without importing its module."""
     kind = getattr(sys.modules.get(module_name), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
-    """Return what keeps the shards of a model from being trained under `policy`, or None."""
+    """Return the reason why `policy` cannot train the shards of a model, or None."""
     low, name = policy.cast_model_type, type(model).__name__
     if low not in LOW_DTYPES:
         return None
@@ -51,15 +51,15 @@ def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
 
 
 def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype | None:
-    """Return the 16-bit dtype in which FSDP is to gather float32 shards of a module; None: in float32."""
+    """Return the 16-bit dtype in which FSDP should gather the float32 shards of a module; None for float32."""
     keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
     is_low = policy.cast_model_type in LOW_DTYPES and policy.master_weights and not keeps
     return policy.cast_model_type if is_low else None
 
 
 def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
-    """Return what to do where the 16-bit side of a sharded module is not what the level asks for."""
-    # the innermost module that `fully_shard` has taken around this one
+    """Return the remedy if FSDP does not gather a module in the dtype of the level, else None."""
+    # the innermost sharded module around this one
     outer = path
     fsdp = module
     while not is_instance_of(fsdp, _FSDP, "FSDPModule"):
@@ -68,32 +68,33 @@ def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: 
         outer = outer.rpartition(".")[0]
         fsdp = model.get_submodule(outer)
 
-    wanted, found = find_gathered_dtype(policy, module), get_mp_policy(fsdp).param_dtype
-    if found is wanted or (wanted is None and found is torch.float32):
+    wanted, given = find_gathered_dtype(policy, module), get_mp_policy(fsdp).param_dtype
+    if given is wanted or (wanted is None and given is torch.float32):
         return None
-    place = "model"
+    target = "model"
     if path:
-        place = f"model.get_submodule({path!r})"
+        target = f"model.get_submodule({path!r})"
     return (
-        f"shard it by fully_shard({place}, mp_policy=amp_patch.fsdp_policy({policy.opt_level!r}, module)), with the"
-        f" module that is sharded, instead of param_dtype={dtype_name(found) if found is not None else None}"
+        f"shard it by fully_shard({target}, mp_policy=amp_patch.fsdp_policy({policy.opt_level!r}, module)), with the"
+        f" module that is sharded, instead of param_dtype={dtype_name(given) if given is not None else None}"
     )
 
 
 def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return what `fully_shard` has taken of models."""
+    """Return the modules that `fully_shard` has sharded."""
     return [module for model in models for module in model.modules() if is_instance_of(module, _FSDP, "FSDPModule")]
 
 
-# ---- who decides together --------------------------------------------------------------------------------------------
+# ---- deciding together -----------------------------------------------------------------------------------------------
 
 
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
-    """Return the process groups whose ranks decide together whether a step is skipped; none: each for itself.
+    """Return the process groups whose ranks skip the same steps. None: each rank decides for itself.
 
-    They are those of the shards, and `given`, `initialize`'s `overflow_group`, before them where it lacks ranks.
+    These are the groups of the shards. `given`, the `overflow_group` of `initialize`, replaces them if it contains all
+    their ranks, and comes before them otherwise.
 
-    Raises ArgumentTypeError, or ModelError where shards lie on meshes neither of which holds the other.
+    Raises ArgumentTypeError; ModelError if parameters are sharded over meshes neither of which contains the other.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
@@ -103,32 +104,32 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
             )
         return ()
     groups = () if given is None else _groups_of(given)
-    found: dict[frozenset[int], Sequence[Any]] = {}
+    of_shards: dict[frozenset[int], Sequence[Any]] = {}  # by their ranks
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
-        found[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
+        of_shards[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
     for model in models:
         for module in model.modules():
             if is_instance_of(module, _FSDP, "FullyShardedDataParallel"):
                 group: Any = module.process_group
-                found[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
-    if not found:
+                of_shards[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
+    if not of_shards:
         return groups
-    largest = max(found, key=len)
-    if not all(ranks <= largest for ranks in found):
+    largest = max(of_shards, key=len)
+    if not all(ranks <= largest for ranks in of_shards):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"
             " that step together to initialize, as overflow_group"
         )
     if not groups:
-        return found[largest]
+        return of_shards[largest]
     if largest <= {rank for group in groups for rank in dist.get_process_group_ranks(group)}:
         return groups
-    return [*groups, *(group for group in found[largest] if all(group is not one for one in groups))]
+    return [*groups, *(group for group in of_shards[largest] if all(group is not known for known in groups))]
 
 
 def _groups_of(given: Any) -> Sequence[Any]:
-    """Return a process group, or those of a mesh: one if its ranks are all there are, else one for each dimension."""
+    """Return a process group, or the groups of a mesh: the world if it has all ranks, else one for each dimension."""
     if isinstance(given, dist.ProcessGroup):
         return [given]
     if not hasattr(given, "get_all_groups"):

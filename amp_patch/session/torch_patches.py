@@ -1,7 +1,7 @@
-"""Everything of torch that a session patches beside listed ops and registrations.
+"""Lists the patches of torch that a session makes beside listed ops and registrations.
 
-Two things stand beside it, since they replace no function: the hooks after optimizer steps, which torch has an API for,
-and `Optimizer.step_was_skipped`, a property that is absent without a session.
+Not here, because they replace no function: hooks after optimizer steps, for which torch has an API, and the property
+`Optimizer.step_was_skipped`, which exists only during a session.
 """
 
 import functools
@@ -25,18 +25,18 @@ from .bindings import Bindings
 def plan_with_ops(
     casts: OpCasts | None, oplists: OpLists | None, cache: WeightCache | None, patcher: Patcher
 ) -> Iterator[Patch]:
-    """Yield the patches that are counted, suspended and undone with those of ops."""
+    """Yield the patches that are counted, suspended and undone with the patches of ops."""
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     if casts is not None:
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
-        if casts.autocast is None:  # else torch's decorator does it
+        if casts.autocast is None:  # otherwise, torch's own decorator casts
             yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
             yield Patch(torch.nn.RNNBase, "check_input", lambda original: op_patches.check_shapes_only(original, casts))
     if cache is not None:
-        # not torch.jit.trace: Dynamo wraps that for good when it first compiles
+        # not torch.jit.trace, which Dynamo wraps for good when it first compiles
         yield Patch(*JIT_TRACE, lambda original: op_patches.trace_without_cache(original, cache))
         if casts is not None and casts.autocast is not None:
             # called where a thread leaves its outermost region of autocast
@@ -44,12 +44,12 @@ def plan_with_ops(
 
 
 def _lists_recurrent(oplists: OpLists) -> bool:
-    """Tell whether recurrent layers run in the low dtype."""
+    """Return whether recurrent layers run in the low dtype."""
     return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
-    """Yield the patches of what touches gradients. `scales`: there are masters or a loss scale."""
+    """Yield the patches of functions that touch gradients. `scales`: there are masters or a loss scale."""
     masters, gradients = bindings.masters, bindings.gradients
     yield Patch(
         DistributedDataParallel, "forward", lambda original: gradient_patches.note_forward(original, gradients.local)
@@ -61,10 +61,10 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
         "zero_grad",
         lambda original: gradient_patches.zero_masters(original, masters, bindings.on_zero_grad),
     )
-    places: list[tuple[Any, str]] = []
+    clippers: list[tuple[Any, str]] = []
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        places += [(torch.nn.utils, name), (clip_grad, name)]
-    for owner, name in places:
+        clippers += [(torch.nn.utils, name), (clip_grad, name)]
+    for owner, name in clippers:
         if hasattr(owner, name):
             yield Patch(
                 owner,
@@ -79,7 +79,7 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
 
 
 def plan_for_models(low: torch.dtype, patcher: Patcher) -> Iterator[Patch]:
-    """Yield the patches of layers of models that are cast, which are slower with hooks."""
+    """Yield the patches of layers of models that are cast. Hooks on these layers would be slower."""
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     for layer, count in PATCHED_LAYERS.items():
         yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

@@ -1,6 +1,7 @@
 """`Masters`: the float32 masters of 16-bit parameters, and how each pair is kept in agreement."""
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
-_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_unedited", "_groups", "_buffers")
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_groups", "_buffers")
 """The attributes that say which masters there are."""
 
 Pair = tuple[Tensor, Tensor]
@@ -69,6 +70,18 @@ class _Watched:
         return [index for index in range(len(self.tensors)) if self.has_moved(index)]
 
 
+class _Edit(NamedTuple):
+    """The edits of one parameter since its master was last copied to it.
+
+    Attributes:
+        before: the master from before these edits.
+        after: the master with them.
+    """
+
+    before: Tensor
+    after: Tensor
+
+
 class Masters:
     """The masters of a session.
 
@@ -77,7 +90,8 @@ class Masters:
     wins.
 
     A master takes over the elements of an edited parameter that differ from its own rounded values. Until the next copy
-    to the parameter, the master from before the edit is kept: elements that are put back get their low bits back.
+    to the parameter, an `_Edit` is kept: elements that are put back get their low bits back, and later edits are seen
+    that no version counter shows, as through `parameter.data`.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
@@ -90,7 +104,7 @@ class Masters:
         self._parameters = _Watched()
         self._masters = _Watched()
         self._index: dict[int, int] = {}  # by the parameter's id
-        self._unedited: dict[int, Tensor] = {}  # by index: masters from before an edit of their parameters
+        self._edits: dict[int, _Edit] = {}  # by index: of parameters, since masters were last copied to them
         self._groups: list[Group] | None = None  # of all, to copy to parameters
         self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
@@ -117,9 +131,9 @@ class Masters:
         for parameter, master in self.pairs.values():
             if id(parameter) in ids:
                 kept.add(parameter, master)
-                before = self._unedited.get(self._index[id(parameter)])
-                if before is not None:
-                    kept._unedited[kept._index[id(parameter)]] = before
+                edit = self._edits.get(self._index[id(parameter)])
+                if edit is not None:
+                    kept._edits[kept._index[id(parameter)]] = edit
         for key, (buffer, values) in self._buffers.items():
             if key in ids:
                 kept.keep_buffer(buffer, values)
@@ -205,7 +219,7 @@ class Masters:
         """Copy masters to their parameters, all or only those in `pairs`, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self.pairs):
             self._copy_all()
-            self._unedited.clear()
+            self._edits.clear()
         else:
             self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
@@ -214,12 +228,13 @@ class Masters:
         self.sync()
         self._copy_all()
 
-    def copy_from_parameters(self, *, warns: bool = False) -> None:
+    def copy_from_parameters(self, *, warns: bool = False, again: bool = True) -> None:
         """Copy edited parameters to their masters. Masters that were edited stay as they are.
 
+        `again`: see `sync`.
         `warns`: warn once if there are such masters, and a compiled model may have run since with old parameters.
         """
-        has_edited_masters = self._copy_edits(both_ways=False)
+        has_edited_masters = self._copy_edits(both_ways=False, again=again)
         if warns and has_edited_masters and self.is_compiled:
             self.is_compiled = False
             warn(
@@ -234,9 +249,13 @@ class Masters:
         if loaded:
             self._copy_some(loaded)
 
-    def sync(self) -> None:
-        """Copy each edited parameter to its master, and each edited master to its parameter."""
-        self._copy_edits(both_ways=True)
+    def sync(self, *, again: bool = True) -> None:
+        """Copy each edited parameter to its master, and each edited master to its parameter.
+
+        `again`: read also the parameters that an earlier sync has found to be edited since masters were last copied to
+        them. Scripts that edit weights often put them back, in ways that no version counter shows.
+        """
+        self._copy_edits(both_ways=True, again=again)
 
     def _copy_all(self) -> None:
         if self._groups is None:
@@ -249,37 +268,43 @@ class Masters:
         parameters = [self._parameters.tensors[index] for index in indices]
         copy_(group(parameters, [self._masters.tensors[index] for index in indices]))
         for index in indices:
-            self._unedited.pop(index, None)
+            self._edits.pop(index, None)
             self._see(index)
 
     def _see(self, index: int) -> None:
         self._parameters.see(index)
         self._masters.see(index)
 
-    def _copy_edits(self, *, both_ways: bool) -> bool:
+    def _copy_edits(self, *, both_ways: bool, again: bool) -> bool:
         """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If both sides
-        of a pair were edited, the master wins. Return whether masters were edited.
+        of a pair were edited, the master wins. Return whether masters were edited. `again`: see `sync`.
         """
-        edited, moved = self._parameters.find_moved(), set(self._masters.find_moved())
-        for index in edited:
-            if index not in moved:
-                self._apply_edit(index)
-                self._see(index)
+        edited, moved = set(self._parameters.find_moved()), set(self._masters.find_moved())
+        if again:
+            edited.update(self._edits)
+        for index in sorted(edited - moved):
+            self._apply_edit(index)
+            self._see(index)
         if both_ways and moved:
             self._copy_some(moved)
         return bool(moved)
 
     def _apply_edit(self, index: int) -> None:
-        """Copy the elements of an edited parameter that differ from the rounded master to the master."""
+        """Copy the edited elements of a parameter to its master."""
         parameter, master = self._parameters.tensors[index], self._masters.tensors[index]
         with torch.inference_mode(False), torch.no_grad():
-            if index not in self._unedited:
-                self._unedited[index] = clone(master)
-            before = self._unedited[index]
-            edited = torch.empty_like(master, requires_grad=False)
-            copy_([([edited], [parameter])])
-            edited = where(_is_rounded(parameter, before), before, edited)
-            copy_([([master], [where(_is_rounded(parameter, master), master, edited)])])
+            if index not in self._edits:
+                values = clone(master)
+                self._edits[index] = _Edit(values, values)
+            edit = self._edits[index]
+            values = torch.empty_like(master, requires_grad=False)
+            copy_([([values], [parameter])])
+            values = where(_is_rounded(parameter, edit.before), edit.before, values)
+            values = where(_is_rounded(parameter, edit.after), edit.after, values)
+            # what the script has written to the master meanwhile, through `master.data`, wins
+            values = where(eq(master, edit.after), values, master)
+            copy_([([master], [values])])
+            self._edits[index] = _Edit(edit.before, values)  # after the copy, or an interrupt would lose the edit
 
 
 def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:

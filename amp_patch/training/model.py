@@ -26,9 +26,9 @@ from .model_hooks import (
     CastOutputs,
     EndLoading,
     Float32StateDict,
-    HookNewModules,
     InvalidateCache,
     LoadMasters,
+    PrepareStateDict,
     SyncMasters,
     TakeAnyInput,
     TakeOutsideInput,
@@ -102,9 +102,9 @@ class ModelBinding:
             self._add(model.register_forward_pre_hook, CastModelInputs(taken), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
-            hook_new_modules = HookNewModules(self)
-            self._add(model.register_state_dict_pre_hook, hook_new_modules)
-            self._add(model.register_load_state_dict_pre_hook, hook_new_modules)
+            prepare = PrepareStateDict(self)
+            self._add(model.register_state_dict_pre_hook, prepare)
+            self._add(model.register_load_state_dict_pre_hook, prepare)
             self.hook_new_modules()
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
@@ -113,6 +113,11 @@ class ModelBinding:
             invalidate = InvalidateCache(self._cache)
             self._add(model.register_forward_pre_hook, invalidate)
             self._add(model.register_forward_hook, invalidate)
+
+    def prepare_state_dict(self) -> None:
+        """Prepare for saving or loading all of the model: modules have hooks, and masters the edits of parameters."""
+        self.hook_new_modules()
+        self._masters.sync()
 
     def hook_new_modules(self) -> None:
         """Let the modules of a cast model save and load float32 values, also those that the script has added to it."""

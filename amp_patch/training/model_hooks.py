@@ -276,13 +276,13 @@ class SyncMasters(SessionHook):
             masters.sync()
 
 
-class HookNewModules(SessionHook):
-    """State-dict and load-state-dict pre-hook of a model: hook the modules that the script has added to it."""
+class PrepareStateDict(SessionHook):
+    """State-dict and load-state-dict pre-hook of a model: see `ModelBinding.prepare_state_dict`."""
 
     def __call__(self, *_: Any) -> None:
         binding = self._target()
         if binding is not None:
-            binding.hook_new_modules()
+            binding.prepare_state_dict()
 
 
 class Float32StateDict(SessionHook):
@@ -294,7 +294,7 @@ class Float32StateDict(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.sync()
+        masters.sync(again=False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
@@ -315,7 +315,7 @@ class LoadMasters(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.copy_from_parameters()
+        masters.copy_from_parameters(again=False)
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():

@@ -199,7 +199,7 @@ def test_a_long_run_says_how_far_it_is(call, monkeypatch):
         return code
 
     monkeypatch.setattr(scripts, "_call", call_and_ask)
-    monkeypatch.setattr(scripts, "_TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(scripts, "_PROGRESS_SECONDS", 0.0)
     source = (APEX + LOOP).replace("optimizer.zero_grad()", "optimizer.zero_grad(); import time; time.sleep(0.6)")
     _, _, err = call(source, "--runs", "O0", "--steps", "3")
     assert re.search(r"amp-patch compare:   [12] of 3 steps after", err)

@@ -151,23 +151,6 @@ def test_options_behind_the_script_are_said_to_be_the_scripts(tmp_path, monkeypa
         assert [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()] == notes
 
 
-@pytest.mark.parametrize("library", ["glibc", "musl"])
-def test_malloc_keep_reaches_the_script_before_it_starts(library, tmp_path, monkeypatch, capsys):
-    (tmp_path / "script.py").touch()
-    monkeypatch.chdir(tmp_path)
-    started = []
-    monkeypatch.setattr("amp_patch.cli.run.start", lambda line, environment: started.append(environment))
-    monkeypatch.setattr("platform.libc_ver", lambda: (library, "2.36"))
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
-    main(["run", "--malloc", "keep", "script.py"])
-    main(["run", "script.py"])
-    kept = [environment.get("MALLOC_TRIM_THRESHOLD_") for environment in started]
-    assert kept == ["1073741824" if library == "glibc" else None, None]
-    assert started[0]["MALLOC_MMAP_MAX_"] == "7"  # the user's own
-    assert ("no effect without" in capsys.readouterr().err) is (library != "glibc")
-
-
 def test_where_processes_cannot_be_replaced_it_waits(tmp_path, monkeypatch):
     """As on Windows."""
     (tmp_path / "script.py").write_text("import apex, sys\nopen('found', 'w').write(apex.__name__)\nsys.exit(7)\n")

@@ -20,7 +20,7 @@ from amp_patch.doctor.machine import ApexInstall, Machine
 from amp_patch.doctor.report import Report
 
 GPU = machine.Device("cuda:0 Some GPU", ())
-CPU = machine.Device("cpu AVX2", machine.judge_cpu((), []))
+CPU = machine.Device("cpu AVX2", machine.rate_cpu((), []))
 SOUND = Machine("3.12.1", "0.2.0", {"torch": "2.13.0+cpu", "wrapt": None}, (CPU,), ApexInstall("none", None, None))
 
 
@@ -89,12 +89,10 @@ def test_the_standin_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"float16": "unknown", "bfloat16": "unknown"}),
     ],
 )
-def test_a_gpu_is_judged_by_its_compute_capability(
-    capability: tuple[int, int] | None, verdicts: dict[str, str]
-) -> None:
-    judged = machine.judge_gpu(capability)
-    assert {dtype.name: dtype.verdict for dtype in judged} == verdicts
-    assert capability is None or all(f"{capability[0]}.{capability[1]}" in dtype.evidence for dtype in judged)
+def test_a_gpu_is_rated_by_its_compute_capability(capability: tuple[int, int] | None, verdicts: dict[str, str]) -> None:
+    rated = machine.rate_gpu(capability)
+    assert {dtype.name: dtype.verdict for dtype in rated} == verdicts
+    assert capability is None or all(f"{capability[0]}.{capability[1]}" in dtype.evidence for dtype in rated)
 
 
 def test_flags_are_those_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +124,13 @@ def test_the_gpus_come_before_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "advice"),
     [
-        (replace(GPU, low_dtypes=machine.judge_gpu((9, 0))), "use O4 or O5: cuda:0 Some GPU has bfloat16"),
-        (replace(GPU, low_dtypes=machine.judge_gpu((7, 5))), "use O1 or O2: cuda:0 Some GPU has fast float16"),
-        (replace(GPU, low_dtypes=machine.judge_gpu((6, 1))), "keep O0 here: 16 bits save memory on cuda:0 Some GPU"),
-        (replace(GPU, low_dtypes=machine.judge_gpu(None)), "time a few steps at O0, O1 and O4"),
+        (replace(GPU, low_dtypes=machine.rate_gpu((9, 0))), "use O4 or O5: cuda:0 Some GPU has bfloat16"),
+        (replace(GPU, low_dtypes=machine.rate_gpu((7, 5))), "use O1 or O2: cuda:0 Some GPU has fast float16"),
+        (replace(GPU, low_dtypes=machine.rate_gpu((6, 1))), "keep O0 here: 16 bits save memory on cuda:0 Some GPU"),
+        (replace(GPU, low_dtypes=machine.rate_gpu(None)), "time a few steps at O0, O1 and O4"),
         (CPU, "keep O0 here: this CPU has no fast 16-bit products"),
         (
-            replace(CPU, low_dtypes=machine.judge_cpu((), ["bfloat16"])),
+            replace(CPU, low_dtypes=machine.rate_cpu((), ["bfloat16"])),
             "use O4 or O5: this CPU has bfloat16 instructions",
         ),
     ],
@@ -154,7 +152,7 @@ def test_without_scripts_the_machine_alone_is_reported(capsys: pytest.CaptureFix
 
 def test_malloc_is_told_of_where_tensors_are_in_its_memory() -> None:
     told = machine.describe_malloc(CPU, "glibc", {})
-    assert "amp-patch run --malloc keep" in told
+    assert "MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_MAX_=0" in told
     assert told in " ".join(Report([], 0, replace(SOUND, malloc=told)).as_text().split())
     assert machine.describe_malloc(GPU, "glibc", {}) == machine.describe_malloc(CPU, "musl", {}) == ""
     assert machine.describe_malloc(CPU, "glibc", {"MALLOC_TRIM_THRESHOLD_": "1073741824"}) == ""

@@ -83,7 +83,7 @@ def test_odd_but_sound_files_have_no_findings(content, write, recwarn):
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_columns_count_characters_and_lines_are_pythons(newline, write):
     (finding,) = diagnose(write((SETUP + f"'é\f'; {FAULT}").replace("\n", newline)))
-    assert (finding.line, finding.column, finding.place()) == (3, 7, f"{finding.path}:3:7")
+    assert (finding.line, finding.column, finding.location()) == (3, 7, f"{finding.path}:3:7")
 
 
 def test_nothing_of_a_script_is_run(write, tmp_path):
@@ -109,7 +109,7 @@ def test_findings_in_notebooks_name_cell_and_line(write):
         (FAULT + "\n# more").splitlines(True),
     ]
     (finding,) = diagnose(write(notebook(*cells), "train.ipynb"))
-    assert finding.place() == f"{finding.path}:cell 3:4:1"
+    assert finding.location() == f"{finding.path}:cell 3:4:1"
 
 
 def test_a_cell_that_is_no_python_is_one_finding_and_the_others_are_read(write):

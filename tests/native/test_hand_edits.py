@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from list_files import write_list
 from torch import Tensor, nn
 
 from amp_patch import native
@@ -178,7 +179,7 @@ def test_weights_that_are_changed_by_hand_train_as_in_float32(train: Callable[[]
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["torch keeps copies", "torch keeps none"])
 def test_a_region_sees_an_edit_where_torch_sees_it(keeps: bool, tmp_path: Path) -> None:
-    path = write(tmp_path, "whitelist: [mul]")
+    path = write_list(tmp_path, "whitelist: [mul]")
     weight = nn.Parameter(torch.ones(2, 2))
     seen = []
     with native.install(lists=path), torch.autocast("cpu", LOW, cache_enabled=keeps):
@@ -189,12 +190,6 @@ def test_a_region_sees_an_edit_where_torch_sees_it(keeps: bool, tmp_path: Path) 
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def write(folder: Path, text: str) -> str:
-    path = folder / "rules.yaml"
-    path.write_text(text)
-    return str(path)
 
 
 class Net(nn.Module):
@@ -249,7 +244,7 @@ def test_a_rule_holds_for_what_bears_the_name_when_it_is_called(
     change: Callable[[Net], object], tmp_path: Path
 ) -> None:
     net = Net()
-    with native.install(lists=write(tmp_path, "modules: [{match: head, run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: head, run: float32}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 net(torch.ones(1, 4))
@@ -262,7 +257,7 @@ def test_a_rule_holds_for_what_bears_the_name_when_it_is_called(
 
 def test_a_rule_does_not_follow_a_module_to_another_name(tmp_path: Path) -> None:
     net = Net()
-    with native.install(lists=write(tmp_path, "modules: [{match: blocks.1, run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: blocks.1, run: float32}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 net(torch.ones(1, 4))
@@ -277,7 +272,7 @@ def test_a_rule_does_not_follow_a_module_to_another_name(tmp_path: Path) -> None
 )
 def test_a_rule_sees_a_change_through_a_wrapper(wrap: Callable[[Net], Callable[..., Tensor]], tmp_path: Path) -> None:
     net = Net()
-    with native.install(lists=write(tmp_path, "modules: [{match: head, run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: head, run: float32}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 assert wrap(net)(torch.ones(1, 4)).dtype is torch.float32
@@ -286,7 +281,7 @@ def test_a_rule_sees_a_change_through_a_wrapper(wrap: Callable[[Net], Callable[.
 
 def test_the_copies_of_a_parallel_call_share_the_rules_of_the_original(tmp_path: Path) -> None:
     net = Net()
-    with native.install(lists=write(tmp_path, "modules: [{match: head, run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: head, run: float32}]")):
         with torch.autocast("cpu", LOW):
             net(torch.ones(1, 4))
         hooks = len(net.head._forward_pre_hooks)
@@ -318,7 +313,7 @@ class Criterion(nn.Module):
 def test_a_rule_by_type_acts_in_a_criterion_and_in_its_keyword_arguments(tmp_path: Path) -> None:
     net = Net()
     rules = f"modules: [{{type: {__name__}.Criterion, run: float32}}]"
-    with native.install(lists=write(tmp_path, rules)):
+    with native.install(lists=write_list(tmp_path, rules)):
         for _ in range(2):
             with torch.autocast("cpu", torch.float16):
                 z = net(torch.ones(2, 4))
@@ -340,7 +335,7 @@ class EntersRegion(nn.Module):
 @pytest.mark.parametrize("name", ["1", "1.layer", "**"])
 def test_a_rule_acts_in_the_first_call_of_the_module_that_enters_the_first_region(name: str, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 4), EntersRegion())
-    with native.install(lists=write(tmp_path, f'modules: [{{match: "{name}", run: float32}}]')):
+    with native.install(lists=write_list(tmp_path, f'modules: [{{match: "{name}", run: float32}}]')):
         assert [net(torch.ones(1, 4)).dtype for _ in range(2)] == [torch.float32] * 2
 
 
@@ -362,7 +357,7 @@ class Island(nn.Module):
 def test_an_island_of_plain_torch_wins_over_a_rule(run: str, tmp_path: Path) -> None:
     expected = LOW if run == "low" else torch.float32
     holder = nn.Sequential(Island())
-    with native.install(lists=write(tmp_path, f"modules: [{{match: '0', run: {run}}}]")):
+    with native.install(lists=write_list(tmp_path, f"modules: [{{match: '0', run: {run}}}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 dtypes = holder(torch.ones(2, 2))

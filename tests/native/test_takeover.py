@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from list_files import write_list
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,16 +71,11 @@ def is_same(one: Run, other: Run) -> bool:
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
-def write(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "mine.yaml").write_text(text)
-    return tmp_path / "mine.yaml"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_the_rules_of_autocast_a_training_is_bitwise_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = train(dtype)
     rules = (Path(amp.__file__).parent.parent / "lists" / "autocast-cpu.yaml").read_text()
-    mine = write(tmp_path, "\n".join(line for line in rules.splitlines() if "torchvision" not in line))
+    mine = write_list(tmp_path, "\n".join(line for line in rules.splitlines() if "torchvision" not in line))
     for lists in ("autocast-cpu", mine):
         with native.install(lists=lists):
             assert is_same(train(dtype), expected)
@@ -113,11 +109,11 @@ def dtypes_seen(act: Callable[[], Any], names: tuple[str, ...] = ("linear", "sof
 
 def test_a_line_of_a_list_changes_one_op_and_nothing_else(tmp_path: Path) -> None:
     assert dtypes_seen(train) == {"linear": {"bf16"}, "softmax": set()}  # softmax is on no list of a CPU's autocast
-    with native.install(lists=write(tmp_path, "blacklist: [softmax, linear]")):
+    with native.install(lists=write_list(tmp_path, "blacklist: [softmax, linear]")):
         assert dtypes_seen(train) == {"linear": {"f32"}, "softmax": {"f32"}}
-    with native.install(lists=write(tmp_path, 'modules: [{match: "middle", run: float32}]')):
+    with native.install(lists=write_list(tmp_path, 'modules: [{match: "middle", run: float32}]')):
         assert dtypes_seen(train)["linear"] == {"bf16", "f32"}
-    with native.install(lists=write(tmp_path, "neutral: [linear]")):
+    with native.install(lists=write_list(tmp_path, "neutral: [linear]")):
         assert dtypes_seen(train)["linear"] == {"f32"}
 
 
@@ -151,7 +147,7 @@ def test_questions_are_answered_as_without(tmp_path: Path) -> None:
         return [*answers, state_of_autocast()]
 
     expected = ask()
-    with native.install(lists=write(tmp_path, "blacklist: [softmax]")):
+    with native.install(lists=write_list(tmp_path, "blacklist: [softmax]")):
         assert ask() == expected
         torch.set_autocast_enabled("cpu", True)
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
@@ -177,7 +173,7 @@ def test_what_is_wrong_is_as_wrong_as_under_autocast(tmp_path: Path) -> None:
         return found
 
     expected = misuse()
-    with native.install(lists=write(tmp_path, "blacklist: [softmax]")):
+    with native.install(lists=write_list(tmp_path, "blacklist: [softmax]")):
         for one, other in zip(misuse(), expected, strict=True):
             assert one == other if isinstance(one, tuple) else (torch.equal(one, other) and one.dtype is other.dtype)
 
@@ -200,7 +196,7 @@ def test_regions_that_autocast_knows_are_known_here(tmp_path: Path) -> None:
     def decorated(x: Tensor) -> tuple[Tensor, ...]:
         return torch.softmax(x, -1), x @ x, Own.apply(x @ x)
 
-    with native.install(lists=write(tmp_path, "blacklist: [mm, softmax, matmul]")):
+    with native.install(lists=write_list(tmp_path, "blacklist: [mm, softmax, matmul]")):
         outer = decorated(torch.ones(2, 2).bfloat16())
         assert [one.dtype for one in outer] == [torch.float32, torch.float32, torch.float32]
         assert torch.softmax(torch.ones(2).bfloat16(), 0).dtype is torch.bfloat16
@@ -211,7 +207,7 @@ def test_regions_that_autocast_knows_are_known_here(tmp_path: Path) -> None:
                 return F.linear(x, x)
 
     model = nn.Sequential(nn.Linear(2, 2), Entering())
-    with native.install(lists=write(tmp_path, 'modules: [{match: "1", run: float32}]')):
+    with native.install(lists=write_list(tmp_path, 'modules: [{match: "1", run: float32}]')):
         with torch.autocast("cpu", enabled=True):
             assert model(torch.ones(2, 2)).dtype is torch.float32
         assert model(torch.ones(2, 2)).dtype is torch.float32
@@ -225,7 +221,7 @@ def test_an_assignment_by_index_casts_where_a_list_says_so(tmp_path: Path) -> No
         x[index] = torch.ones(2, 2, dtype=given)
         return x
 
-    with native.install(lists=write(tmp_path, "promote: [__setitem__]")):
+    with native.install(lists=write_list(tmp_path, "promote: [__setitem__]")):
         with torch.autocast("cpu", torch.bfloat16):
             for dtype, given in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
                 assert assign(dtype, given).sum() == 4
@@ -335,7 +331,9 @@ class Encoder(nn.Module):
 
 
 def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_has_its_module(tmp_path: Path) -> None:
-    path = write(tmp_path, "modules: [{match: text, run: float32}, {match: image, run: float32}, {match: x, run: low}]")
+    path = write_list(
+        tmp_path, "modules: [{match: text, run: float32}, {match: image, run: float32}, {match: x, run: low}]"
+    )
     encoders = [Encoder("text"), Encoder("image")]
     optimizer = torch.optim.SGD([weight for one in encoders for weight in one.parameters()], 0.1)
     with native.install(lists=path), warnings.catch_warnings(record=True) as caught:
@@ -354,7 +352,7 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
 @pytest.mark.parametrize("match", ["text", "text.0"])
 def test_a_rule_acts_in_a_part_that_the_script_has_called_by_itself_before(match: str, tmp_path: Path) -> None:
     encoder, x = Encoder("text"), torch.ones(1, 2)
-    with native.install(lists=write(tmp_path, f"modules: [{{match: {match}, run: float32}}]")):
+    with native.install(lists=write_list(tmp_path, f"modules: [{{match: {match}, run: float32}}]")):
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 encoder.text(x)  # such as a check of shapes
@@ -375,7 +373,7 @@ class OnePart(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda net: net, nn.DataParallel], ids=["plain", "wrapped"])
 def test_names_are_those_of_the_scripts_own_model(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
     net = OnePart()
-    path = write(tmp_path, "modules: [{match: module.1, run: float32}]")
+    path = write_list(tmp_path, "modules: [{match: module.1, run: float32}]")
     with native.install(lists=path), torch.autocast("cpu", torch.bfloat16):
         assert wrap(net)(torch.ones(1, 2)).dtype is torch.float32
         assert net.module[0](torch.ones(1, 2)).dtype is torch.bfloat16
@@ -396,7 +394,7 @@ class InRegion(nn.Module):
 def test_a_first_region_in_compiled_code_is_refused_before_a_step(tmp_path: Path) -> None:
     net = InRegion()
     before = net.layer.weight.detach().clone()
-    with native.install(lists=write(tmp_path, "blacklist: [linear]")):
+    with native.install(lists=write_list(tmp_path, "blacklist: [linear]")):
         torch.compile(net, backend="eager")(torch.ones(1, 2)).float().sum().backward()
         with torch.autocast("cpu", torch.bfloat16):
             torch.ones(2, 2) @ torch.ones(2, 2)
@@ -434,7 +432,7 @@ def test_gradients_and_steps_are_outside_of_the_region_of_a_whole_script(tmp_pat
     torch.manual_seed(0)
     net, inputs = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     optimizer = Multiplying(net.parameters(), 0.1)
-    lists = write(tmp_path, 'modules: [{match: "1", run: float32}]')
+    lists = write_list(tmp_path, 'modules: [{match: "1", run: float32}]')
     with native.install("O4", lists=lists, everywhere=True):
         output = net(inputs)
         output.square().sum().backward()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from list_files import write_list
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint as imported_checkpoint
@@ -136,19 +137,13 @@ def test_threads_that_begin_at_once_open_one_session() -> None:
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, text: str) -> str:
-    path = folder / "rules.yaml"
-    path.write_text(text)
-    return str(path)
-
-
 class Interrupted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
 
 def test_autocast_is_as_before_after_an_interrupt_that_is_caught_in_the_region(tmp_path: Path) -> None:
-    with native.install(lists=write(tmp_path, "modules: [{match: '0', run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: '0', run: float32}]")):
         with torch.autocast("cpu", LOW):
             with pytest.raises(KeyboardInterrupt):
                 nn.Sequential(Interrupted())(X)
@@ -172,7 +167,7 @@ class ByMethods(nn.Module):
 
 def test_rules_follow_names_where_the_script_calls_methods_of_the_model(tmp_path: Path) -> None:
     model = ByMethods()
-    with native.install(lists=write(tmp_path, "modules: [{match: a, run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: a, run: float32}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 assert model.training_step(X) == [torch.float32, LOW]
@@ -183,7 +178,7 @@ def test_the_last_rule_wins_where_a_part_was_called_before_the_whole(tmp_path: P
     model = ByMethods()
     model.forward = model.a.__call__  # type: ignore[method-assign]
     rules = "modules: [{type: torch.nn.Linear, run: low}, {match: a, run: float32}]"
-    with native.install(lists=write(tmp_path, rules)):
+    with native.install(lists=write_list(tmp_path, rules)):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 model.a(X)
@@ -194,7 +189,7 @@ def test_the_last_rule_wins_where_a_part_was_called_before_the_whole(tmp_path: P
 def test_a_part_that_gets_another_rule_follows_it_in_its_first_call(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     rules = "modules: [{match: '0', run: float32}, {match: '1', run: low}]"
-    with native.install(lists=write(tmp_path, rules)), torch.autocast("cpu", LOW):
+    with native.install(lists=write_list(tmp_path, rules)), torch.autocast("cpu", LOW):
         model(X)
         model[0], model[1] = model[1], model[0]
         assert [model[0](X).dtype, model[1](X).dtype] == [torch.float32, LOW]
@@ -202,7 +197,7 @@ def test_a_part_that_gets_another_rule_follows_it_in_its_first_call(tmp_path: Pa
 
 def test_a_wrapper_of_a_moment_leaves_no_rule_behind(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
-    with native.install(lists=write(tmp_path, "modules: [{match: '1', run: float32}]")):
+    with native.install(lists=write_list(tmp_path, "modules: [{match: '1', run: float32}]")):
         for _ in range(2):
             with torch.autocast("cpu", LOW):
                 assert model(X).dtype is LOW
@@ -215,5 +210,8 @@ def test_a_wrapper_of_a_moment_leaves_no_rule_behind(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_part_may_stand_beside_what_a_rule_names(tmp_path: Path) -> None:
     model = nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(4, 4))
-    with native.install(lists=write(tmp_path, "modules: [{match: '1', run: float32}]")), torch.autocast("cpu", LOW):
+    with (
+        native.install(lists=write_list(tmp_path, "modules: [{match: '1', run: float32}]")),
+        torch.autocast("cpu", LOW),
+    ):
         assert model(X).dtype is torch.float32

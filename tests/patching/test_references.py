@@ -24,7 +24,7 @@ from torch import nn
 from torch_state import find_changes
 
 import amp_patch as amp
-from amp_patch.patching import pickling, references
+from amp_patch.patching import pickling, search, slots
 
 X = torch.ones(2, 4)
 LOW = torch.bfloat16
@@ -76,6 +76,14 @@ SLOTS = {
         "@torch.no_grad()\ndef f(x, act=F.gelu):\n    return act(x)",
         lambda m, x: m.f(x),
     ),
+    "partial as a default": (
+        "import functools\ndef f(x, act=functools.partial(F.gelu, approximate='tanh')):\n    return act(x)",
+        lambda m, x: m.f(x),
+    ),
+    "partial of a class": (
+        "import functools\nclass C:\n    act = functools.partial(F.gelu, approximate='tanh')",
+        lambda m, x: m.C.act(x),
+    ),
     # transformers.activations.ACT2FN, up to 4.1
     "table": ("ACT = {'gelu': F.gelu, 'own': lambda x: x}", lambda m, x: m.ACT["gelu"](x)),
     # torchao.utils: what a class of tensors does with each function, by class
@@ -105,7 +113,7 @@ SLOTS = {
 """Where modules keep functions: source, and a call from there. Beside each kind a published package that has it."""
 
 
-OWN = (dict, list, tuple, set, frozenset, staticmethod, classmethod, types.CellType, nn.Module)
+OWN = (dict, list, tuple, set, frozenset, staticmethod, classmethod, functools.partial, types.CellType, nn.Module)
 
 
 def describe(module):
@@ -115,7 +123,9 @@ def describe(module):
         value = pending.pop()
         is_own = isinstance(value, OWN) or getattr(value, "__module__", None) == module.__name__
         if is_own and id(value) not in held and value is not vars(builtins):
-            inner = [vars(value)] if isinstance(value, nn.Module) else gc.get_referents(value)
+            # from Python 3.13 on, the values are not among the referents of the namespace of an object
+            is_layer = isinstance(value, nn.Module)
+            inner = [vars(value), *vars(value).values()] if is_layer else gc.get_referents(value)
             inner = [one for one in inner if type(one) is not dict or one]  # which a function has once it is asked for
             held[id(value)] = list(map(id, inner))
             pending += inner
@@ -128,6 +138,18 @@ def programs(write_modules):
     names = {slot: f"program_x{index}" for index, slot in enumerate(SLOTS)}
     write_modules({name: HEAD + SLOTS[slot][0] for slot, name in names.items()})
     return lambda: {slot: importlib.import_module(name) for slot, name in names.items()}
+
+
+@pytest.mark.parametrize("defaults", ["act=F.gelu", "*, act=F.gelu"], ids=["default", "keyword default"])
+def test_a_function_that_another_package_has_imported_by_name_has_its_defaults_replaced(defaults, lists, write_modules):
+    own = HEAD + f"def f(x, {defaults}):\n    return act(x)\n"
+    write_modules({"program_of_losses": own, "program_that_trains": "from program_of_losses import f\n"})
+    trains = importlib.import_module("program_that_trains")
+    sys.modules["program_of_losses"] = sys.modules.pop("program_of_losses")  # comes after, as it does after a script
+    open_session(lists)
+    assert trains.f(X).dtype is LOW
+    amp.reset()
+    assert trains.f(X).dtype is torch.float32
 
 
 def test_a_slot_is_redirected_and_given_back_exactly(programs, lists):
@@ -258,7 +280,7 @@ TRAPS = """
 def test_no_code_of_the_program_is_run(import_program, lists):
     module = import_program(TRAPS)
     lazy = type("Lazy", (types.ModuleType,), {"__getattribute__": vars(module)["fail"]})("lazy_x")
-    namespace_of, attributes_of = references.namespace_of, references.attributes_of
+    namespace_of, attributes_of = slots.namespace_of, slots.attributes_of
     namespace_of(lazy)["gelu"] = F.gelu
     sys.modules.update({"lazy_x": lazy, "no_module_x": module.instance})
     try:
@@ -291,8 +313,8 @@ def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, list
 
 def test_modules_are_walked_at_the_end_only_where_somebody_holds_a_replacement(monkeypatch):
     monkeypatch.setattr(pickling, "_functions", {})  # those of earlier sessions
-    walks, search_modules = [], references.Search.search_modules
-    monkeypatch.setattr(references.Search, "search_modules", lambda self: (walks.append(1), search_modules(self)))
+    walks, search_modules = [], search.Search.search_modules
+    monkeypatch.setattr(search.Search, "search_modules", lambda self: (walks.append(1), search_modules(self)))
     counts = []
     for is_held in (True, False):
         _session = open_session()
@@ -465,12 +487,12 @@ def test_a_model_that_could_not_be_adopted_keeps_its_own_functions(lists, monkey
     original = first.act
     open_session(lists, first)
 
-    class Interrupted(references.InstanceAttribute):
+    class Interrupted(slots.WeakAttribute):
         def write(self, value):
             super().write(value)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(references, "InstanceAttribute", Interrupted)
+    monkeypatch.setattr(search, "WeakAttribute", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         amp.initialize(second, opt_level="O4", lists=lists, verbosity=0)
     assert vars(second)["act"] is original and not second._forward_hooks
@@ -603,7 +625,7 @@ def test_suspended_puts_every_original_back_and_every_replacement_in_again(progr
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slot", ["Item", "ClassAttribute", "Defaults"])
+@pytest.mark.parametrize("slot", ["global", "class attribute", "default"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_program, lists, monkeypatch):
     source = """
@@ -615,10 +637,12 @@ def test_an_interrupt_while_slots_are_written_undoes_all(slot, when, import_prog
     """
     module = import_program(source)
     before = describe(module)
-    kind = getattr(references, slot)
+    kind = slots.Entry if slot == "global" else slots.WeakAttribute
     write = kind.write
 
     def interrupted(self, value):
+        if slot == "default" and self.key != "__defaults__":
+            return write(self, value)
         monkeypatch.undo()
         if when == "after":
             write(self, value)
@@ -643,14 +667,14 @@ def test_a_class_that_cannot_be_assigned_to_is_no_trouble(import_program, lists)
 
 
 def test_modules_may_come_and_go_meanwhile(import_program, lists, monkeypatch):
-    module, namespace_of = import_program("ACT = {'gelu': F.gelu}"), references.namespace_of
+    module, namespace_of = import_program("ACT = {'gelu': F.gelu}"), search.namespace_of
 
     def look(module):
         if sys.modules.pop("churn_x", None) is None:
             sys.modules["churn_x"] = types.ModuleType("churn_x")
         return namespace_of(module)
 
-    monkeypatch.setattr(references, "namespace_of", look)
+    monkeypatch.setattr(search, "namespace_of", look)
     _session = open_session(lists)
     sys.modules.pop("churn_x", None)
     assert module.ACT["gelu"](X).dtype is LOW
@@ -700,5 +724,5 @@ def test_a_session_among_all_packages_of_the_tests_trains_as_without_them_and_le
         return [weight.detach() for weight in model.parameters()]
 
     among_all = train()
-    monkeypatch.setattr(references, "_PASSED_OVER", references._PASSED_OVER | {*sys.modules})
+    monkeypatch.setattr(search, "PASSED_OVER", search.PASSED_OVER | {*sys.modules})
     assert all(map(torch.equal, among_all, train()))

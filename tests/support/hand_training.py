@@ -685,8 +685,9 @@ class ByHand:
         elif self.waiting:
             self.make_true(optimizer)
             self.scale_again(optimizer)
-            for one in self.waiting:
-                one.stepped.append(optimizer)
+            if not any(optimizer in one.optimizers for one in self.open):  # else all these passes count as one
+                for one in self.waiting:
+                    one.stepped.append(optimizer)
         scalers = list(optimizer.found)
         zeroed = optimizer.zeroed | {scaler for scaler in scalers if scaler.is_dynamic}
         optimizer.end_window()

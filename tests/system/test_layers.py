@@ -23,6 +23,7 @@ FLOORS = (
     "native",
     "insight",
     "functions",
+    "saving",
     "api",
     "amp",
     "__init__",

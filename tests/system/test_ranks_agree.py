@@ -412,5 +412,5 @@ def use_post_local_sgd(rank, level):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_optimizer_that_averages_parameters_is_refused_with_masters(ranks, level):
-    for said, dtypes in ranks(use_post_local_sgd, level):
-        assert (said is None if level == "O1" else "O1 or O4" in said) and dtypes == {torch.float32}
+    for message, dtypes in ranks(use_post_local_sgd, level):
+        assert (message is None if level == "O1" else "O1 or O4" in message) and dtypes == {torch.float32}

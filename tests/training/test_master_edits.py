@@ -180,6 +180,27 @@ def test_weights_that_are_swapped_out_and_back_keep_their_masters(level, before,
         amp.reset()
 
 
+SWAPS = [copy_weights, exchange_data, copy_data]
+
+
+@pytest.mark.parametrize("then", [refresh, evaluate, train_a_step], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("second", SWAPS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("first", SWAPS, ids=lambda one: one.__name__)
+def test_two_swaps_in_a_row_may_be_of_different_kinds(level, first, second, then):
+    model, optimizer = start(level)
+    train_a_step(model, optimizer)
+    stored = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = [master.detach().clone() for master in amp.master_params(optimizer)]
+    for swap in (first, second):
+        swap(model.parameters(), [value * 0.5 + 1 for value in stored])
+        evaluate(model, optimizer)
+        swap(model.parameters(), stored)
+    then(model, optimizer)
+    moved = LR if then is train_a_step else 0.0
+    torch.testing.assert_close(list(model.state_dict().values()), expected, rtol=0, atol=moved)
+    assert_equal(amp.master_params(optimizer), model.state_dict().values())
+
+
 def test_an_embedding_whose_norms_are_within_bounds_is_trained_as_one_without(level):
     assert_equal(train(level, max_norm=100.0), train(level))
 

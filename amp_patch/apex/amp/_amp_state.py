@@ -57,7 +57,7 @@ class AmpState:
         return self._views
 
     def clear_overflow(self, loss_id: int) -> None:
-        """Forget what a script has found of the gradients of a loss, as each of its blocks does at its end."""
+        """Forget the overflow of a loss, as each `scale_loss` block does at its end."""
         if loss_id < len(self._views):
             self._views[loss_id].clear_overflow_state()
 

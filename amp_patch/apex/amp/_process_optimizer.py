@@ -1,4 +1,4 @@
-"""What Apex put on an optimizer besides `step`: `_amp_stash` and the private methods that scripts call.
+"""The attributes that Apex set on an optimizer besides `step`: `_amp_stash`, and private methods that scripts call.
 
 Masters exist from `initialize` on, so nothing is lazy here.
 """
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core import OptimizerView, require_session
+from .._core import HandScaledPass, OptimizerView, require_session
 from .scaler import LossScaler
 
 
 class AmpOptimizerState:
     """`optimizer._amp_stash`.
 
-    The lists of groups are parallel to `optimizer.param_groups`; all lists are made anew at each reading.
+    The lists of groups are parallel to `optimizer.param_groups`. Each access makes new lists.
     """
 
     def __init__(self, view: OptimizerView) -> None:
@@ -88,8 +88,9 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     view = OptimizerView(optimizer)
     view.attach("_amp_stash", AmpOptimizerState(view))
     view.attach("_amp_lazy_init", _masters_exist)
-    view.attach("_prepare_amp_backward", view.begin_pass)
-    view.attach("_post_amp_backward", functools.partial(_post_amp_backward, view))
+    hand_scaled = HandScaledPass(optimizer)
+    view.attach("_prepare_amp_backward", hand_scaled.begin)
+    view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
     if require_session().policy.master_weights:
         view.attach("_master_params_to_model_params", view.copy_masters_to_parameters)
 
@@ -98,15 +99,15 @@ def _masters_exist() -> None:
     """Masters exist from `initialize` on."""
 
 
-def _post_amp_backward(view: OptimizerView, scaler: LossScaler) -> None:
-    """Unscale after that pass; `scaler.update_scale()` and the next `step()` know of an overflow."""
-    view.end_pass(scaler.open_pass(view.device))
+def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
+    """Unscale after a pass, and report an overflow to `scaler.update_scale()` and the next `step()`."""
+    hand_scaled.end(scaler.open_pass(device))
 
 
 def show_skip(optimizer: Any) -> None:
-    """Make `optimizer.step` another object while the next step will be skipped: scripts compare it with the usual.
+    """Replace `optimizer.step` while the next step will be skipped: scripts compare it with the usual one.
 
-    The skip step puts the usual one back and calls it: that one skips, and says so. Waits for the device.
+    The replacement restores the usual `step` and calls it, which then skips. Waits for the device.
     """
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState):
@@ -118,7 +119,7 @@ def show_skip(optimizer: Any) -> None:
     if is_shown or not is_skipped:
         return
     usual = stash.usual_step = vars(optimizer)["step"]
-    # an LR scheduler puts a plain function in the place of the method
+    # an LR scheduler replaces the method by a plain function
     function = getattr(usual, "__func__", usual)
 
     @functools.wraps(function)
@@ -127,6 +128,6 @@ def show_skip(optimizer: Any) -> None:
             self.step = usual
         return usual(*args, **kwargs)
 
-    # undoing the binding looks for the original there, if the optimizer had a `step` of its own
+    # unbinding looks for the original there, if the optimizer had a `step` of its own
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

@@ -43,13 +43,15 @@ def init(
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
     They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if
-    there is one, else the CPU's. While models of `initialize` live, at a level that casts at functions, it patches what
-    is not patched (registered since, or put back by `_deactivate`), and returns the handle of that level; at others it
-    warns, changes nothing, and the handle is inert.
+    there is one, else tensors of the CPU.
+
+    While models of `initialize` are alive, at a level that patches functions, it patches functions that are not patched
+    (registered since, or restored by `_deactivate`), and returns the handle of that level. At other levels it warns,
+    and returns a handle without effect.
 
     Args:
-        enabled: False gives a handle that does nothing.
-        loss_scale: what `wrap_optimizer` of the handle scales losses by.
+        enabled: False returns a handle without effect.
+        loss_scale: the loss scale of the handle's `wrap_optimizer`.
         enable_caching, verbose: without effect.
         allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
     """
@@ -58,7 +60,7 @@ def init(
         return inert
     session = find_living_session()
     if session is not None and session.has_models:
-        # as Apex's second round did: what was registered after `initialize`, and what `_deactivate` took out
+        # like a second call in Apex: patch functions registered since, and functions that `_deactivate` restored
         if session.casts is None:
             warn(
                 "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."

@@ -67,7 +67,7 @@ class Properties:
             super().__setattr__(name, value)
 
     def take(self, policy: Policy) -> None:
-        """Set the options to those of a policy."""
+        """Set the options to the properties of a policy."""
         self.options.update({name: getattr(policy, name) for name in OPTIONS if name != "enabled"})
         self.enabled = True
         if policy.loss_scale == parse_loss_scale("dynamic"):
@@ -144,9 +144,9 @@ def initialize(
 
 
 def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any]) -> tuple[Policy, Properties]:
-    """Return the policy of a level with the script's other arguments, and the same as options; print these.
+    """Return the policy of a level with the script's other arguments, and as options. Prints the options.
 
-    The level is the script's, or the one laid over it.
+    A level of a command (`amp-patch run`) replaces the script's.
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
@@ -196,7 +196,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, in the order of its entries, as far as there are scalers.
+    """Load the result of `state_dict`, in the order of its entries, for as many scalers as both have.
 
     A difference in number is printed. Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before
     anything is loaded, for entries that are no scaler's.

@@ -79,7 +79,7 @@ class AmpHandle:
         self._is_deactivated = False
 
     def is_active(self) -> bool:
-        """Tell whether functions cast their arguments."""
+        """Return whether functions cast their arguments."""
         return self._session.switch.is_on_here()
 
     @property
@@ -112,20 +112,17 @@ class AmpHandle:
         api.refresh()
 
     def _deactivate(self) -> None:
-        """Put the original functions back.
-
-        What `initialize` did to models and optimizers stays: loss scaling goes on.
-        """
+        """Restore the original functions. Models and optimizers stay as `initialize` changed them."""
         self._is_deactivated = True
         remove_casts(self._session)
 
     def has_ended(self) -> bool:
-        """Tell whether this is the handle of the session in force, and `_deactivate` was called."""
+        """Return whether this is the handle of the session in force, and `_deactivate` was called."""
         return self._is_deactivated and self._session is find_session()
 
 
 class NoOpHandle:
-    """What `init(enabled=False)` gives: the same names, all inert."""
+    """The result of `init(enabled=False)`: the same names, without effect."""
 
     _is_active = False
 
@@ -142,11 +139,11 @@ class NoOpHandle:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Give the loss as it is."""
+        """Yield the loss unchanged."""
         yield loss
 
     def _clear_cache(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
     def _deactivate(self) -> None:
-        """There is nothing to put back."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""`OptimWrapper`: what `amp.init().wrap_optimizer(...)` gives, Apex's interface from before `initialize`."""
+"""`OptimWrapper`: the result of `amp.init().wrap_optimizer(...)`, Apex's interface from before `initialize`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._core import add_optimizer, require_session
+from .._core import bind_optimizer, require_session
 
 
 class OptimWrapper:
@@ -23,11 +23,11 @@ class OptimWrapper:
         self._loss_idx = 0
         self._first_scaler = 0
         if amp_handle.is_active():
-            self._first_scaler = add_optimizer(require_session(), optimizer, num_loss)
+            self._first_scaler = bind_optimizer(require_session(), optimizer, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Give the loss times the scale of its scaler: the first loss since the last step has the first, and so on."""
+        """Yield the loss times the scale of its scaler. The first loss after a step has the first scaler, and so on."""
         if not self._amp_handle.is_active():
             yield loss
             return

@@ -2,5 +2,5 @@
 
 
 def has_old_rnns() -> bool:
-    """Tell whether torch has the recurrent backends of before 1.0."""
+    """Return whether torch has the recurrent backends of before 1.0."""
     return False

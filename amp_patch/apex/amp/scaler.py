@@ -1,4 +1,4 @@
-"""`LossScaler` under Apex's names: a view of one of the session's scalers, or a scaler of its own.
+"""`LossScaler` with Apex's names: a view of a scaler of the session, or a scaler of its own.
 
 Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
 `_unskipped` counts optimizer steps, where Apex counted backward passes.
@@ -45,14 +45,14 @@ class LossScaler:
 
     def _forget_pass(self) -> None:
         self._pass: ManualPass | None = None
-        self._buffer: Tensor | None = None  # the script's, or one that it has asked for
+        self._buffer: Tensor | None = None  # set by the script, or made when it reads `_overflow_buf`
         self._is_overflow = False
 
     # ---- Apex's attributes -------------------------------------------------------------------------------------------
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale follows the gradients."""
+        """Whether the scale is dynamic."""
         return self.core.is_dynamic
 
     @property
@@ -111,7 +111,7 @@ class LossScaler:
     # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
     def clear_overflow_state(self) -> None:
-        """Begin a pass: forget the overflow of the last one that `update_scale` has not judged."""
+        """Begin a pass, and forget an overflow of the last one that `update_scale` has not read."""
         self._pass, self._is_overflow = None, False
         if self._buffer is not None:
             self._buffer.zero_()
@@ -147,10 +147,10 @@ class LossScaler:
                     target.copy_(source)
 
     def update_scale(self) -> bool:
-        """Judge the gradients unscaled since `clear_overflow_state`, what has been written to `_overflow_buf`, and
-        `_has_overflow`; return whether the step is to be skipped.
+        """Update the loss scale, and return whether to skip the step.
 
-        Without any, it counts a good step, as Apex's did. Waits for the device.
+        An overflow comes from gradients unscaled since `clear_overflow_state`, from `_overflow_buf` or from
+        `_has_overflow`. Without any of these it counts a good step, as in Apex. Waits for the device.
         """
         ended, self._pass = self.open_pass(torch.device("cpu")), None
         if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
@@ -159,7 +159,7 @@ class LossScaler:
         return self._is_overflow
 
     def open_pass(self, device: torch.device) -> ManualPass:
-        """Return the pass that is under way; one that begins here keeps its overflow flag on `device`."""
+        """Return the open pass, or begin one with its overflow flag on `device`."""
         if self._pass is None:
             self._pass = ManualPass(self.core, device)
         return self._pass

@@ -18,10 +18,9 @@ from .._forward import forward
 class FP16_Optimizer:
     """Wraps an optimizer: its 16-bit parameters are replaced by float32 masters at once, and it steps on those.
 
-    The model's gradients stay what backward made of them, scaled; `update_master_grads` makes the masters' gradients
-    from them anew. So gradients add up over several backward passes as they do in torch, until `zero_grad`. A change of
-    the loss scale in between is made up for, and a float32 parameter may be unscaled as often as one likes; Apex got
-    both wrong.
+    The model's gradients stay scaled; `update_master_grads` computes the masters' gradients from them. So gradients add
+    up over several backward passes as in torch, until `zero_grad`. A change of the loss scale in between is corrected,
+    and a float32 parameter is unscaled only once, however often the method is called. Apex got both wrong.
 
     Args:
         init_optimizer: holds the parameters of a model on its device that has been cast, as by `network_to_half`.
@@ -53,7 +52,7 @@ class FP16_Optimizer:
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
         self._carried: Tensor | None = None  # the scale of the gradients of 16-bit parameters
-        self._is_unscaled = False  # whether those of float32 parameters have been divided by it
+        self._is_unscaled = False  # the gradients of float32 parameters have been divided by it
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -146,7 +145,7 @@ class FP16_Optimizer:
         return manual.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
-        """Clip the norm of all gradients that the optimizer steps on, and return what it was; -1 after an overflow."""
+        """Clip the norm of the gradients of all masters, and return the norm before; -1 after an overflow."""
         if self.overflow:
             return -1
         return torch.nn.utils.clip_grad_norm_(
@@ -156,7 +155,7 @@ class FP16_Optimizer:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: object = None) -> Any:
-        """Step on the masters, copy them to the model, and return what the optimizer returns; not after an overflow.
+        """Update the masters, copy them to the model, and return the optimizer's result. After an overflow, do nothing.
 
         Raises OptimizerError for a closure.
         """
@@ -175,7 +174,7 @@ class FP16_Optimizer:
             with torch.no_grad():
                 foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
-    # ---- what the optimizer inside has -------------------------------------------------------------------------------
+    # ---- attributes of the optimizer ---------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
@@ -213,7 +212,7 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` (or Apex's) returned, and copy the masters to the model.
+        """Load the result of `state_dict`, here or in Apex, and copy the masters to the model.
 
         Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
         """

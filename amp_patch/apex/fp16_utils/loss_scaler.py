@@ -45,7 +45,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether a gradient holds inf or NaN: element by element, where Apex judged their sum.
+        """Return whether a gradient contains inf or NaN. Checks each element, where Apex checked the sum.
 
         Waits for the device.
         """

@@ -78,7 +78,7 @@ def _normalize(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Call `function` as it is on tensors of one dtype; else in the widest of them and float32."""
+    """Call `function` on tensors of one dtype; cast others to the widest of their dtypes and float32 first."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dtypes = {input.dtype, *(parameter.dtype for parameter in parameters if parameter is not None)}
     if len(dtypes) > 1:

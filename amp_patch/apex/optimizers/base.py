@@ -1,4 +1,4 @@
-"""`FusedOptimizer`: what Apex's optimizers have in common."""
+"""`FusedOptimizer`: the base of Apex's optimizers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,19 +15,20 @@ Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of Apex's optimizers. A subclass says in `_update` what one step is.
+    """Base of Apex's optimizers. A subclass takes a step in `_update`.
 
     Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises
     OptimizerError in `step`.
 
-    `found_inf`: a flag on the device that amp sets for one step, which does nothing where it is 1.
+    Attributes:
+        found_inf: a flag on the device that amp sets for one step. Where it is 1, the step changes nothing.
     """
 
     # attributes beside the groups, which copies must take along
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` obeys `found_inf`."""
+    """Whether `_update` reads `found_inf`."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
@@ -44,15 +45,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag to hand to functions of amp_C, as subclasses of Apex's optimizers do: one integer, 0."""
+        """A flag for functions of amp_C, which subclasses of Apex's optimizers pass: one integer, 0."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set gradients to None or to zero; by default as `set_grad_none` says."""
+        """Set gradients to None or to zero. The default is `set_grad_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; with a closure, first evaluate it, and return what it returns."""
+        """Take one step. A closure is evaluated first, and its result returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -62,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The `step` that amp may call with a flag, which one of a subclass is not."""
+    """The `step` that amp may call with a flag. A subclass with another `step` does not read it."""
 
     def _update(self, work: Work) -> None:
         raise NotImplementedError
@@ -92,7 +93,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             moment = state.get(name)
             if moment is None:
                 moment = state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            elif moment.dtype is not dtype:  # amp.initialize casts it with the parameter where there is no master
+            elif moment.dtype is not dtype:  # amp.initialize casts it with a parameter without a master
                 moment = state[name] = moment.to(dtype)
             moments.append(moment)
         return moments
@@ -100,13 +101,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ---- masters of its own ------------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Tell whether the optimizer steps on a float32 copy of a parameter, which its state has as `master`."""
+        """Return whether the optimizer updates a float32 copy of a parameter, the entry `master` of its state."""
         return False
 
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return what to step on: masters, and parameters without one as they are.
+        """Return the tensors to update: masters, and parameters without a master.
 
-        Where a parameter is no longer its rounded master, it was written, and the master takes its value.
+        Where a parameter differs from its rounded master, it was edited, and the master takes its value.
         """
         targets = []
         for parameter in params:
@@ -157,10 +158,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, here or in Apex, or in the torch optimizer of the same formulas.
+        """Load the result of `state_dict`, here or in Apex, or of the torch optimizer with the same formulas.
 
-        State stays at full precision. Raises CheckpointError if the saved optimizer did what this one cannot do,
-        ValueError if the groups differ.
+        State stays at full precision. Raises CheckpointError if the saved optimizer had options that this one lacks,
+        and ValueError if the groups differ.
         """
         saved = self._as_own(state_dict)
         super().load_state_dict(saved)
@@ -173,7 +174,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved state with the options that it does not know filled in from the defaults."""
+        """Return the saved state, with missing options filled in from the defaults."""
         groups = []
         for group in state_dict["param_groups"]:
             for name in ("maximize", "amsgrad", "lr_decay"):

@@ -1,4 +1,4 @@
-"""`FP16_Optimizer` as Apex had it beside its fused optimizers, in 2019 here and later in `contrib`."""
+"""`FP16_Optimizer` of `apex.optimizers` in 2019, and later of `apex.contrib`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ class FP16_Optimizer(_FP16Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows the gradients. OptimizerError if set to what it is not."""
+        """Whether the loss scale is dynamic. Setting another value raises OptimizerError."""
         return self.loss_scaler.is_dynamic
 
     @dynamic_loss_scale.setter
@@ -98,7 +98,7 @@ class FP16_Optimizer(_FP16Optimizer):
         return overflow
 
     def _count_good_steps(self) -> None:
-        """Have the scaler count as the attributes say, which may have been written."""
+        """Copy the counters to the scaler: the script may have written the attributes."""
         good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
             self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})
@@ -119,7 +119,7 @@ class FP16_Optimizer(_FP16Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict`, or that of Apex's variants returned, and copy the masters to the model.
+        """Load the result of `state_dict`, here or in Apex's variants, and copy the masters to the model.
 
         Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
         """

@@ -16,12 +16,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     `torch.amp.GradScaler` can scale the loss of a model in that dtype: it hands over its scale and its flag.
 
     Args:
-        step: the number of steps that were taken before.
+        step: the number of earlier steps.
         reduced_precision_dtype: the dtype of the parameters that get masters; None: none do.
     """
 
     _step_supports_amp_scaling = True
-    """What GradScaler asks for; it sets `grad_scale`, None for gradients that are unscaled, and `found_inf`."""
+    """GradScaler reads this, and sets `grad_scale` (None if gradients are unscaled already) and `found_inf`."""
 
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
 
@@ -65,7 +65,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         unscaled: Work = []
         for group, params, gradients in work:
             if scale is not None:
-                gradients = [one.to(full_dtype(one)) / scale.to(one.device) for one in gradients]
+                gradients = [g.to(full_dtype(g)) / scale.to(g.device) for g in gradients]
             unscaled.append((group, params, gradients))
         super()._update(unscaled)
 

@@ -136,8 +136,8 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> tuple[list[Any], list[Any]]:
         """Return the chosen parameters, or their keys, in two lists: 16-bit ones and others."""
         low: list[Any] = []
-        other: list[Any] = []
+        full: list[Any] = []
         for parameter, chosen, key in zip(params, is_chosen, params if keys is None else keys, strict=True):
             if chosen:
-                (low if parameter.dtype in (torch.float16, torch.bfloat16) else other).append(key)
-        return low, other
+                (low if parameter.dtype in (torch.float16, torch.bfloat16) else full).append(key)
+        return low, full

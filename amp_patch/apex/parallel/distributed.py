@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager: the same as `disable_allreduce`, and back to what it was."""
+        """Context manager: `disable_allreduce` in the block, and restore the earlier setting."""
         before = self._is_reducing
         self._set_allreduce(False)
         try:
@@ -143,7 +143,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._set_allreduce(before)
 
     def leaves_gradients_local(self) -> bool | None:
-        """Tell whether gradients stay as they are now; None where that was decided in the forward, as torch does."""
+        """Return whether gradients are left alone now; None if the forward pass decided that, as in torch."""
         return not self._is_reducing if self.delay_allreduce else None
 
     def reduce_after_backward(self) -> None:
@@ -168,7 +168,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class Reducer:
-    """Averages gradients over the ranks when told to, for training loops of one's own.
+    """Averages gradients over the ranks on request, for custom training loops.
 
     Args:
         module_or_grads_list: a module, whose parameters are broadcast from rank 0 now and whose gradients `reduce`

@@ -1,9 +1,10 @@
-"""Imported by every Python that starts below `amp-patch run`, which puts this folder on PYTHONPATH: installs the
-stand-in for `apex`, what lays lists over torch.autocast, and what records steps, then runs the `sitecustomize` that
-would have been imported without it.
+"""Every Python below `amp-patch run` imports this module, because the command puts this folder on PYTHONPATH.
 
-A Python of another installation may be of any version, 2.7 too, and lack this package or what that needs: nothing is
-installed there, and nothing is said.
+It installs the stand-in for `apex`, the takeover of torch.autocast, and the recording of steps. Then it runs the
+`sitecustomize` that Python would have imported without it.
+
+A Python of another installation may have any version, even 2.7, and may lack this package or its requirements. Nothing
+is installed or printed there.
 """
 
 import json
@@ -15,20 +16,20 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def _start():  # type: () -> None
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
-    if settings is None or sys.version_info < (3, 10):
+    if settings is None or sys.version_info < (3, 11):
         return
     from importlib.util import find_spec
 
     is_found = find_spec("amp_patch") is not None
     if settings["python"] == [sys.prefix, sys.version_info[0], sys.version_info[1]]:
         if not is_found:
-            sys.path.append(settings["root"])  # it was found in the working directory
+            sys.path.append(settings["root"])  # the package was in the working directory of the command
         _install(settings)
     elif is_found:
         before = set(sys.modules)
         try:
             _install(settings)
-        except Exception:  # whatever another version of Python or of the package makes of it
+        except Exception:  # another version of Python or of the package may raise anything
             for name in set(sys.modules) - before:
                 if name.partition(".")[0] == "amp_patch":
                     del sys.modules[name]
@@ -54,7 +55,7 @@ def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
         from amp_patch.cli.recording import forget_told, take_over
 
         is_first = settings["is_first"]
-        os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))  # for those that this one starts
+        os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))  # for the Pythons that this one starts
         take_over(is_first=is_first, **settings["native"])
         if is_first and settings["native"]["told"] is not None:
             forget_told(settings["native"]["told"])

@@ -32,7 +32,7 @@ from .ranking import Ranking
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
-from .verdict import Verdict, find_non_finite, find_uncompared, judge
+from .verdict import Verdict, find_non_finite, find_zero_gradients, judge
 
 _ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
 
@@ -91,8 +91,8 @@ class Tuner:
         taken = len(self._reference.of(CheckedStepRecord))
         if not taken:
             raise SessionError("nothing to tune: the run ended before a step was taken")
-        uncompared, count = find_uncompared(self._reference)
-        if len(uncompared) == count:
+        unjudged, count = find_zero_gradients(self._reference)
+        if len(unjudged) == count:
             raise SessionError(
                 "nothing to tune: no parameter that an optimizer holds has a gradient other than zero. Check that the"
                 " optimizer was made from the parameters of the model that is trained"
@@ -250,11 +250,11 @@ class Tuner:
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
         message += f"; compared: {count_of(taken, 'step')} from the first weights"
-        uncompared, count = find_uncompared(self._reference)
-        if uncompared:
+        unjudged, count = find_zero_gradients(self._reference)
+        if unjudged:
             message += (
-                f"; not judged: {len(uncompared)} of {count} parameters, such as {uncompared[0]}, whose gradients are"
-                " (nearly) zero at these weights. Tune from trained weights to judge them"
+                f"; not judged: {len(unjudged)} of {count} parameters, such as {unjudged[0]}, whose gradients are"
+                " zero at these weights. Tune from trained weights to judge them"
             )
         return message
 

@@ -68,26 +68,16 @@ def find_non_finite(run: Recording) -> str:
     return ""
 
 
-def find_uncompared(reference: Recording) -> tuple[list[str], int]:
-    """Return the parameters with gradients that are too small to compare in every step, and the number of all that have
-    gradients.
+def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
+    """Return the parameters whose gradients are zero in every step, and the number of all that have gradients.
+
+    They show no error, whatever the run does. Layers that begin with zeros, as in LoRA, hide those before them.
     """
-    is_compared: dict[tuple[int, str], bool] = {}
-    for exact, is_large in _choose_gradients(reference):
-        key = exact.optimizer, exact.parameter
-        is_compared[key] = is_large or is_compared.get(key, False)
-    return [parameter for (_, parameter), is_large in is_compared.items() if not is_large], len(is_compared)
-
-
-def _choose_gradients(reference: Recording) -> Iterator[tuple[SketchRecord, bool]]:
-    """Yield each gradient of the float32 run, and whether it is large enough to be compared."""
-    gradients = reference.of(SketchRecord)
-    largest: dict[tuple[int, int], float] = {}
-    for exact in gradients:
-        key = exact.optimizer, exact.step
-        largest[key] = max(largest.get(key, 0.0), exact.norm)
-    for exact in gradients:
-        yield exact, exact.norm > SMALL * largest[exact.optimizer, exact.step]
+    is_zero: dict[tuple[int, str], bool] = {}
+    for gradient in reference.of(SketchRecord):
+        key = gradient.optimizer, gradient.parameter
+        is_zero[key] = is_zero.get(key, True) and gradient.norm == 0.0
+    return [parameter for (_, parameter), zero in is_zero.items() if zero], len(is_zero)
 
 
 def _steps(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
@@ -118,8 +108,13 @@ def _compare_losses(wanted: CheckedStepRecord, taken: CheckedStepRecord) -> floa
 def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
     """Yield the relative error of each gradient that is large enough, and the name of its parameter."""
     gradients = {(record.optimizer, record.step, record.parameter): record for record in run.of(SketchRecord)}
-    for exact, is_large in _choose_gradients(reference):
-        if not is_large:
+    wanted = reference.of(SketchRecord)
+    largest: dict[tuple[int, int], float] = {}
+    for exact in wanted:
+        key = exact.optimizer, exact.step
+        largest[key] = max(largest.get(key, 0.0), exact.norm)
+    for exact in wanted:
+        if exact.norm == 0.0 or exact.norm <= SMALL * largest[exact.optimizer, exact.step]:
             continue
         error = math.inf
         gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))

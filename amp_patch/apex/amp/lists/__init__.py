@@ -32,7 +32,7 @@ _registered: list[tuple[ModuleType, str, str]] = []
 
 
 def register_edits() -> None:
-    """Have the next session follow what scripts have added to these lists, moved or taken off them by now."""
+    """Register the script's edits of these lists for the next session."""
     edits = []
     for module in _MODULES:
         shipped, now = _SHIPPED[module.__name__], _names(module)

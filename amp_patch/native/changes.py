@@ -1,0 +1,129 @@
+"""`Changes`: how the regions of `torch.autocast` in a script are to run, and the session that makes them run so."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .. import events
+from ..casting import Autocast
+from ..config import OpLists, Policy, levels, load_oplists, make_policy, shipped
+from ..dtypes import dtype_name
+from ..reporting import warn
+from ..script_settings import UnsuitedLevelError
+from ..torch_private import enable_region
+from .session import AS_IS, NativeSession
+
+_OTHER_LEVELS = (
+    "{level} casts the model, and torch.autocast does not: use O1 or O4, or write, instead of torch.autocast and"
+    ' GradScaler, `model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")` and `with'
+    " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`; for Trainer, Lightning and Accelerate see"
+    " amp_patch.integrations"
+)
+
+
+class Kind(Enum):
+    """What happens to the regions of a script."""
+
+    NOTHING = "they run as the script has them"
+    LISTS = "lists change torch's rules for some ops"
+    LEVEL = "the lists and the dtype of a level replace torch's"
+    DISABLED = "they run in float32"
+
+
+class Changes:
+    """How a script is to run.
+
+    Args:
+        level, lists, compute: as for `install`.
+
+    Attributes:
+        policy: the policy of the level; None without one.
+        has_module_rules: the lists have rules for modules.
+
+    Raises PolicyError or OpListError for a level or lists that do not exist or cannot be read.
+    """
+
+    def __init__(self, level: str | None, lists: Sequence[str], compute: str | None) -> None:
+        self.level = level
+        self.lists = tuple(lists)
+        self.policy = None if level is None else make_policy(level, {})
+        self.has_module_rules = bool(lists) and bool(load_oplists(["autocast-cpu", *lists]).modules)
+        self._compute = compute
+
+    @property
+    def kind(self) -> Kind:
+        """What happens to the regions."""
+        if self.policy is not None:
+            return Kind.DISABLED if self.policy.low_dtype is None else Kind.LEVEL
+        return Kind.LISTS if self.lists else Kind.NOTHING
+
+    @property
+    def needs_region(self) -> bool:
+        """Whether ops change inside regions only."""
+        return self.kind in (Kind.LISTS, Kind.LEVEL)
+
+    @property
+    def level_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype of the level, None without one."""
+        return None if self.policy is None else self.policy.low_dtype
+
+    def check_level(self) -> None:
+        """Raise UnsuitedLevelError for a level that casts models, which no region can do."""
+        if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
+            raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
+
+    def adapt(self, region: Any, session: NativeSession) -> None:
+        """Change a block of torch.autocast that is about to be entered. The caller restores it afterwards."""
+        if self.kind is Kind.DISABLED:
+            enable_region(region, False)
+        elif self.kind is Kind.LEVEL:
+            region.fast_dtype = session.policy.low_dtype
+        elif self.kind is Kind.LISTS and region.fast_dtype is not session.policy.low_dtype:
+            warn(
+                f"the lists apply to {dtype_name(session.policy.low_dtype)}, the dtype of the first region of"
+                f" torch.autocast: regions in {dtype_name(region.fast_dtype)} keep torch's rules"
+            )
+
+    def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
+        """Return a session that makes these changes, not opened yet.
+
+        Args:
+            low: the dtype of the region that is being entered; None outside of regions.
+        """
+        own = own_lists(device_type)
+        autocast: Autocast | None
+        if self.policy is None or self.level is None:
+            dtype = low or torch.get_autocast_dtype(device_type)
+            policy = _lay_over(own, dtype, self.lists)
+            # without lists, the session only watches, and regions of either dtype are alike
+            autocast = Autocast(device_type, dtype if self.lists else None, own)
+        elif self.kind is Kind.DISABLED:
+            policy = replace(self.policy, description="torch.autocast is disabled")
+            autocast = None  # `adapt` disables each region, so there is nothing to cast in
+        else:
+            lists = (*self.policy.lists, *self.lists)
+            # the script's GradScaler scales the loss, not the session
+            made = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
+            policy = replace(made, description=f"{self.level} in the regions of torch.autocast")
+            autocast = Autocast(device_type, policy.low_dtype, own)
+        return NativeSession(policy, device_type, autocast, with_all=bool(events.watchers))
+
+
+def own_lists(device_type: str) -> OpLists | None:
+    """Return the list with torch.autocast's own rules on a type of device, or None if there is none."""
+    name = f"autocast-{device_type}"
+    return load_oplists(name) if name in shipped.shipped_names() else None
+
+
+def _lay_over(own: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
+    """Return the policy of lists on top of torch.autocast's own."""
+    level = "autocast" if lists else AS_IS
+    if own is None and not lists:  # no list describes the autocast of this device
+        return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
+    names = [*(() if own is None else own.names), *lists]
+    overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}
+    made = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
+    return replace(made, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")

@@ -1,0 +1,115 @@
+"""`install` and the other functions that put the one `Takeover` of a process into force, and remove it."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..config import make_policy
+from ..errors import PolicyError, SessionError
+from ..interrupts import UndoStack
+from .takeover import Takeover
+
+_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
+
+
+class _Installed:
+    """The takeover of the process.
+
+    Attributes:
+        is_by_install: `install` installed it, so `remove` may remove it. Commands and recordings remove theirs.
+    """
+
+    takeover: Takeover | None = None
+    is_by_install = False
+
+
+_installed = _Installed()
+
+
+def install(
+    opt_level: str | None = None,
+    *,
+    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    compute: str | None = None,
+    everywhere: bool = False,
+) -> Takeover:
+    """Apply op lists inside regions of `torch.autocast`, from the next region that is entered.
+
+    Args:
+        opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. None
+            keeps the dtype of each region, and torch's rules for ops that `lists` do not name.
+        lists: a shipped name, a path, or a sequence of them. Later ones win.
+        compute: "auto", "native" or "float32", with a level.
+        everywhere: for a script without regions: run this thread in one bfloat16 region.
+
+    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces what
+    this one has installed.
+
+    Raises:
+        PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
+            scale the loss.
+        SessionError: `amp-patch` runs the script with lists of its own, or a recording is in progress.
+    """
+    given = [lists] if isinstance(lists, (str, os.PathLike)) else lists
+    names = [os.fspath(path) for path in given]
+    takeover = Takeover(opt_level, names, compute, everywhere=everywhere)  # raises before anything is replaced
+    policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
+    casts_some = bool(names) if policy is None else policy.low_dtype is not None
+    if everywhere and not casts_some:
+        raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
+    if everywhere and policy is not None and policy.low_dtype is torch.float16:
+        raise PolicyError(
+            f"{opt_level} is float16, whose gradients need a loss scale, and a script without amp scales no loss:"
+            " use O4, which is bfloat16"
+        )
+    remove()
+    check_not_installed()
+    _start(takeover)
+    _installed.is_by_install = True
+    return takeover
+
+
+def remove() -> None:
+    """Undo `install`, also if its handle is lost. Harmless if nothing is installed."""
+    if _installed.takeover is not None and _installed.is_by_install:
+        _installed.takeover.remove()
+
+
+def check_not_installed() -> None:
+    """Raise SessionError if a takeover is installed."""
+    if _installed.takeover is not None:
+        raise SessionError(_TWICE)
+
+
+def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
+    """Install a takeover for a command or a recording. Call the result to remove it.
+
+    Raises SessionError if there is another.
+    """
+    check_not_installed()
+    undo = UndoStack()
+    undo.callback(takeover.remove)
+    _start(takeover)
+    if is_watched:
+        undo.callback(takeover.watch())
+    return undo.close
+
+
+def watch() -> Callable[[], None]:
+    """Report scripts without `amp.initialize` to the watchers of `events`, until the result is called."""
+    takeover = _installed.takeover
+    return start(Takeover(), is_watched=True) if takeover is None else takeover.watch()
+
+
+def _start(takeover: Takeover) -> None:
+    _installed.takeover, _installed.is_by_install = takeover, False
+    try:
+        takeover.start(_forget)
+    except BaseException:
+        takeover.remove()
+        raise
+
+
+def _forget() -> None:
+    _installed.takeover = None

@@ -1,0 +1,202 @@
+"""`ScriptSteps`: follows the losses, the GradScaler and the optimizer steps of a script, and changes none of them.
+
+Each step is checked by `StepChecks`, runs outside of the region of `WholeScript`, and is reported to the session and to
+the watchers of `events`.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import events
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher
+from ..torch_private import get_backward_id, reads_found_inf
+from .changes import Changes, Kind
+from .session import NativeSession, find_session, has_own_amp
+from .step_checks import StepChecks
+from .whole_script import WholeScript
+
+
+@dataclass(slots=True)
+class _ScalerStep:
+    """A call of `GradScaler.step` that is under way.
+
+    Attributes:
+        is_scaling: the GradScaler is enabled.
+        has_stepped: the optimizer's own `step` has run. GradScaler does not call it on an overflow.
+    """
+
+    is_scaling: bool
+    has_stepped: bool = False
+
+
+class ScriptSteps:
+    """The losses and steps of a script.
+
+    Args:
+        unscales_first: unscale the gradients before a fused optimizer would do it in its kernel, so that watchers see
+            them unscaled.
+    """
+
+    def __init__(
+        self, changes: Changes, checks: StepChecks, whole_script: WholeScript, *, unscales_first: bool
+    ) -> None:
+        self._changes = changes
+        self._checks = checks
+        self._whole_script = whole_script
+        self._unscales_first = unscales_first
+        self._scaler: weakref.ref[Any] | None = None  # the GradScaler made last
+        self._scaler_step: _ScalerStep | None = None
+        self._scaled_loss: int | None = None  # id of the loss that a GradScaler returned last
+
+    def install(self, undo: UndoStack) -> None:
+        """Patch GradScaler, and hook optimizer steps."""
+        patcher = Patcher()
+        undo.callback(patcher.undo)
+        patcher.install(
+            [
+                Patch(torch.amp.GradScaler, "__init__", self._note_scaler),
+                Patch(torch.amp.GradScaler, "scale", self._report_scaled_loss),
+                Patch(torch.amp.GradScaler, "step", self._report_scaler_step),
+            ]
+        )
+        undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+        undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
+
+    def watch_losses(self, undo: UndoStack) -> None:
+        """Report losses that no GradScaler scales, until `undo` is closed."""
+        patcher = Patcher()
+        undo.callback(patcher.undo)
+        patcher.install([Patch(torch.autograd, "backward", self._report_plain_loss)])
+
+    def show_scaler(self, session: NativeSession) -> None:
+        """Let a session that was just opened use the script's GradScaler, if there is an enabled one."""
+        scaler = None if self._scaler is None else self._scaler()
+        if scaler is not None and scaler.is_enabled():
+            session.use_scaler(scaler)
+
+    # ---- losses ------------------------------------------------------------------------------------------------------
+
+    def _note_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._scaler = weakref.ref(scaler)
+
+        return make
+
+    def _report_scaled_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            session = find_session()
+            if session is not None and scaler.is_enabled():
+                session.use_scaler(scaler)
+                if isinstance(outputs, Tensor):
+                    self._scaled_loss = id(result)
+                    events.tell(session.without_casts(), "loss_scaled", outputs, result)
+            return result
+
+        return scale
+
+    def _report_plain_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            session = find_session()
+            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+            # a checkpoint calls this inside of a backward pass, with gradients and no loss
+            if session is not None and isinstance(loss, Tensor) and get_backward_id() == -1:
+                if id(loss) != self._scaled_loss:
+                    events.tell(session.without_casts(), "loss_scaled", loss, loss)
+                self._scaled_loss = None
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _report_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            enclosing = self._scaler_step
+            this = self._scaler_step = _ScalerStep(scaler.is_enabled())
+            # other optimizers: GradScaler.step itself unscales first
+            if self._unscales_first and this.is_scaling and reads_found_inf(optimizer):
+                with contextlib.suppress(RuntimeError):  # the script has unscaled them
+                    scaler.unscale_(optimizer)
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._scaler_step = enclosing
+            if this.has_stepped:
+                if enclosing is not None:
+                    enclosing.has_stepped = True
+                return result
+
+            # GradScaler has found an overflow, and skipped the optimizer: no hook has seen the step
+            session = find_session()
+            if not has_own_amp():
+                self._checks.end_step(optimizer, is_open=session is not None)
+            if session is not None and scaler.is_enabled():
+                session.use_scaler(scaler)
+                self._report_begin(session, optimizer)
+                self._report_end(session, optimizer, is_skipped=True)
+            return result
+
+        return step
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Optimizer hook."""
+        if has_own_amp():
+            self._checks.note_amp()
+            return
+        if _has_closure(args, kwargs):  # forward and backward are still to come, inside of the region
+            return
+        self._check_step()
+        self._whole_script.leave_for_step()
+        session = find_session()
+        if session is not None:
+            self._report_begin(session, optimizer)
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Optimizer hook."""
+        self._whole_script.come_back()
+        if has_own_amp():
+            return
+        if _has_closure(args, kwargs):
+            self._check_step()
+        if self._scaler_step is not None:
+            self._scaler_step.has_stepped = True
+        session = find_session()
+        self._checks.end_step(optimizer, is_open=session is not None)
+        if session is not None:
+            found_inf = getattr(optimizer, "found_inf", None)  # set for fused steps that skip on the device
+            self._report_end(session, optimizer, is_skipped=isinstance(found_inf, Tensor) and bool(found_inf))
+
+    def _check_step(self) -> None:
+        """Raise PolicyError for a step that cannot be taken under the changes."""
+        session = find_session()
+        is_scaling = self._scaler_step is not None and self._scaler_step.is_scaling
+        low = None if session is None or self._changes.level is None else session.policy.low_dtype
+        is_changing = self._changes.kind is not Kind.NOTHING
+        self._checks.check(self._changes.level, low, is_changing=is_changing, is_scaling=is_scaling)
+        if session is not None and self._checks.needs_scaler(is_scaling=is_scaling):
+            session.needs_scaler = True
+
+    def _report_begin(self, session: NativeSession, optimizer: Optimizer) -> None:
+        session.note_optimizer(optimizer)
+        events.tell(session.without_casts(), "step_begun", optimizer)
+
+    def _report_end(self, session: NativeSession, optimizer: Optimizer, *, is_skipped: bool) -> None:
+        session.note_optimizer(optimizer)
+        session.note_step(optimizer, is_skipped=is_skipped)
+        events.tell(session.without_casts(), "step_ended", optimizer)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether the arguments of a step hold a function that runs forward and backward."""
+    return kwargs.get("closure") is not None or any(map(callable, args[1:]))

@@ -1,0 +1,246 @@
+"""`Search`: finds references to functions in models and in the imported modules, without running anybody's code.
+
+It looks into every imported module outside torch, this package and the standard library: at globals, class attributes,
+default arguments of the functions and methods defined there, and layers, dicts (keys too), lists, tuples and sets in
+globals and class attributes, which may be nested. In models it looks at attributes of their modules, and at the classes
+of these and of their parameters. Each kind of position exists in a published package;
+`tests/patching/test_references.py` names it.
+
+It passes over packages that torch itself is built on, and packages none of whose modules holds a module of torch,
+`torch.Tensor` or one of the functions: these have no way to come by one.
+"""
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..dtypes import PLAIN_CLASSES
+from ..torch_private import FUNCTION_TABLES, get_own_buffers, get_own_parameters
+from .containers import ContainerSearch, Unsearched
+from .exchanges import ExchangeList, Replacements
+from .slots import Entry, WeakAttribute, attributes_of, namespace_of
+
+_BELOW_TORCH = {
+    *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions"),
+    *("wrapt", "yaml"),
+}
+PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
+"""Top-level packages that are not searched, unless they have one of the functions."""
+
+_PLAIN = frozenset(
+    {
+        *(str, bytes, int, float, complex, bool, type(None), type(Ellipsis)),
+        *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GetSetDescriptorType),
+        *(types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType),
+    }
+)
+"""Types of values that hold no function."""
+
+_HOLDERS_IN_LAYERS = frozenset({functools.partial, tuple, list, dict})
+"""Types of a layer's attributes that may hold a function where it cannot be replaced."""
+
+_name_of: Callable[[type], str] = vars(type)["__name__"].__get__
+
+
+class Search:
+    """Finds the slots that hold one of some functions.
+
+    Args:
+        replacements: by which the functions are to be replaced.
+        packages: the top-level packages, beside torch, that these functions belong to.
+
+    Attributes:
+        result: the exchanges.
+    """
+
+    def __init__(self, replacements: Replacements, packages: Iterable[str] = ()) -> None:
+        self.result = ExchangeList(replacements)
+        self._wanted = self.result.wanted
+        self._homes = {"torch", *packages}
+        self._unsearched: list[Unsearched] = []
+        self._containers = ContainerSearch(self.result, self._unsearched)
+
+    def run(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
+        """Search models, and the imported modules."""
+        for model in models:
+            self._search_model(model)
+        if with_modules:
+            self.search_modules()
+        self._containers.run()
+
+    def find_stuck(self) -> list[str]:
+        """Return what holds a function where it cannot be replaced, as `module.name (its class)`, after `run`."""
+        return self._containers.find_stuck()
+
+    # ---- modules -----------------------------------------------------------------------------------------------------
+
+    def search_modules(self) -> None:
+        """Search the imported modules."""
+        packages: dict[str, list[tuple[str, types.ModuleType]]] = {}
+        evidence = {*self._wanted, id(Tensor)}  # a package that holds none of these knows no function of torch
+        for name, module in list(sys.modules.items()):
+            top = name.partition(".")[0]
+            is_home, is_passed_over = top in self._homes, top in PASSED_OVER
+            if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
+                continue
+            if is_home:
+                evidence.add(id(module))
+            if not is_passed_over:
+                packages.setdefault(top, []).append((name, module))
+        self._search_tables_of_torch()  # otherwise, torch itself is passed over
+        for package, modules in packages.items():
+            # to search a single module costs no more than this check
+            if len(modules) > 1 and not any(_holds_any(module, evidence) for _, module in modules):
+                continue
+            for name, module in modules:
+                self._search_module(name, module, package)
+        if self._homes != {"torch"}:  # lists name functions of the script: a criterion may be a partial of one
+            for value in gc.get_objects():
+                self.result.append_partial(value)
+
+    def _search_tables_of_torch(self) -> None:
+        for name, key in FUNCTION_TABLES.items():
+            module = sys.modules.get(name)
+            if issubclass(type(module), types.ModuleType):
+                table = namespace_of(module).get(key)
+                if type(table) is dict and self.result.is_first_visit(table):
+                    self.result.append_keys(table)
+
+    def _search_module(self, name: str, module: types.ModuleType, package: str) -> None:
+        namespace = namespace_of(module)
+        if not self.result.is_first_visit(namespace):
+            return
+        for key, value in list(namespace.items()):
+            if id(value) in self._wanted:
+                self.result.append(Entry(namespace, key, module=module), value)
+            elif type(value) not in _PLAIN and not self.result.append_partial(value):
+                self._search_value(value, name, key, namespace, package)
+
+    def _search_value(self, value: Any, prefix: str, name: str, holder: Any, package: str) -> None:
+        """Search a global or a class attribute. `holder` is the namespace or the class, `prefix` its name."""
+        kind = type(value)
+        if kind is types.FunctionType:
+            self._search_function(value, package)
+        elif issubclass(kind, type):
+            self._search_class(value, package)
+        elif issubclass(kind, dict):
+            if not name.startswith("__"):  # __builtins__, __annotations__...
+                self._search_table(value, prefix, name, package)
+        elif issubclass(kind, nn.Module):
+            self._search_layer(value)
+        elif not issubclass(kind, types.ModuleType):
+            self._unsearched.append(Unsearched(prefix, name, value, holder, name))
+
+    def _search_table(self, table: dict[Any, Any], prefix: str, name: str, package: str) -> None:
+        """Search the keys and the values of a dict, and leave containers among them for later."""
+        if not self.result.is_first_visit(table):
+            return
+        self.result.append_keys(table)
+        for index, value in list(dict.items(table)):
+            kind = type(value)
+            if id(value) in self._wanted:
+                self.result.append(Entry(table, index), value)
+            elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
+                continue  # its module is searched by itself
+            elif kind is types.FunctionType:
+                self._search_function(value, package)
+            elif issubclass(kind, nn.Module):
+                self._search_layer(value)
+            elif not self.result.append_partial(value):
+                self._unsearched.append(Unsearched(prefix, name, value, table, index))
+
+    # ---- classes and functions ---------------------------------------------------------------------------------------
+
+    def _search_class(self, owner: type, package: str) -> None:
+        """Search the attributes of a class, if it is defined in a package."""
+        attributes = attributes_of(owner)
+        home = attributes.get("__module__")
+        if type(home) is not str or home.partition(".")[0] != package or not self.result.is_first_visit(owner):
+            return
+        for key, value in list(attributes.items()):
+            kind = type(value)
+            function = value
+            if kind is staticmethod or kind is classmethod:
+                function = value.__func__
+            if id(function) in self._wanted:
+                self.result.append(WeakAttribute(owner, key), function, self._as_class_attribute(value, function))
+            elif type(function) is types.FunctionType:
+                self._search_function(function, package)
+            elif kind not in _PLAIN and not self.result.append_partial(function):
+                self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
+
+    def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
+        """Return the class attribute to use instead of `value`. Through an instance, it gets the same arguments."""
+        after = self.result.replacements[id(function)]
+        if function is not value:
+            return type(value)(after)
+        if hasattr(type(after), "__get__") and not hasattr(type(value), "__get__"):
+            return staticmethod(after)  # a function is given the instance, a builtin is not
+        return after
+
+    def _search_function(self, function: Any, package: str) -> None:
+        """Search the defaults of a function, and of the functions that it decorates."""
+        while type(function) is types.FunctionType and id(function) not in self._wanted:
+            has_references = function.__defaults__ or function.__kwdefaults__ or function.__closure__
+            if not has_references or not self.result.is_first_visit(function):
+                return
+            home = _package_of(function)
+            if home == package or home not in PASSED_OVER:
+                self._search_defaults(function)
+            function = vars(function).get("__wrapped__")
+
+    def _search_defaults(self, function: types.FunctionType) -> None:
+        defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+        for value in (*defaults, *keyword_defaults.values()):
+            self.result.append_partial(value)
+        originals = [value for value in defaults if id(value) in self._wanted]
+        if originals:
+            after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
+            self.result.append(WeakAttribute(function, "__defaults__"), originals[0], after)
+        for key, value in list(keyword_defaults.items()):
+            if id(value) in self._wanted:
+                self.result.append(Entry(keyword_defaults, key), value)
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def _search_layer(self, layer: nn.Module) -> None:
+        """Search a layer in a global or a table, such as transformers.activations.gelu."""
+        if self.result.is_first_visit(layer):
+            self._search_model(layer)
+
+    def _search_model(self, model: nn.Module) -> None:
+        """Search the attributes of a model's modules, and the classes of these and of their tensors."""
+        for path, module in model.named_modules():
+            prefix = f"{type(model).__name__}.{path}" if path else type(model).__name__
+            for key, value in list(vars(module).items()):
+                if id(value) in self._wanted:
+                    self.result.append(WeakAttribute(module, key), value)
+                elif type(value) is types.FunctionType:
+                    package = _package_of(value)
+                    if package not in PASSED_OVER:
+                        self._search_function(value, package)
+                elif not self.result.append_partial(value) and type(value) in _HOLDERS_IN_LAYERS:
+                    self._unsearched.append(Unsearched(prefix, key, value))
+            owners = [*type(module).__mro__]
+            for tensor in (*get_own_parameters(module).values(), *get_own_buffers(module).values()):
+                if tensor is not None and type(tensor) not in PLAIN_CLASSES:
+                    owners += type(tensor).__mro__
+            for owner in owners:
+                package = owner.__module__.partition(".")[0]
+                if package not in PASSED_OVER:
+                    self._search_class(owner, package)
+
+
+def _holds_any(module: types.ModuleType, ids: set[int]) -> bool:
+    return not ids.isdisjoint(map(id, list(namespace_of(module).values())))
+
+
+def _package_of(function: types.FunctionType) -> str:
+    """Return the top-level package that a function is defined in, or "" if its globals do not say."""
+    home = function.__globals__.get("__name__")
+    return home.partition(".")[0] if type(home) is str else ""

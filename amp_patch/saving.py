@@ -1,0 +1,87 @@
+"""`state_dict` and `load_state_dict`: amp's own state in a checkpoint."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from .errors import ArgumentTypeError, CheckpointError
+from .session import current as _current
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each loss scale; empty if
+    disabled.
+
+    `torch.load` reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination` is not
+    a dictionary.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
+        >>> amp.state_dict()
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+    """
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise ArgumentTypeError(
+            f"destination must be a dictionary, not {type(destination).__name__}: pass one to add entries to it, or"
+            " leave it out"
+        )
+    result = {} if destination is None else destination
+    if not _current.state.is_disabled:
+        for index, scaler in enumerate(_current.require().scalers):
+            result[f"loss_scaler{index}"] = scaler.state_dict()
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` returned, here or in Apex.
+
+    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
+    cases nothing is loaded.
+
+    Examples:
+        >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
+        >>> amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}})
+        >>> amp.stats().loss_scales
+        (128.0,)
+    """
+    if _current.state.is_disabled:
+        return
+    scalers = _current.require().scalers
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentTypeError(
+            f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"
+            " {'amp': amp.state_dict(), ...}, and pass torch.load(path)['amp']"
+        )
+    expected = [f"loss_scaler{index}" for index in range(len(scalers))]
+    if set(state_dict) != set(expected):
+        raise CheckpointError(
+            f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
+            f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
+        )
+    before = [scaler.state_dict() for scaler in scalers]
+    try:
+        for name, scaler in zip(expected, scalers, strict=True):
+            scaler.load_state_dict(_check_entry(name, state_dict[name]))
+    except (TypeError, ValueError) as error:
+        for scaler, saved in zip(scalers, before, strict=True):
+            scaler.load_state_dict(saved)
+        raise CheckpointError(
+            f"the saved amp state cannot be read: {error}; pass entries such as"
+            " {'loss_scale': 65536.0, 'unskipped': 0}"
+        ) from error
+
+
+def _advise(state_dict: Mapping[str, Any]) -> str:
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
+            return f"pass the entry {name!r} of this checkpoint"
+    if any(str(key).startswith("loss_scaler") for key in state_dict):
+        return "pass the same num_losses to initialize"
+    return "pass what amp.state_dict() returned"
+
+
+def _check_entry(name: str, entry: Any) -> dict[str, Any]:
+    """Return the entry of a scaler. Raises ValueError if it is not one."""
+    missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
+    if missing:
+        raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")
+    return dict(entry)
