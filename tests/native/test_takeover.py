@@ -1,6 +1,7 @@
 """Op lists over the regions of torch.autocast change the ops that they name and nothing else, and torch is restored.
 
-Guards: native/takeover, native/session, native/step_checks, native/roots, native/whole_script, casting/autocast.
+Guards: native/takeover, native/changes, native/installation, native/script_steps, native/step_checks, native/session.
+Guards: native/roots, native/whole_script, casting/autocast.
 """
 
 import threading

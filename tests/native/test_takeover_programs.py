@@ -2,8 +2,7 @@
 
 `make fuzz KIND=takeover` runs more of them.
 
-Guards: native/takeover, native/session, native/whole_script, casting/autocast, casting/op_patches.
-Guards: training/rule_regions.
+Guards: native/takeover, native/changes, native/session, native/whole_script, casting/autocast, casting/op_patches.
 """
 
 import contextlib

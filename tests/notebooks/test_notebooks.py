@@ -1,7 +1,7 @@
 """In a real IPython kernel, cells can run again, records are shown as tables, and cells that hold models or fail are
-named.
+explained.
 
-Guards: insight/notebook, insight/display, session/holders, insight/sites.
+Guards: insight/notebook, insight/display, session/current, insight/sites.
 """
 
 import os

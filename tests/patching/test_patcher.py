@@ -1,6 +1,6 @@
 """`Patcher` installs all patches or none, and leaves no trace, whatever other code does to the same names in between.
 
-Guards: patching/patcher.
+Guards: patching/patcher, patching/slots.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """References to patched functions outside torch are found wherever a program keeps them, without running its code, and
 restored exactly.
 
-Guards: patching/references, patching/pickling, patching/patcher.
+Guards: patching/references, patching/search, patching/containers, patching/exchanges, patching/slots.
+Guards: patching/pickling.
 """
 
 import builtins

@@ -1,6 +1,6 @@
 """Each message appears once, where the user looks for it: lines of `initialize`, overflows, and the user's own logging.
 
-Guards: reporting, training/step_log, api.
+Guards: reporting, training/step_log, session/stats, api.
 """
 
 import io

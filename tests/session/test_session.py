@@ -1,8 +1,7 @@
 """Sessions follow each other, adopt objects, refuse conflicts and leave nothing; casts can be turned off and on, and
 names imported elsewhere are patched and restored.
 
-Guards: session/session, session/current, session/bindings, session/holders, session/installer, session/torch_patches.
-Guards: functions.
+Guards: session/session, session/current, session/bindings, session/installer, session/torch_patches, functions.
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""Each public function has an example in its docstring, and it runs as shown."""
+"""The example in the docstring of each public function runs as shown.
+
+Guards: api, saving, functions.
+"""
 
 import doctest
 import inspect

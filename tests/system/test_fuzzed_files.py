@@ -1,6 +1,6 @@
 """A spoiled list or saved state is read, or refused by an error of amp_patch.
 
-Guards: config/yaml_nodes, config/list_file, session/session.
+Guards: config/yaml_nodes, config/list_file, saving.
 """
 
 import contextlib

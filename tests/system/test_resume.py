@@ -1,6 +1,6 @@
 """Checkpoint and resume is bitwise, with every level, optimizer and order of load calls.
 
-Guards: session/session, training/groups, training/loss_scaler, training/model_hooks.
+Guards: saving, session/session, training/groups, training/loss_scaler, training/model_hooks.
 """
 
 import pytest
