@@ -1,6 +1,6 @@
 """Under redirection a script sees its own files as it would see them in place, and the files from before stay.
 
-Guards: scratch/redirect, scratch/view, scratch/system, scratch/libraries, scratch/guard, scratch/folders.
+Guards: scratch/redirect, scratch/view, scratch/system, scratch/libraries, scratch/guard.
 """
 
 import importlib.util
@@ -167,6 +167,18 @@ def test_what_was_there_stays_bit_by_bit(name, ran):
 def test_what_cannot_be_redirected_is_refused(name, ran):
     said, is_as_before, _ = ran[name]
     assert "NotRedirectedError" in said and "--in-place" in said and is_as_before
+
+
+def test_a_database_that_changes_no_file_is_let_through(server, tmp_path):
+    code = f"""{START}
+sqlite3.Connection("old.db").close()
+undo = redirect(sys.argv[1], [], "")
+sqlite3.Connection(":memory:").close()
+for uri in ("file:old.db?mode=ro", "file:new.db?mode=memory", "file::memory:"):
+    sqlite3.Connection(uri, uri=True).close()
+"""
+    done = server.run("-c", code, tmp_path / "scratch", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_undone_every_name_is_what_it_was(server, tmp_path):

@@ -51,6 +51,14 @@ def test_a_console_that_shows_warnings_alone_takes_no_line_away(add_console, cap
     assert "opt_level O1," in told.out and told.err == ""
 
 
+def test_a_warning_that_a_console_of_its_level_shows_is_not_on_stdout_too(add_console, capsys):
+    add_console(level=logging.WARNING)
+    model, optimizer = make(loss_scale="dynamic", verbosity=2)
+    take_step(model(torch.ones(2, 3)).sum() * float("inf"), optimizer)
+    told = capsys.readouterr()
+    assert "Gradient overflow" in told.err and "Gradient overflow" not in told.out
+
+
 def test_a_file_gets_the_lines_beside_stdout(add_console, capsys):
     stream = io.StringIO()
     add_console(stream)
