@@ -6,11 +6,13 @@ Guards: cli/trace, cli/ranks, cli/recording, insight/agreement.
 import functools
 import json
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from amp_patch import insight
 from amp_patch.cli.main import main
+from amp_patch.cli.ranks import name_for_node
 from amp_patch.insight import Recording
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -230,6 +232,16 @@ def test_a_command_that_runs_a_script_again_is_not_started_once_for_each_rank(
 ):
     assert [code for code, _, _ in start_as_ranks(run_command, monkeypatch, tmp_path, *command)] == [2, 2]
     assert "-m torch.distributed.run -- --nproc-per-node 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("machine", "name"), [("0", "r.jsonl"), ("2", "r.node2.jsonl")])
+def test_each_machine_of_a_launcher_writes_a_file_of_its_own(machine, name, monkeypatch):
+    for variable, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("GROUP_RANK", machine)
+    assert name_for_node(Path("folder/r.jsonl")) == Path("folder", name)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert name_for_node(Path("folder/r.jsonl")) == Path("folder/r.jsonl")
 
 
 RANKS = """

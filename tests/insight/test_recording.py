@@ -32,6 +32,7 @@ import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config import load_oplists
 from amp_patch.events import count_watching_modes
+from amp_patch.insight import short_dtypes
 from amp_patch.insight.recorder import Recorder
 from amp_patch.insight.rules import RuleFinder
 from amp_patch.patching import Patcher
@@ -505,6 +506,14 @@ def test_print_shows_what_the_commands_show():
     faulty = insight.trace(lambda: train(model, optimizer, 1), on_fault="record")
     (fault,) = faulty.of(insight.FaultRecord)
     assert insight.format_fault(fault, faulty.run) in str(faulty) and str(fault) == insight.format_fault(fault, None)
+
+
+@pytest.mark.parametrize("short", ["f16", "bf16"])
+def test_the_limits_of_a_dtype_in_records_are_those_of_torch(short):
+    dtype = getattr(torch, short_dtypes.spell_out(short))
+    tiny, next_number = short_dtypes.TINY[short], short_dtypes.TINY[short] * (1 + 2**-10)
+    assert (short_dtypes.LARGEST[short], short_dtypes.EPS[short]) == (torch.finfo(dtype).max, torch.finfo(dtype).eps)
+    assert torch.tensor([tiny, next_number], dtype=torch.float64).to(dtype).ne(0).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("size", "found"), [("4", 3), ("1", 0)])
