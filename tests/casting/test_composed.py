@@ -1,6 +1,6 @@
 """A rule for a function that torch composes of other ops holds for every op inside it.
 
-Guards: casting/replacement.
+Guards: casting/wrappers, casting/replacement.
 """
 
 from typing import Any

@@ -17,6 +17,7 @@ from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CurveRecord, LayerRecord, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
 from amp_patch.insight.report.charts import Series, draw_curves
+from amp_patch.insight.report.tables import Cell, make_table
 
 VOID = {"meta", "link", "input", "br"}
 
@@ -147,3 +148,14 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
     period = dashes[0] + gaps[0]
     drawn = [(place - offset) % period for offset, dash in zip(offsets, dashes, strict=True) for place in range(dash)]
     assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))
+
+
+def test_a_table_has_what_the_script_sorts_and_filters_by():
+    rows = [[Cell("fc"), Cell("3 %", 0.03, heat=0.5)], [Cell("head"), Cell("all", math.inf)]]
+    page = Page(make_table("layers", ("layer", "error"), rows, label="Layers", filter_by="Filter"))
+    headings = [found for tag, found in page.elements if found.get("aria-sort")]
+    assert [found.get("class") for found in headings] == ["l", None]
+    assert len([tag for tag, _ in page.elements if tag == "button"]) == 2
+    assert [found["data-v"] for _, found in page.elements if "data-v" in found] == ["0.03", "Infinity"]
+    assert [found["style"] for _, found in page.elements if found.get("class") == "hot"] == ["--e:0.50"]
+    assert [found["data-table"] for tag, found in page.elements if tag == "input"] == ["layers"]

@@ -1,6 +1,6 @@
 """Trainings under torch.autocast can be compared and tuned.
 
-Guards: native/takeover, native/changes, native/script_steps, native/installation, script_settings, insight/runs.
+Guards: native/takeover, native/changes, native/script_steps.
 """
 
 import pytest
