@@ -1,6 +1,7 @@
-"""Modules import only from lower wings, modules and functions are short, and importing the package changes nothing.
+"""Modules import only from lower wings, modules and functions are short, importing the package changes nothing, and
+ARCHITECTURE.md names every module.
 
-Guards: __init__.
+Guards: __init__, ARCHITECTURE.md.
 """
 
 import ast
