@@ -1,7 +1,7 @@
 """A function that the user decorates, registers or lists runs in one dtype throughout, as under
 `torch.amp.custom_fwd(cast_inputs=...)`.
 
-Guards: functions, casting/op_patches, casting/replacement.
+Guards: functions, casting/op_patches, casting/replacement, session/torch_patches.
 """
 
 import sys
