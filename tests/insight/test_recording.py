@@ -16,11 +16,13 @@ import pydoc
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compared import make_op
 from gpt import make_gpt
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -35,6 +37,7 @@ from amp_patch.events import count_watching_modes
 from amp_patch.insight import short_dtypes
 from amp_patch.insight.recorder import Recorder
 from amp_patch.insight.rules import RuleFinder
+from amp_patch.insight.text import fold_layers, merge_steps
 from amp_patch.patching import Patcher
 from amp_patch.torch_private import count_dispatch_modes
 
@@ -651,3 +654,11 @@ def test_equal_layers_are_one_row_unless_all_are_asked_for():
     records = forward(found, "F.linear")
     assert (calls, casts, avoided) == (len(records), sum(one.casts for one in records), 0)
     assert line_of("bfloat16", "linear") in insight.format_recording(found, "entry")
+
+
+def test_counts_of_steps_and_of_equal_layers_are_added():
+    """Each of these ops has 3 calls and 2 casts."""
+    of_steps = list(merge_steps(replace(make_op("fc"), step=step) for step in (1, 2)))
+    assert [(op.calls, op.casts) for op in of_steps] == [(6, 4)]
+    of_layers = list(fold_layers(make_op(f"layers.{number}.fc") for number in range(3)))
+    assert [(op.module, op.calls, op.casts) for op in of_layers] == [("layers.*.fc", 9, 6)]
