@@ -75,6 +75,7 @@ class Installer:
             if self._products is not None:
                 tag += ["products", str(self._products.low), str(self._products.longest_attention)]
             compiling.tag_cache_key(":".join(tag), undo)
+        # before the first patch, so that an interrupt leaves none behind
         undo.callback(self._remove)
         self.patcher.install(planned)
         if self._cache is not None:
@@ -107,6 +108,7 @@ class Installer:
     def _turn_on(self) -> None:
         compiling.forget_compiled_code()
         for switch in self._switches():
+            # last: until now, every replacement called its original
             switch.turn_on()
 
     def _switches(self) -> list[Switch]:
@@ -146,6 +148,7 @@ class Installer:
             for part in (self._casts, self._products):
                 if part is not None:
                     part.let_go()
+            # this also redirects references that were made during the session
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
 
 
