@@ -55,6 +55,7 @@ def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
         values: list[Part] = [_to_full(tensors) for tensors in targets]
         yield [_to_full(sources), *values]
         for target, value in zip(targets, values, strict=True):
+            # at full precision already, and changed in place
             if target is not value:
                 foreach_copy_(target, value)
 
@@ -80,7 +81,7 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
     """Return the L2 norm of all elements of all tensors, 0-dim and at full precision.
 
-    It is on `device`, or on that of the first tensor.
+    It is on `device`, by default the device of the first tensor.
     """
     each = norms(tensors)
     if not each:

@@ -35,6 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(f"{type(self).__name__} has no AMSGrad variant: leave amsgrad out, or use torch.optim")
         for name in ("lr", "eps", "weight_decay", "momentum"):
             value = defaults.get(name, 0.0)
+            # `not >=` also refuses NaN; FusedSGD passes torch's `required`, which is no number
             if isinstance(value, (int, float)) and not value >= 0.0:
                 raise OptimizerError(f"{type(self).__name__}: {name}={value!r} must not be negative")
         betas = defaults.get("betas", ())
