@@ -73,6 +73,7 @@ class _Waiting(events.Watcher):
         probe.stop()
         recording = probe.recording
         file = self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl"
+        # renamed when it is complete, because the command reads the folder at any time
         recording.to_jsonl(file.with_suffix(".part"))
         file.with_suffix(".part").replace(file)
 
