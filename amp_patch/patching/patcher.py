@@ -80,8 +80,8 @@ def _find_original(owner: Any, name: str) -> Any:
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the replacement. Its name and module are those of its place, because pickle stores functions by them."""
-    # update_wrapper also sets __wrapped__, by which wrapt and the session's end find the original
+    """Build the replacement. Its name and module lead to its place, because pickle stores functions by them."""
+    # update_wrapper also sets __wrapped__, which wrapt and the session's end follow to the original
     replacement = functools.update_wrapper(patch.factory(original), original)
     if patch.note:
         replacement.__doc__ = f"{original.__doc__ or ''}\n\n{patch.note}".lstrip()
