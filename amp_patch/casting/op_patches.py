@@ -37,7 +37,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
         if chosen is not None and (id(spelling.owner), spelling.name) not in known:
             yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
     for owner, name, rule in registered:
-        if rule != OpRule.NEUTRAL:  # taken off whatever list it was on
+        if rule != OpRule.NEUTRAL:  # the user took it off its list
             yield plan_op(owner, name, rule, casts)
     if casts.autocast is not None and casts.autocast.own is not None:
         known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
@@ -59,7 +59,7 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch by which `owner.name` follows a rule. `location`: where a list file states it."""
+    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states it."""
     note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
     return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
