@@ -200,6 +200,7 @@ class LayerProbe(Probe):
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
+                # A master, where there is one, has the unscaled gradient.
                 holder = session.find_master(weight)
                 if holder is None:
                     holder = weight
@@ -211,6 +212,7 @@ class LayerProbe(Probe):
                 self._gradients[name] = tuple(samples)
         self._weights = tuple(weights)
         if self._gradients:
+            # Sparse gradients are left out, since torch cannot flatten them.
             self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
