@@ -98,13 +98,13 @@ def say(message: str, *args: object) -> None:
 def say_once(message: str) -> None:
     """Log a line at level INFO once in this process, in a distributed run on rank 0 only."""
     if message not in _said:
-        # a message that nobody saw is said again when somebody listens
+        # a message that no handler has shown is logged again once one is set
         if _is_printing or logger.isEnabledFor(logging.INFO):
             _said.add(message)
         say("%s", message)
 
 
-def say_loudly(message: str, *args: object) -> None:
+def log_warning(message: str, *args: object) -> None:
     """Log a line at level WARNING, in a distributed run on rank 0 only."""
     if not find_rank():
         logger.warning(message, *args)

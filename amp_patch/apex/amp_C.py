@@ -243,6 +243,7 @@ def update_scale_hysteresis(
     by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
     scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed those.
     """
+    # no `if` here: it would wait for the device
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
     good_steps = torch.where(is_bad, 0, growth_tracker + 1)

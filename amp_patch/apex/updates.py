@@ -123,12 +123,13 @@ def sgd_(
     if momentum != 0 and momenta is not None:
         changed.append(momenta)
     else:
-        options["momentum_buffer_list"] = []
+        options["momentum_buffer_list"] = []  # the kernel has no default for it
     for g, p, *rest in in_full(gradients, *changed):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
         if _run(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
+        # no kernel takes these tensors, so the flag is read on the host
         if found_inf is not None and bool(found_inf):
             return
         if weight_decay:
@@ -175,6 +176,7 @@ def adam_(
             counted = counted.to(p[0].device, torch.float32)
         else:
             counted = torch.full((), counted, dtype=torch.float32, device=p[0].device)
+        # the kernels count steps for each parameter, Apex's optimizers for each group
         lists = {"max_exp_avg_sqs": [], "state_steps": [counted] * len(p)}
         if _run(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue

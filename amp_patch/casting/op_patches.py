@@ -136,9 +136,9 @@ class DeferredOps:
                     at = f"{spelling.entry.location}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
                 self._spellings.remove(spelling)
-            stuck = references.redirect([(self._patcher, functions)], ())
-            if stuck:
-                problems.append((concerned[0], references.describe_stuck(stuck)))
+            unreplaced = references.redirect([(self._patcher, functions)], ())
+            if unreplaced:
+                problems.append((concerned[0], references.describe_unreplaced(unreplaced)))
         for spelling, message in problems:  # without the lock: code that shows warnings may import something
             try:
                 warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=LOW_NAMES,
-        help="the low dtype (default: that of the lists)",
+        help="the low dtype (default: the one of the lists)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -136,9 +136,9 @@ def _make_note(folder: str) -> Callable[[str], None]:
     """Return the function that reports a step without mixed precision, also to a command that hides the output."""
 
     def note(line: str) -> None:
-        from ..reporting import say_loudly
+        from ..reporting import log_warning
 
-        say_loudly("%s", line)
+        log_warning("%s", line)
         Path(folder, WAITING).write_text(line, encoding="utf-8")
 
     return note

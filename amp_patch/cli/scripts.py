@@ -104,7 +104,7 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script of a command line. A run's own settings come before those of the command line.
+    """Runs the script of a command line. A run's own settings override the command line.
 
     A script that does not exist is a usage error.
 

@@ -250,7 +250,7 @@ class Overlay:
                     self._modules.append(rule)
 
     def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Lay the entries of one file over those of earlier files."""
+        """Lay the entries of one file over the entries of earlier files."""
         named: dict[SpellingKey, Spelling] = {}
         missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
@@ -361,7 +361,7 @@ class Overlay:
     ) -> None:
         """Warn if a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other, and nobody knows what it will be laid over
+            return  # the file extends no other, so the lists below it are unknown
         ruled = {**self._spellings, **named}
         if not any(key in ruled or _without_underscore(key) in ruled for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")

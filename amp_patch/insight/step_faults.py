@@ -33,8 +33,8 @@ class SeenInStep:
         skips: whether each optimizer with such gradients skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss, reaching_gradients, reaching_unused: numbers of the faults on which the loss depends, or the
-            gradients that optimizers use, or gradients that no optimizer has used yet, such as those of the
-            discriminator in the pass of its generator.
+            gradients that optimizers use, or gradients that no optimizer has used yet, such as the
+            discriminator's in the pass of its generator.
     """
 
     is_loss_seen: bool = False

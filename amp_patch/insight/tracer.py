@@ -251,7 +251,7 @@ class Tracer(Recorder):
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
 
     def stop(self) -> None:
-        """Look no more. The faults of a step that did not end are finished by its loss and gradients, if there are any.
+        """Stop looking. Its loss and gradients, if there are any, complete the faults of a step that did not end.
 
         A script may change its weights by hand, or end between two steps.
         """

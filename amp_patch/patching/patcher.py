@@ -131,19 +131,19 @@ class Patcher:
         self._undo_down_to(0)
 
     def _undo_down_to(self, mark: int) -> None:
-        stuck: list[str] = []
+        left: list[str] = []
         while len(self._exchanges) > mark:
             exchange = self._exchanges[-1]
             if not _revert(exchange):
                 owner = exchange.slot.owner()
-                stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
+                left.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
             if exchange.is_patch:
                 pickling.retire(exchange.after)  # copies of models may still hold it
             self._exchanges.pop()  # last, so that an exchange that an interrupt cut short is undone again
-        if stuck:
+        if left:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
-                ", ".join(stuck),
+                ", ".join(left),
             )
 
     @contextlib.contextmanager

@@ -73,9 +73,9 @@ class Search:
             self.search_modules()
         self._containers.run()
 
-    def find_stuck(self) -> list[str]:
+    def find_unreplaced(self) -> list[str]:
         """After `run`, return the objects where a function cannot be replaced, as `module.name (its class)`."""
-        return self._containers.find_stuck()
+        return self._containers.find_unreplaced()
 
     # ---- modules -----------------------------------------------------------------------------------------------------
 

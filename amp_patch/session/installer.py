@@ -137,9 +137,9 @@ class Installer:
         with self._lock:
             patchers = (self.patcher, self._module_patcher)
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
-            stuck = references.redirect(functions, models, with_modules=with_modules)
-        if stuck:
-            warn(references.describe_stuck(stuck))
+            unreplaced = references.redirect(functions, models, with_modules=with_modules)
+        if unreplaced:
+            warn(references.describe_unreplaced(unreplaced))
 
     def _remove(self) -> None:
         for switch in self._switches():

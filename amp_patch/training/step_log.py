@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
-from ..reporting import say, say_loudly, tells_parameters, warn
+from ..reporting import log_warning, say, tells_parameters, warn
 from .loss_scaler import LossScaler
 from .step_was_skipped import set_step_was_skipped
 
@@ -201,7 +201,7 @@ class StepLog:
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"
-            say_loudly("%s (step %d, %s)", message, self._taken + self._skipped, where)
+            log_warning("%s (step %d, %s)", message, self._taken + self._skipped, where)
         else:
             say("%s", message)
         warn_of_small_scale(scaler)

@@ -96,6 +96,7 @@ def model_grads_to_master_grads(
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None or master.grad is None:
+            # the copy below fills it
             master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 

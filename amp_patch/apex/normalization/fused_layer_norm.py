@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm with Apex's arguments, over torch's functions.
 
-Statistics are float32 or wider on every path. A "fused" norm returns the dtype of the input, a "mixed" norm that of
+Statistics are float32 or wider on every path. A "fused" norm returns the dtype of the input, a "mixed" norm the one of
 the weight, whatever the other is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its
 RMSNorm without a weight returned float32. One exception: a fused RMSNorm with a 16-bit weight returns the weight's
 dtype, as the norms do whose place libraries have it take (T5's in float16, without any amp). An `eps` is 1e-5 by

@@ -140,6 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 " torch.optim.AdamW(capturable=True) in a graph"
             )
         step: int | Tensor = group.get("step", 0) + 1
+        # a skipped step does not count, so the flag, 0 or 1, is taken off again
         counted = step if self.found_inf is None else step - self.found_inf
         is_at_hand = not isinstance(counted, Tensor) or counted.device.type == "cpu"
         group["step"] = int(counted) if is_at_hand else counted

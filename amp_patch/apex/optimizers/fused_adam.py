@@ -143,6 +143,7 @@ class FusedAdam(FusedOptimizer):
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Give each parameter its part of the state where a group has one flat tensor, as in Apex of 2019."""
         counts = [len(group["params"]) for group in self.param_groups]
+        # groups that have a single parameter here as well need no split
         is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1
         if not is_flat or len(saved["param_groups"]) != len(counts):
             return saved

@@ -104,6 +104,7 @@ class SyncBatchNorm(BatchNormBase):
         ):
             return
         self.num_batches_tracked.add_(1)
+        # without a momentum, torch keeps the mean of all batches
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.copy_(running * (1 - factor) + value * factor)
@@ -155,6 +156,7 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: d
             )
         settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
+        # the tensors themselves, not copies: optimizers hold them
         get_own_parameters(result).update(get_own_parameters(module))
         get_own_buffers(result).update(get_own_buffers(module))
         result.train(module.training)
