@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,45 @@ def test_importing_the_package_changes_no_torch_name(fork_server):
     )
     done = fork_server.run("-c", script, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
+
+
+# ---- ARCHITECTURE.md -------------------------------------------------------------------------------------------------
+
+ARCHITECTURE = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+
+
+def rooms_in_table():
+    """The modules that the table of wings names, by the folder in its first column; "" is the ground."""
+    rooms: dict[str, set[str]] = {}
+    folder = ""
+    for line in ARCHITECTURE.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) != 5 or not cells[3].startswith(("`", "listed")):
+            continue
+        first = cells[1].strip("`/")
+        if first:
+            folder = first if (PACKAGE / first).is_dir() else ""
+        rooms.setdefault(folder, set()).update(re.findall(r"`([\w./*]+)`", " | ".join(cells[2:4])))
+    return rooms
+
+
+def is_named_by_us(path):
+    """Whether a module has a name of ours. In the stand-in, only those that begin with an underscore have."""
+    folder = path.parent.relative_to(PACKAGE).as_posix()
+    return path.stem != "__init__" and (not folder.startswith(STAND_IN) or (folder, path.stem[0]) == (STAND_IN, "_"))
+
+
+@pytest.mark.parametrize("path", list(filter(is_named_by_us, MODULES)), ids=name_of)
+def test_every_module_is_in_the_table_of_wings(path):
+    folder = path.parent.relative_to(PACKAGE).as_posix().strip(".")
+    named = rooms_in_table()
+    is_named = path.stem in named.get(folder, ()) or name_of(path).replace(".", "/") in named[""]
+    assert is_named, f"write `{path.stem}` into the row of {folder or 'the ground'} in ARCHITECTURE.md"
+
+
+def test_every_file_that_architecture_names_is_there():
+    """Also in shortened form, as `comparing/text.py`."""
+    folders = [PACKAGE.parent, PACKAGE, PACKAGE / "insight"]
+    named = set(re.findall(r"`([\w./*]*/[\w.*]+\.(?:py|md|yaml))`", ARCHITECTURE))
+    assert len(named) > 60
+    assert [name for name in sorted(named) if not any(list(folder.glob(name)) for folder in folders)] == []
