@@ -111,13 +111,13 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(project="amp_patch", dir=tmp_path) as run:
         train(Tracker(run, every=2), "O2", spike=3, loss_scale={"init": 2.0**8})
+    wandb.teardown()  # ends the process that writes the file
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = read_wandb(path)
     assert list(rows) == [2, 4, 6]
     assert [row["amp/loss_scale"] for row in rows.values()] == [256, 128, 128]
     assert [row["amp/steps_skipped"] for row in rows.values()] == [0, 1, 1]
     assert [row["amp/grad_norm"] for row in rows.values()] == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
-    wandb.teardown()  # ends its process
 
 
 @pytest.mark.parametrize("arguments", [(object(),), (print, 0)], ids=["target", "every"])
