@@ -116,6 +116,7 @@ class FaultFinder:
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of an op, with copies of those that the op reads and then writes."""
         written = overload.written
+        # Ops in bulk are never computed a second time, so they need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
         # An input that is a view of a written tensor changes with it, so it is copied as well.

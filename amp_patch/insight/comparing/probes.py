@@ -54,6 +54,7 @@ class CurveProbe(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
+        # Only once: a session is opened again with each further model.
         if self._is_noise and self.run is None:
             _nudge(session, session.trained())
         self.run = describe_run(session)
