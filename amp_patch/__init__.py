@@ -81,7 +81,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Import what has the name when it is first asked for: commands and starting processes need no torch."""
+    """Import the home of a name at its first use: commands and starting processes need no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "amp":

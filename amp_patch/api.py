@@ -95,7 +95,7 @@ def initialize(
         enabled: False (or "False") makes this and every other function of the package do nothing.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, patch_torch_functions_type:
-            override one property of the level, as do the next two; `lists/presets.yaml` says what each means.
+            override one property of the level, as do the next two; `lists/presets.yaml` explains them.
         loss_scale: a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`, `backoff_factor`,
             `growth_interval` and `hysteresis` for a dynamic scale.
         compute: "auto", "native" or "float32".
@@ -132,7 +132,7 @@ def initialize(
         >>> model(torch.ones(2, 4)).dtype  # softmax is blacklisted: runs in float32
         torch.float32
     """
-    arguments = locals()  # those that override a property of the level
+    arguments = locals()  # `choose_policy` picks the properties of the level among them
     if isinstance(models, Iterator):
         models = list(models)  # read twice, it would be empty
     if isinstance(optimizers, Iterator):
@@ -165,7 +165,7 @@ def initialize(
 
 
 def _announce(opened: Session, *, is_known: bool) -> None:
-    """Print what a new session has set up, or one line if these models have joined an earlier session."""
+    """Print the properties of a new session, or one line if these models have joined an earlier one."""
     policy = opened.policy
     if is_known:
         names = ", ".join(type(model).__name__ for model in opened.models())
@@ -373,7 +373,7 @@ def session(
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """Context manager: `initialize` for the length of a block. The end of the block undoes it, even after an exception.
 
-    After the block, torch and the optimizers are as before, and the weights keep what they learned. Weights that were
+    After the block, torch and the optimizers are as before, and weights keep their trained values. Weights that were
     cast become float32, with the values of the masters; at levels without masters they return to their earlier dtype.
     Optimizer states are converted in the same way. You can use several scopes one after the other, also on the same
     objects, but you cannot nest them.

@@ -1,7 +1,7 @@
 """Every error that amp_patch raises on purpose.
 
 Each class is an `AmpError` and also the builtin that a caller would catch. `AmpError` itself is a `RuntimeError`,
-because that is what scripts written for Apex expect. A message says what was given, what is allowed and what to do.
+because scripts written for Apex expect that. A message names the given value, the allowed values and the remedy.
 """
 
 import difflib
@@ -223,6 +223,7 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
         if len(name) > MAX_WORD:
             continue
         shared = (letters & _count_letters(name)).bit_count()
+        # as SequenceMatcher.ratio, which counts only letters in the same order, and so is never larger
         bound = 2 * shared / (len(word) + len(name) or 1)
         if bound >= cutoff:
             bounds.append((bound, name))
@@ -245,6 +246,7 @@ def _count_letters(word: str) -> int:
     """Return a number with a bit for each letter of a word, the same bits for the same letters."""
     bits = 0
     for letter in word:
+        # MAX_WORD bits for each letter; the second occurrence of a letter sets the second of its bits
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
         while bits & bit:
             bit <<= 1

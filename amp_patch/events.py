@@ -45,6 +45,7 @@ def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     if watchers:
         number.value += 1
         with region:
+            # a copy, because a watcher may remove itself
             for watcher in tuple(watchers):
                 getattr(watcher, event)(*facts)
 

@@ -75,6 +75,7 @@ def _decorate(function: Any, rule: OpRule) -> Any:
         opened = _current.state.session
         if opened is None or opened.casts is None:
             return function(*args, **kwargs)
+        # another session than at the last call
         if casts is not opened.casts:
             casts, cast_function = opened.casts, opened.casts.wrap(rule, function)
         return cast_function(*args, **kwargs)

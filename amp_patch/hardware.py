@@ -10,7 +10,7 @@ from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
 """The x86 instructions for 16-bit products that torch reports."""
 
-_BFLOAT16_FLAGS = CPU_FLAGS[:3]
+_BFLOAT16_FLAGS = CPU_FLAGS[:3]  # the others are for float16
 
 
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:

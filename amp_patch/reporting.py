@@ -1,5 +1,5 @@
 """Messages to the user: the package's logger, and a handler that shows messages on stdout, where scripts and log
-scrapers look for Apex's messages. If the user has a console handler, such as that of `logging.basicConfig`, it shows
+scrapers look for Apex's messages. If the user has a console handler, as `logging.basicConfig` makes one, it shows
 them instead, so no line appears twice.
 
 The stand-in for Apex prints, as Apex did: a script that configures logging must not lose lines, or get them twice.
@@ -23,6 +23,7 @@ class _StdoutHandler(logging.StreamHandler[Any]):
     """Writes to the current sys.stdout, unless another handler shows the record there or on stderr."""
 
     def __init__(self) -> None:
+        # not StreamHandler's, which would keep the sys.stdout of this moment
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(message)s"))
 
@@ -97,12 +98,13 @@ def say(message: str, *args: object) -> None:
 def say_once(message: str) -> None:
     """Log a line at level INFO once in this process, in a distributed run on rank 0 only."""
     if message not in _said:
+        # a message that no handler has shown is logged again once one is set
         if _is_printing or logger.isEnabledFor(logging.INFO):
             _said.add(message)
         say("%s", message)
 
 
-def say_loudly(message: str, *args: object) -> None:
+def log_warning(message: str, *args: object) -> None:
     """Log a line at level WARNING, in a distributed run on rank 0 only."""
     if not find_rank():
         logger.warning(message, *args)
@@ -129,6 +131,7 @@ def find_rank() -> int | None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
+    # before a launched script makes its process group
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         return int(rank)

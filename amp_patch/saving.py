@@ -32,7 +32,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load what `state_dict` returned, here or in Apex.
+    """Load the result of `state_dict`, here or in Apex.
 
     Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
     cases nothing is loaded.
@@ -62,6 +62,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for name, scaler in zip(expected, scalers, strict=True):
             scaler.load_state_dict(_check_entry(name, state_dict[name]))
     except (TypeError, ValueError) as error:
+        # all or nothing: scalers before the faulty entry are loaded already
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
@@ -76,7 +77,7 @@ def _advise(state_dict: Mapping[str, Any]) -> str:
             return f"pass the entry {name!r} of this checkpoint"
     if any(str(key).startswith("loss_scaler") for key in state_dict):
         return "pass the same num_losses to initialize"
-    return "pass what amp.state_dict() returned"
+    return "pass the result of amp.state_dict()"
 
 
 def _check_entry(name: str, entry: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
-    """Return a sort key by which block.9 comes before block.10."""
+    """Return a sort key that puts block.9 before block.10."""
     key = []
     for part in re.findall(r"\d+|[^\d.]+", text):
         if part.isdecimal():

@@ -1,4 +1,4 @@
-"""The private names of torch's dispatcher and autograd by which `insight` observes ops. See `torch_private`.
+"""The private names of torch's dispatcher and autograd with which `insight` observes ops. See `torch_private`.
 
 All exist in torch 2.13.0. If one is missing, importing this module fails, and so does `insight`.
 """
@@ -22,7 +22,7 @@ get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def as_called() -> AbstractContextManager[None]:
-    """Return a block in which the thread-local state is that of the code that called the op.
+    """Return a block with the thread-local state of the code that called the op.
 
     A dispatch mode runs below autocast. Without it: no mode sees regions of torch.autocast, so no list is offered for
     unlisted ops.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The function by which DistributedDataParallel gives all ranks the states of one, when it is made and when its Join
+# The function with which DistributedDataParallel gives all ranks the states of one, when it is made and when its Join
 # ends. Absent if torch was built without torch.distributed. Without it: masters are rounded to 16 bits there.
 SYNC_MODULE_STATES = (torch.nn.parallel.distributed, "_sync_module_states")
 

@@ -1,7 +1,7 @@
 """The private names of torch that the package uses. `torch_distributed` and `torch_dispatch` hold the others; no other
 module may use one.
 
-Each comment says what the name is for, and what amp_patch would lose without it. All names exist in torch 2.6.0,
+Each comment gives the use of a name, and the loss for amp_patch without it. All names exist in torch 2.6.0,
 2.13.0, 2.14.1 and 2.15.0. If one is missing, importing this module fails, unless its comment says otherwise.
 """
 
@@ -40,7 +40,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt
 
-# What `fused=True` of torch.optim runs. Without them: the foreach kernels, and a step that may skip waits.
+# The kernels of `fused=True` in torch.optim. Without them: the foreach kernels, and a step that may skip waits.
 fused_adam_: Callable[..., None] = torch._fused_adam_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_sgd_: Callable[..., None] = torch._fused_sgd_
@@ -223,7 +223,7 @@ def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
 
 
 def mark_step_called(optimizer: Optimizer) -> None:
-    """Tell LR schedulers that `step` was called, although it was skipped. Without it: they warn once."""
+    """Mark `step` as called, although it was skipped. Without it: LR schedulers warn once."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -329,7 +329,7 @@ def onednn_takes_bfloat16() -> bool:
     return answer is not None and bool(answer())
 
 
-# ---- Dynamo: only casting/compiling uses what follows ----------------------------------------------------------------
+# ---- Dynamo: only casting/compiling uses these names -----------------------------------------------------------------
 
 DYNAMO = "torch._dynamo"
 
@@ -369,7 +369,7 @@ Without any: `IDLE_KEYS` take their place. Without those: code that was compiled
 """
 
 IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
-"""Dispatch keys that no op has a kernel for. Dynamo guards those of the thread with each tensor, in every torch."""
+"""Dispatch keys that no op has a kernel for. Dynamo guards the keys of the thread with each tensor, in every torch."""
 
 
 def is_autocast_state_guarded(device_type: str) -> bool:

@@ -90,7 +90,7 @@ def open_session(
     replace: bool,
     accept_low: bool,
 ) -> Session:
-    """Open a session instead of the one in force; if that has the same policy, add to it and restart its loss scalers.
+    """Replace the session in force. If it has the same policy, add to it instead, and restart its loss scalers.
 
     Lists of a command come after the lists of the policy.
 
@@ -109,10 +109,12 @@ def open_session(
         replace_other=True,
         accept_low=accept_low,
     )
+    # Apex made new loss scalers in each `initialize`
     if session is before:
         least, largest = policy.min_loss_scale, policy.max_loss_scale
         for scaler in session.scalers:
             fresh = LossScaler(policy.loss_scale, min_loss_scale=least, max_loss_scale=largest)
+            # a static scaler takes no scale from a state dict
             scaler.set_loss_scale(fresh.known_scale)
             scaler.load_state_dict(fresh.state_dict())
     return session
@@ -141,6 +143,7 @@ def patch_again(session: Session) -> None:
     for owner, name, rule in current.state.registered:
         if session.casts is not None and not session.patcher.is_patched(owner, name):
             session.patcher.install([Patch(owner, name, functools.partial(session.casts.wrap, rule))])
+            # code that was compiled before calls the function without casts
             compiling.forget_compiled_code()
 
 
@@ -156,6 +159,7 @@ class ManualPass:
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        # from now on, the scaler counts as used: another optimizer restarts its scale
         scaler.awaits_loss = False
         self._scaler = scaler
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -185,10 +189,12 @@ class ManualPass:
         found_inf = self._scaler.found_inf
         assert found_inf is not None
         session = current.state.session
+        # ranks may share a scaler of the session; any other scaler belongs to this process
         if session is not None and any(self._scaler is scaler for scaler in session.scalers):
             found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
+        # under a static scale Apex skipped no step
         return self._scaler.is_dynamic and bool(found_inf)
 
 
@@ -245,6 +251,7 @@ class HandScaledPass:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._view = OptimizerView(optimizer)
+        # the optimizer holds this object, so a plain reference would make a cycle
         self._optimizer = weakref.ref(optimizer)
         self._block: LossBlock | None = None
 

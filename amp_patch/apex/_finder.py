@@ -107,6 +107,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 del sys.modules[name]
                 parent, _, own_name = name.rpartition(".")
                 package = sys.modules.get(parent)
+                # importing a part has set it as an attribute of an installed apex
                 if package is not None and not self._is_ours(package) and vars(package).get(own_name) is module:
                     delattr(package, own_name)
         for package in self._completed:
@@ -137,6 +138,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if self._is_idle:
             return None
         if root != "apex":
+            # an installed extension is used, unless `force` is given
             is_free = self._force or self._find_elsewhere(fullname, path, target) is None
             return self._alias(fullname, fullname) if self._is_whole and is_free else None
         elsewhere = None if self._is_whole else self._find_elsewhere(fullname, path, target)
@@ -145,6 +147,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             if spec is None:
                 _raise_if_gone(fullname)
             return spec
+        # the import of the installed `apex` itself
         if not rest:
             self._complete_after(elsewhere.loader)
         return elsewhere
@@ -181,6 +184,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         if real is None:
             return None
         spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin)
+        # a package; without these, submodules of `apex.amp` would not be searched for
         if real.submodule_search_locations is not None:
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
@@ -241,6 +245,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 try:
                     return importlib.import_module(f"apex.{name}")
                 except ModuleNotFoundError as error:
+                    # another module is missing, which the part imports
                     if error.name != f"apex.{name}":
                         raise
             raise AttributeError(f"module 'apex' has no attribute {name!r}")

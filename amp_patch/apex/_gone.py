@@ -1,4 +1,4 @@
-"""The parts of Apex that the stand-in lacks: what each one was, and its replacement of today."""
+"""The parts of Apex that the stand-in lacks, each with its purpose and its replacement of today."""
 
 _GONE = {
     "apex.amp.wrap": (

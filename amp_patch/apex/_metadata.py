@@ -9,7 +9,7 @@ class Metadata(importlib.metadata.Distribution):
     """A name, and the version that Apex always had."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return a file of the metadata, of which there is one."""
+        """Return the only file of the metadata, or None for another name."""
         return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:

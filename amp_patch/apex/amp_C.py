@@ -2,7 +2,7 @@
 
 Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
 flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
-holds inf or NaN, and is never cleared. What Apex had beyond these, only its own optimizers called. Unlike Apex's,
+holds inf or NaN, and is never cleared. Only Apex's own optimizers called its other functions. Unlike Apex's,
 `multi_tensor_lamb` leaves the gradients as they are. `multi_tensor_sgd` waits for the device, since it reads the flag.
 """
 
@@ -25,17 +25,19 @@ def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> li
     """Return copies at full precision, multiplied, and raise the flag if a tensor was not finite."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
+        # one launch for all; `Tensor.to` would take one for each
         foreach_copy_(copies, list(tensors))
     for (part,) in group(copies):
         found_inf = torch.zeros((), dtype=torch.float32, device=part[0].device)
+        # the kernel multiplies by its last argument, which torch.amp sets to 1 / scale
         foreach_non_finite_check_and_unscale_(part, found_inf, torch.full_like(found_inf, float(factor)))
         if flag is not None:
             _raise_flag(flag, found_inf)
     return copies
 
 
-def _raise_flag(flag: Tensor, found: Tensor) -> None:
-    flag.copy_(torch.maximum(flag, found.to(flag)))
+def _raise_flag(flag: Tensor, is_overflow: Tensor) -> None:
+    flag.copy_(torch.maximum(flag, is_overflow.to(flag)))
 
 
 @torch.no_grad()
@@ -241,6 +243,7 @@ def update_scale_hysteresis(
     by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
     scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed those.
     """
+    # no `if` here: it would wait for the device
     is_bad = found_inf > 0
     left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
     good_steps = torch.where(is_bad, 0, growth_tracker + 1)

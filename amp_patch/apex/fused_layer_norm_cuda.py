@@ -2,7 +2,7 @@
 
 A forward function returns the output with the statistics of each row, at full precision and of shape (rows,): the mean
 (LayerNorm alone) and 1 / sqrt(variance + eps). A backward function takes them, and computes them anew. "affine" is with
-weight and bias; the output has the dtype of the input, that of the "mixed" functions the dtype of the weight.
+weight and bias; the output has the dtype of the input, or for "mixed" functions the dtype of the weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,6 +129,7 @@ def _rows(input: Tensor, shape: Shape) -> Tensor:
 def _differentiate(function: Callable[..., Tensor], dout: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Return the gradients of the tensors, in their dtypes."""
     with torch.enable_grad():
+        # forward again, at full precision: torch's backward takes the statistics in another form
         leaves = [_full(tensor).detach().requires_grad_() for tensor in tensors]
         output = function(*leaves)
     gradients = torch.autograd.grad(output, leaves, dout.to(output.dtype))

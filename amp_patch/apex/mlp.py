@@ -44,6 +44,7 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all arguments; computes the layers again."""
+        # autograd runs a backward with gradients off, and the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             output = mlp_function(ctx.bias, ctx.activation, *args)

@@ -55,6 +55,7 @@ def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
         values: list[Part] = [_to_full(tensors) for tensors in targets]
         yield [_to_full(sources), *values]
         for target, value in zip(targets, values, strict=True):
+            # at full precision already, and changed in place
             if target is not value:
                 foreach_copy_(target, value)
 
@@ -80,7 +81,7 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
     """Return the L2 norm of all elements of all tensors, 0-dim and at full precision.
 
-    It is on `device`, or on that of the first tensor.
+    It is on `device`, by default the device of the first tensor.
     """
     each = norms(tensors)
     if not each:
@@ -122,12 +123,13 @@ def sgd_(
     if momentum != 0 and momenta is not None:
         changed.append(momenta)
     else:
-        options["momentum_buffer_list"] = []
+        options["momentum_buffer_list"] = []  # the kernel has no default for it
     for g, p, *rest in in_full(gradients, *changed):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
         if _run(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
+        # no kernel takes these tensors, so the flag is read on the host
         if found_inf is not None and bool(found_inf):
             return
         if weight_decay:
@@ -174,6 +176,7 @@ def adam_(
             counted = counted.to(p[0].device, torch.float32)
         else:
             counted = torch.full((), counted, dtype=torch.float32, device=p[0].device)
+        # the kernels count steps for each parameter, Apex's optimizers for each group
         lists = {"max_exp_avg_sqs": [], "state_steps": [counted] * len(p)}
         if _run(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue

@@ -65,7 +65,7 @@ def run_eagerly() -> Callable[[], object]:
 
 
 def forget_compiled_code() -> None:
-    """Drop what torch.compile has compiled in this process. The code holds casts that may no longer be active."""
+    """Drop the code that torch.compile has made in this process. It holds casts that may no longer be active."""
     if DYNAMO in sys.modules:
         torch.compiler.reset()
 
@@ -108,7 +108,7 @@ if _IDLE_DEVICE is None:
 def show_region(mode_name: str) -> None:
     """Make Dynamo guard code that it compiles in this thread by the mode of that name.
 
-    The body names no module of torch. Dynamo would trace such a frame, and find that it changes what Dynamo guards.
+    The body names no module of torch. Dynamo would trace such a frame, and find that it changes guarded state.
     """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS.get(mode_name, (False, False)))
@@ -130,7 +130,7 @@ def _tell_of_break() -> str:
         _has_told = True
         logger.warning(
             "torch.compile breaks its graph at module rules, at functions with a rule of their own and at"
-            " amp.disable_casts(): what is inside is compiled by itself. fullgraph=True raises an error there."
+            " amp.disable_casts(): the code inside is compiled by itself. fullgraph=True raises an error there."
         )
     return ""
 

@@ -114,7 +114,7 @@ class Switch:
     """Says whether the casts of a session are active, and how: on from `turn_on` to `turn_off` or a fork.
 
     Every region opens with `Region.open` and closes with `Region.close`. `open_for_module` and `close_for_module` find
-    the region for the call of a module; `close_stale` closes what an interrupt left open.
+    the region for the call of a module; `close_stale` closes regions that an interrupt left open.
 
     Args:
         autocast: the regions in which casts are active while none of ours is open; None: everywhere.
@@ -263,7 +263,7 @@ class Switch:
                     return
 
     def close_stale(self) -> None:
-        """Close what an interrupt left open: `torch.nn.Module` calls no hooks after one.
+        """Close regions that an interrupt left open: `torch.nn.Module` calls no hooks after one.
 
         Blocks of torch.autocast call this when they begin. If as many blocks are open as around the region, they are
         the same ones, and autocast is enabled in them again. Otherwise they are over, and have restored autocast.
@@ -279,7 +279,7 @@ class Switch:
         if self.autocast is not None:
             region.depth = get_autocast_depth()
         self._local.regions.append(region)
-        with self._lock:  # Dynamo does not trace beyond this: it fails in autograd functions at what follows
+        with self._lock:  # Dynamo does not trace beyond this: it fails in autograd functions at these lines
             self._open.append(region)
             self.regions = len(self._open) + (self.autocast is not None)
         compiling.show_region(region.mode._name_)

@@ -37,7 +37,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
         if chosen is not None and (id(spelling.owner), spelling.name) not in known:
             yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
     for owner, name, rule in registered:
-        if rule != OpRule.NEUTRAL:  # taken off whatever list it was on
+        if rule != OpRule.NEUTRAL:  # the user took it off its list
             yield plan_op(owner, name, rule, casts)
     if casts.autocast is not None and casts.autocast.own is not None:
         known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
@@ -59,7 +59,7 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch by which `owner.name` follows a rule. `location`: where a list file states it."""
+    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states it."""
     note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
     return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
@@ -136,9 +136,9 @@ class DeferredOps:
                     at = f"{spelling.entry.location}: {spelling.entry.op!r}"
                     problems.append((spelling, f"{at} cannot be patched ({type(exc).__name__}: {exc})"))
                 self._spellings.remove(spelling)
-            stuck = references.redirect([(self._patcher, functions)], ())
-            if stuck:
-                problems.append((concerned[0], references.describe_stuck(stuck)))
+            unreplaced = references.redirect([(self._patcher, functions)], ())
+            if unreplaced:
+                problems.append((concerned[0], references.describe_unreplaced(unreplaced)))
         for spelling, message in problems:  # without the lock: code that shows warnings may import something
             try:
                 warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)

@@ -146,7 +146,7 @@ def _names_public(original: OpFunction) -> bool:
     """Return whether torch's function itself looks up its public name, and hands calls over by that.
 
     Methods in C do, and undecorated functions in Python. For them torch decides in which form the arguments are handed
-    over, and by which of several names (`Tensor.matmul` for `@`).
+    over, and under which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
@@ -175,7 +175,7 @@ NEVER_OVERRIDDEN = PublicOp("", None)
 
 
 def _flatten(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the values, and those in lists and tuples of them."""
+    """Yield the values, and the values in lists and tuples among them."""
     for value in values:
         if value.__class__ is list or value.__class__ is tuple:
             yield from value

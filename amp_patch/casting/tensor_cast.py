@@ -52,7 +52,7 @@ def make_plain_cast(
         is_for_kernels: 16-bit kernels get the result, so compressed sparse tensors on a CPU are left as they are.
         takes_opaque: also ask opaque tensors for a cast, as torch.autocast does for ops in the low dtype.
     """
-    # `device.type` makes a string, at a tenth of what a cast costs
+    # `device.type` makes a string, at a tenth of the cost of a cast
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     asks_layout, strided = is_for_kernels and on_cpu, torch.strided
     convert = get_conversion(dtype)

@@ -345,7 +345,7 @@ class OpCasts:
 
         return wrapper
 
-    # ---- rules by which the dtypes of the arguments decide -----------------------------------------------------------
+    # ---- rules under which the dtypes of the arguments decide
 
     # With a float64 or complex tensor torch's own promotion (or error) stands, so such dtypes stop both.
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is asked for, print the table and write the files; return 0, 1 if a run failed, 130 after Ctrl-C."""
+    """Run the script, print the table and write the files; return 0, 1 if a run failed, 130 after Ctrl-C."""
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
@@ -61,10 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.everywhere:
         asked = asked or [config.levels.find_plain_level().name, config.levels.find_patching_level("bfloat16").name]
         for level in (name.split("+")[0] for name in [*asked, reference]):
+            # a run in float32 casts nothing, so it needs no region
             if level != "as-is" and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    named = [name for one in [*(asked or ()), reference] for name in one.split("+")[1:]]
+    named = [name for run_name in [*(asked or ()), reference] for name in run_name.split("+")[1:]]
     check_lists(arguments.parser, "--runs", *named)
     plan = plan_runs(asked, reference, arguments.steps, seeds, describe_command(arguments))
     prefix = arguments.parser.prog
@@ -105,7 +106,7 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _runs(text: str) -> list[str]:
-    return [_run(one.strip()) for one in text.split(",")]
+    return [_run(part.strip()) for part in text.split(",")]
 
 
 def _run(text: str) -> str:

@@ -26,6 +26,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
         from argcomplete.completers import ChoicesCompleter, FilesCompleter
     except ModuleNotFoundError:
         raise MissingExtraError('completion needs argcomplete; run: pip install "amp_patch[completion]"') from None
+    # with the arguments of the command that is being typed: only its module is loaded
     parser = build_parser(os.environ.get("COMP_LINE", "").split()[1:])
     yaml_files = FilesCompleter(("yaml", "yml"))
 
@@ -44,7 +45,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield all arguments of a parser and of those below it."""
+    """Yield all arguments of a parser and of its subparsers."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

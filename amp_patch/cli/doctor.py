@@ -29,13 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.list:
             print("\n".join(f"{rule.code}  {rule.summary}" for rule in doctor.sorted_rules()))
         elif arguments.explain:
-            print(doctor.explain(arguments.explain))
+            print(doctor.explain_rule(arguments.explain))
         else:
             return _report(arguments)
         return 0
     except SettingsError as error:
         arguments.parser.error(str(error))
-        return 2
+        return 2  # not reached: `error` exits
 
 
 def _report(arguments: argparse.Namespace) -> int:

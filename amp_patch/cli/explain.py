@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {"first": first, "last": last, "counts_before": arguments.steps is not None}
     watched = ScriptRunner(arguments).watch(Run("recorder:Recorder", options))
     code, recordings = watched.code, watched.recordings
+    # Ctrl-C ended the script before an op was recorded
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
     has_ops = bool(recordings) and bool(recordings[0].ops)
@@ -97,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
+    # the output above is complete, so a script that failed gives 1 and no error
     return int(code != 0)
 
 

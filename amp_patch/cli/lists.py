@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a task and return its exit code."""
     task: Callable[[argparse.Namespace], int] = arguments.task
     try:
+        # each task returns its own exit code
         return task(arguments)
     except OpListError as error:  # exit code 2: 1 would be an answer
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             is_all_read = False
             errors.append(config.op_lists.ListProblem(error.message, None, None, None))
             continue
+        # exit code 2 for a file that cannot be read; its fault is reported like any other
         is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
         report = config.op_lists.check_oplists(path)
         errors += report.errors

@@ -1,4 +1,4 @@
-"""`amp-patch lists explain`: which rule an op follows, why, and what that does to its arguments."""
+"""`amp-patch lists explain`: the rule of an op, its reason, and its effect on the arguments."""
 
 import argparse
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=LOW_NAMES,
-        help="the low dtype (default: that of the lists)",
+        help="the low dtype (default: the one of the lists)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -43,13 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     names = given or [arguments.dtype or LOW_NAMES[0]]
     lists = config.load_oplists(names, may_be_overlay=True)
     low = arguments.dtype or _find_low(names, lists)
-    explanation = config.explain.explain(op, lists)
+    explanation = config.explain.explain_op(op, lists)
     if arguments.json:
         effects = {ruling.kind: ruling.kind.describe_effects(low) for ruling in explanation.rulings}
         modules = list(map(module_as_data, lists.modules))
         print_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
         return 0
-    print_lines(_explain(explanation, names, low))
+    print_lines(_format(explanation, names, low))
     if any(ruling.kind.runs_in for ruling in explanation.rulings):
         for rule in lists.modules:
             dtype = rule.run.replace("low", low)
@@ -68,13 +68,13 @@ def _find_low(names: list[str], lists: "config.OpLists") -> str:
     return "float16"
 
 
-def _explain(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
+def _format(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
     import torch
 
     yield f"{explanation.op}, by {', '.join(names)} with {low} as the low dtype"
     for ruling in explanation.rulings:
         yield "\n" + ", ".join(ruling.spellings)
-        yield from (f"  {row}" for row in align(_explain_ruling(ruling, low)))
+        yield from (f"  {row}" for row in align(_format_ruling(ruling, low)))
     for entry in explanation.missing:
         yield f"\n{entry.rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
@@ -99,7 +99,7 @@ def _explain(explanation: "config.explain.Explanation", names: list[str], low: s
         yield f"\nCPUs have no {low} kernel: there the op runs in float32, and the result is rounded (compute)."
 
 
-def _explain_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
+def _format_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
     entry = ruling.entry
     summary = ruling.kind.summary.format(low=low)
     takes_effect = "not imported, so the name cannot be looked up"

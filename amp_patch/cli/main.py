@@ -1,4 +1,4 @@
-"""The `amp-patch` command: a parser over the subcommands in `COMMANDS`, each of which is imported when it runs.
+"""The `amp-patch` command: a parser over the subcommands in `COMMANDS`, each imported when it runs.
 
 Exit codes: 0 done, 1 the work failed (an `AmpError` or `OSError`, said in one line) or found fault, 2 the command line
 cannot be used or an optional extra is missing, 130 Ctrl-C, 143 SIGTERM. Until a command runs, nothing here imports
@@ -93,6 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if has_rest and "--" in argv:
         end = argv.index("--")
     parser = build_parser(argv)
+    # argparse would say that COMMAND is missing, and not name the unknown option
     if argv[0].startswith("-") and not any(option.startswith(argv[0]) for option in parser.own_options):
         parser.refuse(argv[:1])
     arguments = parser.parse_args(argv[:end])

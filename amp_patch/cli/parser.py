@@ -73,6 +73,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
+        # argparse's own error does not suggest the choice that may be meant
         names = list(map(str, action.choices))
         listed = f"({', '.join(names)}).{did_you_mean(str(value), names)}"
         if isinstance(action, argparse._SubParsersAction):

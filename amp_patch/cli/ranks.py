@@ -32,6 +32,7 @@ class Ranks:
     def __init__(self, here: int, count: int) -> None:
         self.here = here
         self.count = count
+        # the same for all ranks of one launch on one machine, and for no others
         name = "\n".join([str(os.getppid()), *(os.environ.get(variable, "") for variable in _RUN)])
         digest = hashlib.sha256(name.encode()).hexdigest()
         self.folder = Path(tempfile.gettempdir(), f"amp-patch-ranks-{digest[:16]}")
@@ -46,6 +47,7 @@ class Ranks:
         """Yield the shared folder, which the first rank removes. Raises SessionError if another user owns it."""
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
+        # the name can be guessed, so another user may have made the folder
         status = self.folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or (hasattr(os, "getuid") and status.st_uid != os.getuid()):
             raise SessionError(f"{self.folder} is not a folder of yours; remove it")
@@ -59,6 +61,7 @@ class Ranks:
         """End this process, which is not the first, and leave the exit code of its script to the first."""
         with contextlib.suppress(FileNotFoundError):  # the first has removed the folder
             file = self.folder / f"ended-{self.here}.part"
+            # renamed when it is complete, because the first rank reads it at any time
             file.write_text(str(code), encoding="utf-8")
             file.replace(file.with_suffix(""))
         sys.exit(0)
@@ -102,6 +105,7 @@ def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
     if ranks is None:
         return
     if not ranks.is_first:
+        # only the first rank prints the error
         sys.exit(2)
     parser.error(
         f"{command} runs the script several times, and a launcher has started it for each rank; start the launcher"

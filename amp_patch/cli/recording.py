@@ -73,6 +73,7 @@ class _Waiting(events.Watcher):
         probe.stop()
         recording = probe.recording
         file = self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl"
+        # renamed when it is complete, because the command reads the folder at any time
         recording.to_jsonl(file.with_suffix(".part"))
         file.with_suffix(".part").replace(file)
 
@@ -135,9 +136,9 @@ def _make_note(folder: str) -> Callable[[str], None]:
     """Return the function that reports a step without mixed precision, also to a command that hides the output."""
 
     def note(line: str) -> None:
-        from ..reporting import say_loudly
+        from ..reporting import log_warning
 
-        say_loudly("%s", line)
+        log_warning("%s", line)
         Path(folder, WAITING).write_text(line, encoding="utf-8")
 
     return note

@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         is_quiet=arguments.quiet,
     )
     check_lists(parser, "--lists", *arguments.lists)
+    # after --, everything is meant for the script
     if not is_explicit:
         for option in _find_options_behind(command):
             note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
@@ -155,11 +156,12 @@ def prepare(
 
     Args:
         needs_region: nothing is recorded before the script uses amp, and a script without amp fails at its end.
-        is_quiet: no process prints to stderr what was changed.
+        is_quiet: no process prints to stderr how it changed the script.
         watch, scratch: the arguments of `recording.record` and of `redirect`, which sitecustomize calls.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
+        # by this, `sitecustomize` knows a Python of another installation
         "python": [sys.prefix, *sys.version_info[:2]],
         "is_first": True,
         "options": {"opt_level": opt_level, "lists": lists, "force": force},
@@ -182,6 +184,7 @@ def prepare(
             "needs_region": needs_region,
             "folder": None if watch is None else watch["folder"],
         }
+    # options of this Python, such as -W and -X, are passed on
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*flags, *command], _make_environment(settings)
 
@@ -199,6 +202,7 @@ def _make_environment(settings: dict[str, object]) -> dict[str, str]:
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by `python` with these arguments."""
     command = [sys.executable, *arguments]
+    # exec throws buffers away
     sys.stdout.flush()
     sys.stderr.flush()
     if IS_WINDOWS:  # exec would start another process there, and end this one

@@ -104,7 +104,7 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script of a command line. A run's own settings come before those of the command line.
+    """Runs the script of a command line. A run's own settings override the command line.
 
     A script that does not exist is a usage error.
 
@@ -174,6 +174,7 @@ class ScriptRunner:
         with meeting as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
+            # float32 casts nothing, so it needs no region
             casts_some = bool(lists) if level is None else get_level(level).fits_whole_script
             line, environment = runs.prepare(
                 self._command,
@@ -212,6 +213,7 @@ class ScriptRunner:
             elif log is not None:
                 self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             recorded = _read(folder)
+            # another process of the script may train in float32
             if refusal.exists() and not recorded:
                 raise NoRegionError(refusal.read_text(encoding="utf-8"))
         return Watched(code, [steps for steps, _ in recorded], [recording for _, recording in recorded])
@@ -222,6 +224,7 @@ class ScriptRunner:
         if self._folders is None:
             yield None
             return
+        # the files of a run without a name are removed at its end
         root = self._folders.begin(run.name or "thrown away")
         try:
             yield {"root": root, "shared": [*find_shared(), folder], "inductor_cache": find_inductor_cache()}
@@ -320,6 +323,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
+    # the recording is complete, so it does not matter how the script ended
     return 0
 
 

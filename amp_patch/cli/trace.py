@@ -1,4 +1,4 @@
-"""`amp-patch trace`: the first value of a script that does not fit, the op that made it, why, and what to try.
+"""`amp-patch trace`: the first value of a script that does not fit, the op that made it, the reason, and a remedy.
 
 The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault. With `--fix` it then
 runs again, with the advised list, to say whether the list is enough.
@@ -205,6 +205,7 @@ def _run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
+    # the name of the folder of its files, which the next traced run replaces
     run = Run("tracer:Tracer", options, Settings(None, lists), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults))
     return _TracedRun(watched, first, arguments.parser.prog)
@@ -214,7 +215,7 @@ def _run_traced(
 
 
 def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
-    """Write a list against a fault, and run the script with it. Add to the list what further faults need.
+    """Write a list against a fault, and run the script with it. Further faults add entries to the list.
 
     Return 0 if the list is enough.
     """
@@ -243,6 +244,7 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
         more = remedies.merge(remedy, find_remedy(fault, recording.run))
         if more == remedy and alternative.has_list:
             more, alternative = alternative, replace(alternative, ops=())  # once
+        # no entry is left to add, so another round would end alike
         if more == remedy or traced.is_interrupted:
             break
         remedy = more

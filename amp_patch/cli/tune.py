@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
     names = {field.name for field in fields(TuneOptions)}
+    # options of the command have the names of these fields
     options = {name: value for name, value in vars(arguments).items() if name in names}
     tuner = Tuner(runner, **options, log=_print)
     try:
@@ -96,5 +97,5 @@ def _tolerance(text: str) -> float:
 
 
 def _runs(text: str) -> int:
-    """A number of runs: the one in float32, and another."""
+    """A number of runs: the run in float32, and at least one more."""
     return at_least(2, text)

@@ -29,7 +29,7 @@ def opt_level(text: str) -> str:
 
 
 def get_level(name: str) -> "config.levels.Level":
-    """Return what a level does that `opt_level` has checked. Imports torch only for levels of AMP_PATCH_PRESETS."""
+    """Return the facts of a level that `opt_level` has checked. Imports torch only for levels of AMP_PATCH_PRESETS."""
     if not os.environ.get("AMP_PATCH_PRESETS"):
         return next(level for level in config.levels.read_levels() if level.name == name)
     return config.make_policy(name, {}).as_level()
@@ -55,8 +55,10 @@ def oplist(text: str) -> str:
 def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:
     """Report a usage error with the first fault in files among these op lists. Reading files imports torch."""
     for name in lists:
+        # `oplist` returns files as absolute paths; shipped lists have no faults
         if os.path.isabs(name):
             try:
+                # on top of a whole list, because the file may extend none
                 config.load_oplists(("apex", name))
             except AmpError as error:
                 parser.error(f"argument {option}: {error}")

@@ -32,7 +32,7 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything that lists say about an op: rulings, and entries without effect on this torch.
+    """The rules that lists have for an op, and entries without effect on this torch.
 
     Attributes:
         missing: entries whose op this torch lacks.
@@ -62,8 +62,8 @@ class Difference:
 _Rulings = dict[SpellingKey, Ruling]
 
 
-def explain(op: str, lists: OpLists) -> Explanation:
-    """Return what lists say about an op (a bare or dotted name, as in a list file) and its in-place twins.
+def explain_op(op: str, lists: OpLists) -> Explanation:
+    """Return the rules that lists have for an op (a bare or dotted name, as in a list file) and its in-place twins.
 
     Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that torch lacks and the
     lists do not name.
@@ -83,6 +83,7 @@ def explain(op: str, lists: OpLists) -> Explanation:
             other_torch.append(entry)
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)
+    # the call above raised an error if neither torch nor the lists know the name
     by_key = _rule_all(lists)
     groups: dict[Ruling, list[str]] = {}
     for key, owner in _with_twins(keys).items():

@@ -1,4 +1,4 @@
-"""The levels as facts: what a level casts and scales. Code asks for these facts, never for a level's name.
+"""The levels as facts: their casts and loss scales. Code asks for these facts, never for a level's name.
 
 `presets.yaml` is the only file that knows the levels. Commands and the doctor read it here without torch; `presets`
 makes policies from it.
@@ -18,7 +18,7 @@ DEFAULT_LEVEL = "O1"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a level does.
+    """The facts of a level.
 
     Attributes:
         low: the 16-bit dtype, "float16" or "bfloat16"; empty for a level that runs in float32.
@@ -84,7 +84,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level as the file states them, over those of the level that it extends."""
+    """Return the properties of a level as the file states them, over the properties of the level that it extends."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}
@@ -102,6 +102,7 @@ def _make_level(name: str, properties: Mapping[str, Any]) -> Level:
         low = ""
     lists = ""
     if patches_functions:
+        # as in `make_policy`: by default, the shipped list with the name of the dtype
         lists = properties.get("lists", low)
     return Level(
         name,

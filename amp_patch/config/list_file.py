@@ -29,7 +29,7 @@ _REMOVED_KEYS = {
         " out; to refuse 16-bit tensors, list the variant itself: `banned: [exp_]`"
     ),
 }
-"""Keys of earlier versions, and what to write instead."""
+"""Keys of earlier versions, each with its replacement."""
 
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
@@ -67,8 +67,9 @@ class ListProblem:
 
 
 class Diagnostics:
-    """Raises the first error in a list file, or collects all. A `with diagnostics:` block encloses what one error makes
-    unusable.
+    """Raises the first error in a list file, or collects all.
+
+    A `with diagnostics:` block encloses the code that is useless after one error.
 
     The error leaves the block, or is stored when collecting; then the code after the block runs.
 
@@ -164,19 +165,19 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
     return node.value
 
 
-def read_text(node: Node, path: Path, what: str) -> str:
-    """Return the text of a scalar. An error begins with `what`, the meaning of the value."""
+def read_text(node: Node, path: Path, meaning: str) -> str:
+    """Return the text of a scalar. An error begins with `meaning`, the meaning of the value."""
     if not isinstance(node.value, str):
         kind = "list" if isinstance(node.value, list) else "mapping"
-        raise fault(f"{what} must be a single text value, not a {kind}; write the text alone", path, node)
+        raise fault(f"{meaning} must be a single text value, not a {kind}; write the text alone", path, node)
     return node.value
 
 
-def read_choice(node: Node, path: Path, what: str, allowed: tuple[str, ...]) -> str:
+def read_choice(node: Node, path: Path, meaning: str, allowed: tuple[str, ...]) -> str:
     """Return the text of a scalar that must be one of the allowed words."""
-    text = read_text(node, path, what)
+    text = read_text(node, path, meaning)
     if text not in allowed:
-        problem = f"{what} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
+        problem = f"{meaning} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
         raise fault(problem, path, node)
     return text
 
@@ -241,6 +242,7 @@ class OpEntry:
 
     def find_doubt(self) -> str | None:
         """Return a sentence if the bounds exclude every torch that exists and is supported."""
+        # a list may look ahead, but not to another major version
         if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:

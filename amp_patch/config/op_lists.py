@@ -93,9 +93,9 @@ class OpLists:
 def load_oplists(
     spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, may_be_overlay: bool = False
 ) -> OpLists:
-    """Return the lists that `spec` names: a shipped name, a path, or a sequence of those, of which later ones win.
+    """Return the lists that `spec` names: a shipped name, a path, or a sequence of them. Later ones win.
 
-    What was loaded is kept. It is used again while the files, the names of torch, and what names outside torch mean are
+    The result is kept, and returned again while the files, the names of torch and the owners of names outside torch are
     the same: scripts call `initialize` in loops, and resolving names takes 30 ms.
 
     Args:
@@ -129,7 +129,7 @@ def _locate(spec: str | os.PathLike[str]) -> Path:
 
 
 class _Loaded:
-    """Resolved lists, and what they depend on: the files, the names of torch, and what names outside torch mean."""
+    """Resolved lists, with their sources: the files, the names of torch, and the owners of names outside torch."""
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
@@ -177,7 +177,7 @@ _kept: dict[object, _Loaded] = {}  # the lists that were used last come last
 
 
 def check_oplists(path: Path) -> Diagnostics:
-    """Return all faults of a list file and of those it extends. Raises nothing."""
+    """Return all faults of a list file and of the files that it extends. Raises nothing."""
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
         Overlay(diagnostics, may_be_overlay=True).read_file(path)
@@ -200,7 +200,7 @@ class Overlay:
     """The spellings that files put on lists, later files over earlier ones.
 
     Until `resolve`, the `kind` of each spelling is the rule of its entry. A `with self._diagnostics` block encloses
-    what a fault makes unusable: when faults are collected, reading goes on after it.
+    the code that is useless after a fault: when faults are collected, reading goes on after the block.
 
     Args:
         may_be_overlay: the files are only shown or checked, and may be meant for use over others.
@@ -228,6 +228,7 @@ class Overlay:
         keys = read_keys(load_mapping(path, OpListError, content), path, self._diagnostics)
         extends = keys.get("extends")
         if is_null(extends):
+            # null: nothing that was read before this file counts
             self._clear(is_whole=True)
             extends = None
         for node in get_items(extends, path, "extends"):
@@ -249,7 +250,7 @@ class Overlay:
                     self._modules.append(rule)
 
     def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Lay the entries of one file over those of earlier files."""
+        """Lay the entries of one file over the entries of earlier files."""
         named: dict[SpellingKey, Spelling] = {}
         missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
@@ -279,13 +280,14 @@ class Overlay:
     ) -> dict[SpellingKey, object | None]:
         """Return the spellings of an entry with their owners; none if torch lacks the op and may lack it.
 
-        Raises OpListError if torch must have the op, or the same file names a spelling twice. `named`, `missing`: what
-        the file has named so far.
+        Raises OpListError if torch must have the op, or the same file names a spelling twice. `named`, `missing`: the
+        entries of the file so far.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
         except OpListError as error:
             raise _at(entry, str(error)) from None
+        # an op that torch lacks may not be named twice either
         for key in owners or {("", entry.op): None}:
             earlier = named[key].entry if key in named else missing.get(key)
             if earlier is not None:
@@ -312,6 +314,7 @@ class Overlay:
         for key, spelling in self._spellings.items():
             if spelling.entry.rule.covers_twins:
                 twin = inplace_twin(key)
+                # an entry of its own decides a twin
                 if twin is not None and twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
         live: list[Spelling] = []
@@ -338,6 +341,7 @@ class Overlay:
         )
 
     def _digest(self, spellings: Iterable[Spelling]) -> str:
+        # the order of module rules matters, the order of op rules does not
         lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in spellings)
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -357,7 +361,7 @@ class Overlay:
     ) -> None:
         """Warn if a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other, and nobody knows what it will be laid over
+            return  # the file extends no other, so the lists below it are unknown
         ruled = {**self._spellings, **named}
         if not any(key in ruled or _without_underscore(key) in ruled for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")

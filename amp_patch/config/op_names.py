@@ -258,6 +258,7 @@ def _serves_names(module: types.ModuleType) -> bool:
 def count_imported(path: list[str]) -> int:
     """Return the number of parts of a path up to the last module on it that is imported."""
     for length in range(len(path), 0, -1):
+        # None in sys.modules stands for a module that must not be imported
         if sys.modules.get(".".join(path[:length])) is not None:
             return length
     return 0

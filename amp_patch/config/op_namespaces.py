@@ -116,7 +116,7 @@ def find_fault(value: Any, name: str) -> str | None:
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
-        return f"a function of {module}, not of torch"  # other callables, such as mocks, stand for what they replace
+        return f"a function of {module}, not of torch"  # other callables, such as mocks, stand for torch's
     if (
         isinstance(value, types.FunctionType)
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"

@@ -29,7 +29,7 @@ class _Row:
 
 
 class OpRule(StrEnum):
-    """What happens to the arguments of an op. A member equals its name, prints as it, and is written to JSON as it.
+    """A rule for the arguments of an op. A member equals its name, prints as it, and is written to JSON as it.
 
     Attributes:
         summary: the rule in a few words; `{low}` stands for the low dtype.
@@ -133,6 +133,7 @@ class OpRule(StrEnum):
         member._effects = row.effects
         return member
 
+    # messages show the rule as text, without the name of the class
     __repr__ = str.__repr__
 
     @property
@@ -141,7 +142,7 @@ class OpRule(StrEnum):
         return bool(self._effects)
 
     def describe_effects(self, low: str) -> dict[str, str]:
-        """Return what happens to an argument of each dtype that is ever cast, when the low dtype is `low`."""
+        """Return the effect on an argument, for each dtype that is ever cast, when the low dtype is `low`."""
         described = {}
         for dtype in _CASTABLE:
             effect = self._effects.get(dtype, AS_IT_IS).format(low=low)

@@ -25,7 +25,7 @@ MOST = 2**31 - 1
 
 def _to_number(value: object) -> float:
     """Return a number, or text that is one, as a float; NaN for anything else."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # float(True) would be 1.0
         return math.nan
     try:
         return float(value)  # type: ignore[arg-type]
@@ -123,6 +123,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
 def _parse_boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
+    # Apex took the text "True" too, which command lines pass
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     raise PolicyError(
@@ -330,6 +331,7 @@ def _contradict_casts_of_the_model(level: str, given: Mapping[str, Any], policy:
 def _contradict_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
+    # `not >` also refuses NaN
     if not policy.max_loss_scale > 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
     scale = policy.loss_scale

@@ -39,6 +39,7 @@ def make_policy(
     for name, value in overrides.items():
         if name in known and value is not None:
             given[name] = value
+    # `lists` may be null in a presets file
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
     policy, problems = _override(preset, given)
     problems += find_contradictions(preset, given, policy)

@@ -82,6 +82,7 @@ def read_bytes(path: Path, error: FileError) -> bytes:
         if not stat.S_ISREG(mode):  # a pipe or a device would block or never end
             raise error("this is not a regular file; give the path of a YAML file", path, 1, 1)
         with path.open("rb") as stream:
+            # a byte more than allowed shows that the file is too large
             data = stream.read(MAX_BYTES + 1)
     except AmpError:
         raise
@@ -95,6 +96,7 @@ def read_bytes(path: Path, error: FileError) -> bytes:
 
 
 def _decode(path: Path, error: FileError, data: bytes) -> str:
+    # the byte order mark, which some editors write
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode("utf-8")
@@ -241,6 +243,7 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     mark = getattr(exc, "problem_mark", None) or begin
     if mark is None:
         return problem, 1, 1
+    # a mark may lie behind the last line
     lines = [*text.splitlines(), "", ""]
     source = lines[mark.line]
     if "\t" in source[: len(source) - len(source.lstrip())]:

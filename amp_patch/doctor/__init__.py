@@ -11,5 +11,5 @@ from .project import Project as Project
 from .project import find_files as find_files
 from .report import Report as Report
 from .rules import Selection as Selection
-from .rules import explain as explain
+from .rules import explain_rule as explain_rule
 from .rules import sorted_rules as sorted_rules

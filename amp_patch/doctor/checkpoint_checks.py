@@ -20,6 +20,7 @@ from .tree import function_of, text_of
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    # without a call such as torch.save, the state may be meant for something else
     if any("save" in function_of(call) for call in script.calls):
         for call in _calls_without_amp(script, "state_dict"):
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
@@ -63,6 +64,7 @@ def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
         if isinstance(frame, ast.FunctionDef) and frame.name == method:
             continue  # a wrapper delegates to the optimizer in it
         values = script.values_of(text_of(receiver))
+        # an object that was loaded from a file is no optimizer of this run
         if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
             return [call]
     return []
@@ -85,6 +87,7 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(initialization, call) for initialization in script.initializations)
         is_before = any(script.is_before(call, initialization) for initialization in script.initializations)
+        # in a loop, an earlier turn may have called `initialize`
         if is_before and not is_after and not script.is_in_loop(call):
             message = "amp has no state before amp.initialize: this raises SessionError"
             advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."

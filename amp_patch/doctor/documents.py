@@ -42,6 +42,7 @@ class Document:
     def _read_notebook(self, data: bytes) -> str:
         try:
             code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
+            # the source is one text, or a list of lines
             cells = ["".join(cell.get("source", "")) for cell in code_cells]
         except (TypeError, KeyError, AttributeError):
             raise ValueError("it has no cells with text, as notebooks of version 4 have") from None
@@ -67,6 +68,7 @@ def _without_magics(text: str) -> list[str]:
     lines = []
     is_continued = False
     for line in text.split("\n"):
+        # the rest of a magic over several lines; an empty line keeps the line numbers right
         if is_continued:
             lines.append("")
         elif _MAGIC.match(line):

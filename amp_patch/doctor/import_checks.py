@@ -69,6 +69,7 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
             continue  # only whole chains are looked up
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
+        # a name with several meanings is imported in `try` and again in `except ImportError`
         if len(names) != 1 or any(f"{name}.".startswith(f"{reported}.") for reported in told):
             continue
         root, _, rest = name.partition(".")
@@ -149,6 +150,7 @@ def _import(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # the module exists, and imports another one that is missing
         if error.name not in (name, None):
             raise
         return None

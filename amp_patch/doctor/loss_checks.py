@@ -52,6 +52,7 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
         if call.args or text_of(loss) in ("self", "cls", "ctx"):
             continue  # engine.backward(loss), or a method of the script's own
         made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
+        # the loss of a GradScaler, or a method that calls the one it overrides
         if made_by & {"scale", "super"}:
             continue
         if script.is_in_block(call) and not names_in(loss) & scaled:
@@ -129,7 +130,7 @@ def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:
     if isinstance(outer, ast.Call) and name in outer.args and text_of(outer.func) in ("float", "print"):
         return outer
     if isinstance(outer, ast.AugAssign):
-        return name
+        return name  # total += scaled_loss
     return None
 
 

@@ -85,6 +85,7 @@ def get_devices() -> Iterator[Device]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             capability = None
+            # ROCm has compute capabilities too, with another meaning
             if not torch.version.hip:
                 capability = torch.cuda.get_device_capability(index)
             yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", rate_gpu(capability))
@@ -160,7 +161,7 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
 
 
 def find_apex() -> ApexInstall:
-    """Return what `import apex` would import, by its files and metadata. It is not imported."""
+    """Return the package that `import apex` would find, by its files and metadata. It is not imported."""
     try:
         spec = importlib.util.find_spec("apex")
     except (ValueError, ImportError):  # a module without a spec: a script made it

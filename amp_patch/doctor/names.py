@@ -43,6 +43,7 @@ class Names:
                     self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
+        # after all imports: an alias may stand before the import of its name, in another function
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 

@@ -60,6 +60,7 @@ class Project:
         for script in self._scripts:
             script.expected = together
         for script in users:
+            # its own calls count, and not the calls in other files
             if script.initializations:
                 script.expected = expect([script])
 
@@ -87,6 +88,7 @@ class Project:
         """Return the findings in all files, in order."""
         findings = [finding for finding in self._unreadable if selection.has(finding.code)]
         for script, document in self._documents:
+            # most files of a folder have nothing that a rule looks at
             if not _LOOKED_AT.search(script.text):
                 continue
             try:
@@ -103,6 +105,7 @@ class Project:
                 continue
             for fault in rule.find(script):
                 line, column = script.location_of(fault.node)
+                # the comment may be on any line of an expression that has several
                 last = getattr(fault.node, "end_lineno", line)
                 codes = set[str]().union(*(ignored.get(number, ()) for number in range(line, last + 1)))
                 if rule.code not in codes and _EVERY_CODE not in codes:

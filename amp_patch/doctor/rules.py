@@ -96,7 +96,7 @@ def sorted_rules() -> list[Rule]:
     return [RULES[code] for code in sorted(RULES)]
 
 
-def explain(code: str) -> str:
+def explain_rule(code: str) -> str:
     """Return the reason for a rule, with its examples. Raises SettingsError for an unknown code."""
     code = code.upper()
     if code not in RULES:

@@ -15,7 +15,7 @@ _CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
 
-class Block(NamedTuple):
+class BlockStatement(NamedTuple):
     """A `with ... scale_loss(...) as name:`. The name is "" if the block binds none, or something other than a name."""
 
     statement: ast.With | ast.AsyncWith
@@ -59,7 +59,9 @@ class Script(Tree):
     def location_of(self, node: ast.AST) -> tuple[int, int]:
         """Return the line and the column of a node, both from 1, the column in characters."""
         line, byte_column = position(node)
+        # not splitlines, which also splits at a form feed, where Python begins no line
         lines = self.text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        # ast counts columns in bytes of UTF-8
         before = lines[line - 1].encode()[:byte_column]
         return line, len(before.decode(errors="ignore")) + 1
 
@@ -96,7 +98,7 @@ class Script(Tree):
         return self.calls_of("amp.initialize")
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockStatement]:
         """The `scale_loss` blocks, in the order of the text, by whatever name the script reaches amp (`args.amp`)."""
         blocks = []
         for statement in self.nodes:
@@ -109,7 +111,7 @@ class Script(Tree):
                 name = ""
                 if isinstance(item.optional_vars, ast.Name):
                     name = item.optional_vars.id
-                blocks.append(Block(statement, call, name))
+                blocks.append(BlockStatement(statement, call, name))
         return blocks
 
     def is_in_block(self, node: ast.AST) -> bool:
@@ -118,6 +120,7 @@ class Script(Tree):
         for outer, _ in self.around(node):
             if outer in statements:
                 return True
+            # a function that is defined in a block may run elsewhere
             if isinstance(outer, SCOPES):
                 return False
         return False
@@ -196,6 +199,7 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
+    # *args and **kwargs may hold any argument
     has_stars = any(isinstance(given, ast.Starred) for given in call.args)
     has_stars = has_stars or not all(keyword.arg for keyword in call.keywords)
     if enabled is False:
@@ -214,6 +218,7 @@ def _constant(script: Script, node: ast.expr | None, default: object) -> object:
     if isinstance(node, ast.Name):
         values = script.values_of(node.id)
         is_argument = any(isinstance(part, ast.arg) and part.arg == node.id for part in script.nodes)
+        # an argument of a function has the values that its callers pass, too
         if len(values) == 1 and not is_argument:
             node = values[0]
     if isinstance(node, ast.Constant):

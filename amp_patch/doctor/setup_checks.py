@@ -86,6 +86,7 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
         given = set(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
         models = set(map(text_of, parts_of(argument_of(call, "models", 0))))
         for name, value in script.assignments:
+            # optimizer = Wrapper(optimizer) makes no new optimizer
             if not isinstance(value, ast.Call) or name in names_in(value):
                 continue
             params = argument_of(value, "params", 0)

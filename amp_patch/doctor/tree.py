@@ -132,6 +132,7 @@ class Tree:
                 yield outer, field
             elif field in ("handlers", "cases"):
                 yield outer, child
+            # `else` runs after the body, so both are one arm; `finally` runs in any case and is none
             elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer

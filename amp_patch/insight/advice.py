@@ -1,4 +1,4 @@
-"""A remedy in words: the lines that say what to try."""
+"""A remedy in words: the lines of advice in a report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,18 +33,18 @@ class _Case:
 
     @property
     def lines(self) -> str:
-        """The lines that run what has to be in float32."""
+        """The lines that run the ops which must be in float32."""
         return _join_places(self.fault.fix.lines) or self.fault.origin.site or "that line"
 
     @property
     def edit(self) -> str:
-        """The edit of the script that does what no list does."""
+        """The edit of the script that no list can replace."""
         places = _join_places(self.remedy.sites) or self.lines
         return f"float32 at {places}: .float() on every tensor read there, no cast to 16 bits"
 
 
 def advise(remedy: Remedy, fault: FaultRecord, run: RunRecord | None) -> Iterator[str]:
-    """Yield the lines that say what to try."""
+    """Yield the lines of advice for a fault."""
     yield from _ADVISERS[remedy.kind](_Case(remedy, fault, run))
 
 
@@ -96,11 +96,11 @@ def _advise_step(case: _Case) -> Iterator[str]:
 
 
 def _advise_list(case: _Case) -> Iterator[str]:
-    """Yield a list that keeps in float32 what has to be, and the edit of the script that no list can replace."""
+    """Yield a list that keeps the ops in float32, and the edit of the script that no list can replace."""
     native_run = case.native_run
     entries = _format_choice(case.remedy)
     if native_run is not None and not native_run.low:
-        entries = []  # no list acts without a region of autocast
+        entries = []  # without a region of autocast, lists do nothing
     if not entries:
         yield case.edit
     elif native_run is not None:
@@ -154,7 +154,7 @@ def _advise_use(case: _Case) -> Iterator[str]:
 
 
 def _advise_region(case: _Case, run: RunRecord) -> Iterator[str]:
-    """Yield what to write into the script instead of a list."""
+    """Yield the region to write into the script instead of a list."""
     remedy = case.remedy
     where = "in a cell" if case.is_in_notebook else "in the script"
     region = f'with torch.autocast("{run.device}", enabled=False)'

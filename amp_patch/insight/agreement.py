@@ -27,7 +27,7 @@ def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     """
     steps = min(len(repaired.losses), len(plain.losses))
     if not steps:
-        return "there is no loss to compare with that of float32"
+        return "there is no loss to compare with float32"
     losses, wanted = repaired.losses[:steps], plain.losses[:steps]
     for run, values in (("in float32, too,", wanted), ("with the list,", losses)):
         bad = next((number for number, loss in enumerate(values) if not math.isfinite(loss)), None)

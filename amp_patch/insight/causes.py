@@ -1,4 +1,4 @@
-"""Why a value does not fit: a class for each cause, with its condition, its words and what helps.
+"""Why a value does not fit: a class for each cause, with its condition, its words and its remedy.
 
 To add a cause, name it in `Cause` and put its class into `DIAGNOSES`. If its condition needs a fact that no field of
 `FaultRecord` has yet, add the field and let `faults` fill it.
@@ -19,7 +19,7 @@ _LARGE = 1e15  # no value of a training that works is so large
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the rest of the step and the steps before it say about a fault.
+    """The evidence about a fault from the rest of its step and from the steps before it.
 
     Attributes:
         has_grown: whether the loss or the largest weight has grown without bound.
@@ -45,7 +45,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return what to try. Without the run, a list extends the shipped one."""
+        """Return the remedy. Without the run, its list extends the shipped one."""
 
 
 class _CameIn(Diagnosis):
@@ -143,7 +143,7 @@ class _Precision(Diagnosis):
         elif evidence.fits_in_float32:
             text = f"{share}; in float32 the largest is {evidence.in_float32:.3g}"
         else:
-            text = f"{share}, of which some is finite in float32, and the rest reaches no gradient"
+            text = f"{share}; some are finite in float32, and the rest reach no gradient"
         if fault.is_in_backward and evidence.loss_scale != 1:
             text += f"; loss scale {format_scale(evidence.loss_scale)}"
         return text
@@ -171,7 +171,7 @@ class _Precision(Diagnosis):
             return Remedy(RemedyKind.SCALE, scale=scale, may_need_list=True)
         if fault.is_in_backward and rule.startswith("border"):
             return advise_script(
-                "look at what made the gradients: the module is cast, and no loss scale makes them fit; bfloat16 does",
+                "look at the ops before: the module is cast, and no loss scale makes its gradients fit; bfloat16 does",
                 may_need_list=True,
             )
         # A list would only move the fault to the op that float32 does not hold either.
@@ -214,7 +214,7 @@ def describe_cause(fault: FaultRecord) -> str:
 
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return what to try against a fault. Without the run, a list extends the shipped one."""
+    """Return the remedy for a fault. Without the run, its list extends the shipped one."""
     return _BY_CAUSE[fault.cause].find_remedy(fault, run)
 
 

@@ -1,6 +1,6 @@
 """How `print` and notebooks show a record. `notebook` registers a function for each class.
 
-Records are the lowest layer of this wing and what shows them is the highest, so records call these functions and do not
+Records are the lowest layer of this wing and `notebook` is the highest, so records call these functions and do not
 import `notebook`; the package's `__init__` does.
 """
 
@@ -9,7 +9,7 @@ import functools
 
 @functools.singledispatch
 def as_text(record: object) -> str:
-    """Return what `print` shows."""
+    """Return the text for `print`."""
     raise NotImplementedError(f"no text for {type(record).__name__}")
 
 
@@ -21,5 +21,5 @@ def as_line(record: object) -> str:
 
 @functools.singledispatch
 def as_html(record: object) -> str:
-    """Return what a notebook shows."""
+    """Return the HTML for a notebook."""
     raise NotImplementedError(f"no HTML for {type(record).__name__}")

@@ -1,4 +1,4 @@
-"""`FaultRecord`: a value that does not fit into its dtype: what happened, why, and what helps.
+"""`FaultRecord`: a value that does not fit into its dtype, with its cause, its effect and its fix.
 
 A recording stores the fields of all parts of a fault side by side. None is stored as the value that `absent` names.
 """
@@ -49,7 +49,7 @@ class RegionKind(Word):
 
 
 class Cause(Word):
-    """Why a value does not fit. `causes` decides which applies, describes it, and says what helps."""
+    """Why a value does not fit. `causes` decides which applies, describes it, and has its remedy."""
 
     CAME_IN = "came in"
     DIVERGENCE = "divergence"
@@ -145,7 +145,7 @@ class Fix:
 class FaultRecord:
     """A value that does not fit into its dtype, and the op that produced it: the first fault of a step.
 
-    The fields are grouped by what they answer. Each is also an attribute of the record itself, with the value that a
+    The fields are grouped into parts. Each is also an attribute of the record itself, with the value that a
     recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
 
     Attributes:
@@ -159,7 +159,7 @@ class FaultRecord:
         rank: the rank of the process.
         origin: the op and its call:
             `module`, `op`, `rule`, `entry`, `region`, `site`: as in a record of an op. For an op of the backward pass,
-            those of the forward call.
+            they are the forward call's.
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.
@@ -179,11 +179,11 @@ class FaultRecord:
             gradient.
             `skipped`: whether the step was skipped; None if it did not end.
             `is_search`: whether a dynamic loss scale was too large and the step was skipped; the scale falls by itself.
-        fix: what makes the values of the step fit:
-            `regions`, `ops`, `sites`: what has to run in float32: modules, as in module rules; names of ops, as in
+        fix: the changes that make the values of the step fit:
+            `regions`, `ops`, `sites`: the parts to run in float32: modules, as in module rules; names of ops, as in
             lists; lines of the script to which neither applies.
             `alternative`: ops that are enough instead of these modules.
-            `lines`: lines of the script that run what has to be in float32.
+            `lines`: lines of the script that run the ops which must be in float32.
             `beyond`: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
             `scale`: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero;
             None if the scale does not matter.

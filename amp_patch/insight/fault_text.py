@@ -1,4 +1,4 @@
-"""A fault as text: what does not fit, where it came from, and what to try."""
+"""A fault as text: the value that does not fit, its origin, and the remedy."""
 
 from collections.abc import Iterator, Sequence
 
@@ -38,7 +38,7 @@ def format_faults(recording: Recording) -> str:
 
 
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
-    """Return what there is to say of steps that were skipped while a dynamic loss scale came down, perhaps all."""
+    """Return a report of steps, perhaps all, that were skipped while a dynamic loss scale came down."""
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
     text = f"no fault: {steps} skipped as the dynamic loss scale came down from {scale}"
@@ -74,7 +74,7 @@ def describe_briefly(fault: FaultRecord) -> str:
 
 
 def entitle_fault(fault: FaultRecord) -> str:
-    """Return the first line of a fault: its step, and what was seen."""
+    """Return the first line of a fault: its step, and the symptom."""
     sight = "first value lost to zero" if fault.value is Value.ZERO else "first value that does not fit"
     title = f"step {fault.step}, {fault.phase}: {sight}"
     if fault.rank:
@@ -148,7 +148,7 @@ def _describe_reach(fault: FaultRecord) -> str:
         return _describe_gradients(effect.gradients, effect.of) + skipped
     if effect.gradients:
         return f"none that was seen: the gradients that are not finite come from another fault{skipped}"
-    return f"swallowed: loss and gradients are finite, but may differ from those of float32{skipped}"
+    return f"swallowed: loss and gradients are finite, but may differ from float32{skipped}"
 
 
 def _describe_gradients(names: Sequence[str], total: int) -> str:

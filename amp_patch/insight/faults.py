@@ -56,7 +56,7 @@ class _Output(NamedTuple):
 
     Attributes:
         op, position: the op, and the position of the result among its floating results.
-        tensor, written: the result, and what is known of it.
+        tensor, written: the result, and its record.
         forward: the op of the forward pass whose gradient this is part of; None if unknown.
     """
 
@@ -116,8 +116,10 @@ class FaultFinder:
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of an op, with copies of those that the op reads and then writes."""
         written = overload.written
+        # Ops in bulk are never computed a second time, so they need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
+        # An input that is a view of a written tensor changes with it, so it is copied as well.
         targets = [args[index] for index in written if index < len(args)]
         storages = {storage_of(tensor) for tensor in tensors_in(targets)}
         copied: Sequence[Any] = cast_tree(
@@ -152,6 +154,7 @@ class FaultFinder:
             for tensor, written in zip(outputs, made, strict=True):
                 written.is_low = tensor.dtype in LOW_DTYPES
         if number is not None and forward is not None:
+            # With create_graph=True, a node of the backward pass belongs to the op whose gradient it computes.
             self._by_node[number] = forward
         elif number is not None and made:
             self._by_node[number] = made[0]
@@ -180,10 +183,11 @@ class FaultFinder:
                 self._enter(known, known.let_in)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return what is known of an output. Note its size, if it is a 16-bit output of the forward pass."""
+        """Return the record of an output. Note its magnitude, if it is a 16-bit output of the forward pass."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
+            # Nothing is known of the gradient that begins a backward pass.
             written.is_scaled = not parents or any(map(is_of_scaled, parents))
             return written
         is_low = output.dtype in LOW_DTYPES
@@ -299,7 +303,7 @@ class FaultFinder:
         )
 
     def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
-        """Enter a fault for an op that makes from finite inputs what does not fit, and start its repair."""
+        """Enter a fault for an op whose inputs are finite and whose result is not, and start its repair."""
         written, is_backward = output.written, call.phase == "backward"
         is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
         blame = self._find_blame(output, is_low=is_low)
@@ -362,7 +366,7 @@ class FaultFinder:
         self._add(self._make(output, call, _read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
 
     def _enter(self, written: Written, fault: FaultRecord) -> None:
-        """Add a fault, and note that it explains what was written."""
+        """Add a fault, and note that it explains the written values."""
         written.explain_by_fault(len(self.faults))
         self._add(fault)
 
@@ -419,7 +423,7 @@ class FaultFinder:
 
 
 def _is_from_op(source: Written | None) -> bool:
-    """Return whether an op that was seen made a value that does not fit, by what is known of its storage."""
+    """Return whether an op that was seen made a value that does not fit. `source` is the record of its storage."""
     return source is not None and not math.isfinite(source.largest)
 
 

@@ -106,8 +106,10 @@ def to_type(value: Any, kind: Any, name: str) -> Any:
         return kind(value)
     if kind is float and value in ("inf", "-inf", "nan"):
         return float(value)
+    # float() raises OverflowError for very large integers.
     if kind is float and type(value) in (int, float) and (isinstance(value, float) or abs(value) < MAX_INT):
         return float(value)
+    # isinstance(True, int) holds, so the type itself is compared.
     if kind is int and type(value) is int and abs(value) < MAX_INT:
         return value
     if kind is bool and isinstance(value, bool):

@@ -34,7 +34,7 @@ def _format_fault(fault: FaultRecord) -> str:
 
 @display.as_line.register
 def _name_recording(recording: Recording) -> str:
-    """Return a line that says what a recording holds."""
+    """Return the title of a recording and a summary of its records in one line."""
     if recording.of(ComparisonRecord):
         return f"Comparison: {heading(Summary(recording))}"
     contents = f"{sum(op.calls for op in recording.ops)} calls of ops"

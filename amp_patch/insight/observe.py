@@ -237,7 +237,7 @@ class Observer:
         call.casts += 1
         call.copied.add(address_of(source))
         call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        # The op before cast its input down, and gave back what this call casts up again, or the other way round.
+        # The op before cast its input down, and this call casts the result up again, or the other way round.
         storage = storage_of(source)
         producer = self._writers.get(storage)
         if not storage or copy.dtype is not call.target or producer is None or producer is call:

@@ -137,13 +137,14 @@ def compute_in_float32(op: Op) -> list[Tensor]:
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Generator):
+            # A copy, so the run's own draws stay the same.
             return torch.Generator(value.device).set_state(value.get_state())
         is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES
         return torch.float32 if is_low else cast_tree(value, cast)
 
     kwargs = {name: widen(value) for name, value in op.kwargs.items()}
     if isinstance(out := kwargs.get("out"), Tensor):
-        kwargs["out"] = out.new_empty(0)
+        kwargs["out"] = out.new_empty(0)  # torch resizes it, and the tensor of the run stays as it is
     args = [widen(value) for value in op.before]
     with random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
         return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()

@@ -1,4 +1,4 @@
-"""`find_scope`: by which modules, ops and lines of the script a user can reach ops that have to run in float32."""
+"""`find_scope`: the entries of lists and the lines of the script with which a user runs ops in float32."""
 
 import json
 import re
@@ -80,13 +80,14 @@ def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
     kind = type(model)
     if len(models) == 1:
         return _EVERY_MODULE
+    # A class made in a function has no path to name, and a class of torch has instances in other modules, too.
     if "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
         return _NO_SUBMODULE
     return f"type: {kind.__module__}.{kind.__qualname__}"
 
 
 def _find_listed_name(culprit: Culprit) -> str:
-    """Return the name by which a list reaches an op; "" if none does: an op in place keeps the dtype of its target."""
+    """Return the name of an op in lists; "" if no list reaches it: an op in place keeps the dtype of its target."""
     if culprit.rule in _LISTED_IN_LOW:
         return culprit.listed
     if culprit.listed or culprit.rule or culprit.aten.endswith("_"):

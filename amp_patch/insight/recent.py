@@ -49,7 +49,7 @@ class Blame(NamedTuple):
 
 
 class Recent:
-    """The last ops of the forward pass, and those of the node of the backward pass that is running."""
+    """The last ops of the forward pass, and all ops of the running node of the backward pass."""
 
     def __init__(self) -> None:
         self._forward: deque[_Kept] = deque()
@@ -106,7 +106,7 @@ class Recent:
             length *= 2
         needed = ancestors[-length:]
         for kept in list(needed):
-            fewer = [other for other in needed if other is not kept]
+            fewer = [remaining for remaining in needed if remaining is not kept]
             if is_enough(fewer):
                 needed = fewer
         wanted = [kept for kept in needed if kept.written.is_low]

@@ -1,4 +1,4 @@
-"""`Remedy`: what to try against a fault. `causes` chooses it, `advice` puts it into words."""
+"""`Remedy`: the change that a report advises for a fault. `causes` chooses it, `advice` puts it into words."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ RULES_ON_A_LINE = 2
 
 
 class RemedyKind(Word):
-    """What a remedy changes."""
+    """The part of a training that a remedy changes."""
 
     LIST = "list"  # ops or modules run in float32
     WEIGHTS = "weights"  # weights that came in; if float32 holds them, a list helps too
@@ -25,10 +25,10 @@ class RemedyKind(Word):
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to try.
+    """A change to try.
 
     Attributes:
-        kind: what it changes.
+        kind: the part that it changes.
         extends: the list that the new list extends.
         regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
         ops: names of ops to run in float32, beside these modules.
@@ -39,7 +39,7 @@ class Remedy:
         is_larger: whether `scale` is larger than the present loss scale.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
-        advice: lines that say what to change in the script.
+        advice: lines of advice about the script.
         may_need_list: whether `tune` may find a list where this remedy has none.
     """
 
@@ -64,7 +64,7 @@ class Remedy:
 
 
 def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy that runs in float32 what the fix of a fault names. Without the run, it extends a shipped list.
+    """Return the remedy that runs the modules and ops of a fix in float32. Without the run, it extends a shipped list.
 
     It has a loss scale too, if a smaller one helps.
     """
@@ -120,6 +120,6 @@ def format_scale(scale: float) -> str:
     if not 0 < scale < math.inf:
         return f"{scale:g}"
     exponent = math.log2(scale)
-    if exponent.is_integer() and abs(exponent) > 3:
+    if exponent.is_integer() and abs(exponent) > 3:  # 8 and 0.125 are easier to read as numbers
         return f"2**{exponent:.0f}"
     return f"{scale:g}"

@@ -1,4 +1,4 @@
-"""`Repair`: what the rest of a step would compute if the values that do not fit had been computed in float32.
+"""`Repair`: the rest of a step as it would be if the values that do not fit had been computed in float32.
 
 A remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a *twin*:
 the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
@@ -93,7 +93,7 @@ class Twins:
 
 
 class Needs(NamedTuple):
-    """What makes the values of a step fit.
+    """The changes that make the values of a step fit.
 
     Attributes:
         culprits: the ops that have to run in float32.
@@ -113,7 +113,7 @@ class Needs(NamedTuple):
 
 
 class Repair:
-    """Computes in float32 what depends on the faults of one step.
+    """Computes the values that depend on the faults of one step again, in float32.
 
     Args:
         underflow: the share of a gradient that may become zero; None: any.
@@ -122,9 +122,9 @@ class Repair:
 
     Attributes:
         made: the results of the ops of the forward pass, in order.
-        rounding: ops that rounded to zero what float32 holds. The same lines do so in other modules.
+        rounding: ops that rounded to zero a value that float32 holds. The same lines do so in other modules.
         beyond: the line of an op whose result float32 does not hold either, "" without one.
-        beyond_backward: the same of the backward pass, where a later op may mask the result.
+        beyond_backward: the same for the backward pass, where a later op may mask the result.
     """
 
     def __init__(
@@ -168,15 +168,16 @@ class Repair:
             self._twins.put(output, exact)
 
     def follow(self, op: Op, call: OpCall | None, made: Sequence[Written], forward: Written | None) -> None:
-        """Compute an op with twins, and note what its results need.
+        """Compute an op with twins, and note the needs of its results.
 
-        `made` has what is known of its outputs. `forward` is the op of the forward pass whose gradient it computes, or
+        `made` has the records of its outputs. `forward` is the op of the forward pass whose gradient it computes, or
         None.
         """
         given = self._find_given_twins(op)
         outputs = op.floating_results()
         if not given or op.overload.is_in_bulk:
             for tensor in outputs:
+                # Without a twin among the inputs, the result is exact, and a twin from an earlier write is out of date.
                 self._twins.drop(tensor)
             return
         results = self._twins.compute(op)
@@ -231,7 +232,7 @@ class Repair:
             self.beyond_backward = f"the backward pass of {call.op.removeprefix('aten.')} at {call.site.place}"
 
     def _goes_beyond(self, op: Op, outputs: Sequence[_Pair]) -> bool:
-        """Return whether an op makes from finite inputs what float32 does not hold, and was given no inf on purpose."""
+        """Return whether the result of an op is beyond float32 while its inputs are finite and no argument is inf."""
         if not any(_is_beyond(result) for _, result in outputs):
             return False
         if any(isinstance(value, float) and math.isinf(value) for value in (*op.args, *op.kwargs.values())):
@@ -241,7 +242,7 @@ class Repair:
         return not any(map(_is_beyond, twins))
 
     def fit_gradient(self, gradient: Tensor, exact: Tensor, forward: Written | None, *, is_scaled: bool) -> None:
-        """Note what makes a value of the backward pass fit in 16 bits: a smaller loss scale, or `forward` in float32.
+        """Note the change that makes a value of the backward pass fit: a smaller loss scale, or `forward` in float32.
 
         A value that does not carry the loss scale has no scale that helps.
         """
@@ -272,7 +273,7 @@ class Repair:
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return
-        # The value below which the allowed share of the gradient lies has to be above what rounds to zero.
+        # The allowed share of the gradient may round to zero; the smallest value beyond this share may not.
         smallest = float(sizes.kthvalue(int(self._underflow * (sizes.numel() - 1)) + 1).values)
         loss_scale = self._get_scale()
         needed = loss_scale * 2.0 ** math.ceil(math.log2(2 * TINY[short(tensor.dtype)] / smallest))
@@ -282,7 +283,7 @@ class Repair:
             self._lower_scale(tensor, exact)
 
     def find_needs(self) -> Needs:
-        """Return what the step needs.
+        """Return the needs of the step.
 
         Ops whose gradients do not fit run in float32, unless a product is among them: float32 makes products slow, so a
         smaller scale is better, if there is one.

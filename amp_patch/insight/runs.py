@@ -31,7 +31,7 @@ class Run:
     Attributes:
         probe: the class that watches, as `module:name` within `insight`.
         options: the arguments of the probe.
-        settings: settings that override those of the script.
+        settings: settings that override the script's own.
         seed: the seed of random, numpy and torch when the run begins; None leaves them alone.
         name: the name of the folder that keeps the files which a script writes; "" keeps none.
     """
@@ -129,7 +129,7 @@ def check_function(function: object, name: str) -> None:
     if not callable(function):
         raise ArgumentTypeError(
             f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"
-            " not what it returns"
+            " not its result"
         )
 
 

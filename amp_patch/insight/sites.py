@@ -1,4 +1,4 @@
-"""Which line of a script called an op, and what code lies between: read from the frames of the stack."""
+"""The line of a script that called an op, and the role of the code between: read from the frames of the stack."""
 
 import functools
 import inspect
@@ -45,16 +45,17 @@ class Site(NamedTuple):
 
 def find_site() -> Site:
     """Return where the code that is running was called from. In a thread of autograd there is no place."""
-    found = ""
+    by = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         role = _find_role(frame.f_code.co_filename)
         if role is None:
-            return Site(_describe_line(frame.f_code.co_filename, frame.f_lineno), found)
-        if role and (found in ("", "cast") or role == "optimizer"):
-            found = role
+            return Site(_describe_line(frame.f_code.co_filename, frame.f_lineno), by)
+        # The innermost role counts, but a cast yields to the code that asked for it, and "optimizer" always wins.
+        if role and (by in ("", "cast") or role == "optimizer"):
+            by = role
         frame = frame.f_back
-    return Site("", found)
+    return Site("", by)
 
 
 def names_dtype() -> bool:
@@ -97,7 +98,7 @@ def is_under_checkpoint() -> bool:
 
 
 def find_recomputed() -> nn.Module | None:
-    """Return the module of which a checkpoint runs a method, or a closure over it, again. No hook is called for it.
+    """Return the module whose method, or a closure over it, a checkpoint runs again. No hook is called for it.
 
     It is the module of the outermost call below the checkpoint.
     """
@@ -140,7 +141,7 @@ def _find_role(file: str) -> str | None:
 
 
 def _find_own_role(parts: tuple[str, ...]) -> str:
-    """Return the role of a module of amp_patch: its own, or that of the innermost package around it that has one."""
+    """Return the role of a module of amp_patch: its own, else the role of the innermost package that has one."""
     for length in range(len(parts), 0, -1):
         module = sys.modules.get(".".join((_PACKAGE, *parts[:length])))
         role = vars(module).get("__role__") if module is not None else None  # a module may have its own __getattr__

@@ -1,4 +1,4 @@
-"""`StepFaults`: completes the faults of a step with their cause, their effect, and what helps."""
+"""`StepFaults`: completes the faults of a step with their cause, their effect and their fix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ _LITTLE = 256.0  # a loss scale up to this leaves little room for small gradient
 
 @dataclass
 class SeenInStep:
-    """What a tracer has seen of a step.
+    """The observations of a tracer in one step.
 
     Attributes:
         is_loss_seen, is_loss_bad: whether there was a loss, and one that is not finite.
@@ -33,8 +33,8 @@ class SeenInStep:
         skips: whether each optimizer with such gradients skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss, reaching_gradients, reaching_unused: numbers of the faults on which the loss depends, or the
-            gradients that optimizers use, or gradients that no optimizer has used yet, such as those of the
-            discriminator in the pass of its generator.
+            gradients that optimizers use, or gradients that no optimizer has used yet, such as the
+            discriminator's in the pass of its generator.
     """
 
     is_loss_seen: bool = False
@@ -57,9 +57,9 @@ class Finished:
     """The complete faults of a step.
 
     Attributes:
-        faults: those to report.
-        searches: those of a step that was skipped while a dynamic loss scale came down.
-        unused: those in gradients that an optimizer may use in a later step.
+        faults: the faults to report.
+        searches: faults of a step that was skipped while a dynamic loss scale came down.
+        unused: faults in gradients that an optimizer may use in a later step.
     """
 
     faults: list[FaultRecord] = field(default_factory=list)
@@ -73,7 +73,7 @@ class StepFaults:
     Args:
         session: the session that ran it.
         finder: knows the values of the step.
-        seen: what was seen of it.
+        seen: the observations in this step.
         has_grown: whether the loss or the largest weight has grown without bound since the run began.
     """
 
@@ -115,13 +115,13 @@ class StepFaults:
         return fixed
 
     def _find_shared_fix(self) -> Fix:
-        """Return what helps against all faults of the step."""
+        """Return the fix for all faults of the step."""
         # A list is for all steps, so it also covers layers whose values nearly do not fit in this one.
         culprits = list(self._needs.culprits)
         for culprit in self._needs.culprits:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
-        # What float32 does not hold in the backward pass may be masked later, unless a gradient is lost.
+        # A value of the backward pass that float32 does not hold may be masked later, unless a gradient is lost.
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),
@@ -147,7 +147,7 @@ class StepFaults:
         return siblings
 
     def _make_fix(self, fault: FaultRecord, shared: Fix, needs: Needs) -> Fix:
-        """Return what helps against one fault, given what helps against all."""
+        """Return the fix for one fault, given the fix for all."""
         origin = fault.origin
         fix = replace(shared, scale=needs.scale)
         if fault.value is Value.ZERO:
@@ -188,6 +188,7 @@ class StepFaults:
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
+        # A loss scale of 1 or less is not too large, so it is not the reason of a skipped step.
         if not bounds or not fault.effect.skipped or not fault.is_in_backward or loss_scale <= 1:
             return False
         lowest = max(1.0, min(bounds))

@@ -1,4 +1,4 @@
-"""`Storages`: what is known of the values in each storage, by the op that wrote it last."""
+"""`Storages`: for each storage, the record of the op that wrote it last."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,27 +14,27 @@ _SEEDS = ("ones_like", "full_like")
 
 
 class Storages:
-    """Maps the address of a storage to what is known of the op that wrote it last."""
+    """Maps the address of a storage to the record of the op that wrote it last."""
 
     def __init__(self) -> None:
         self._written: dict[int, Written] = {}
 
     def find(self, tensor: Tensor) -> Written | None:
-        """Return what is known of the storage of a tensor."""
+        """Return the record for the storage of a tensor, or None."""
         known = self._written.get(storage_of(tensor))
         if known is None or not known.is_old:
             return known
         return self.find_at(storage_of(tensor), tensor.untyped_storage().nbytes())
 
     def find_at(self, storage: int, size: int) -> Written | None:
-        """Return what is known of a storage, or None if one of another size has its memory since the last step."""
+        """Return the record of a storage, or None if a storage of another size has its memory since the last step."""
         known = self._written.get(storage)
         if known is not None and known.is_old and known.size != size:
             return None
         return known
 
     def find_parents(self, op: Op) -> list[Written]:
-        """Return what is known of the inputs of an op."""
+        """Return the records of the inputs of an op."""
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -43,11 +43,11 @@ class Storages:
         return set().union(*(written.faults for written in known if written is not None))
 
     def put(self, storage: int, written: Written) -> None:
-        """Store what is known of a storage."""
+        """Set the record of a storage."""
         self._written[storage] = written
 
     def keep(self, output: Tensor, written: Written) -> None:
-        """Store what is known of an output, which may be a part of its storage."""
+        """Set the record of an output, which may be a part of its storage."""
         earlier = self.find(output)
         if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
             # A value that does not fit may lie beside the part that was written.
@@ -71,7 +71,7 @@ class Storages:
                 self.put(storage_of(tensor), written)
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget what is known of the storage of a tensor."""
+        """Drop the record for the storage of a tensor."""
         self._written.pop(storage_of(tensor), None)
 
     def end_step(self) -> None:

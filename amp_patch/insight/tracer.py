@@ -106,7 +106,7 @@ class Tracer(Recorder):
         for block in self._watched.gradients.open_blocks():  # the innermost comes last, and its scale stays
             self._scale = block.scaler.known_scale
         assert self._observer is not None
-        self._observer.pause()  # the ops below are not those of the script
+        self._observer.pause()  # the ops below are not the script's
         size = find_largest_of([loss])
         self._observer.go_on()
         if math.isfinite(size):
@@ -171,7 +171,7 @@ class Tracer(Recorder):
             self._on_end()
 
     def _look_at_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Look at the gradients that an optimizer uses, and at those of other parameters of the models."""
+        """Look at the gradients that an optimizer uses, and at the gradients of other parameters of the models."""
         seen, finder = self._seen, self._finder
         bad = unscaling.find_nonfinite(parameters)
         bad_gradients = [weight.grad for weight in bad if weight.grad is not None]
@@ -196,7 +196,7 @@ class Tracer(Recorder):
             self._largest_weight.last = size
 
     def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield the parameters of an optimizer and the weights of the models, of which it may hold masters."""
+        """Yield the parameters of an optimizer, which may be masters, and the weights of the models."""
         for group in optimizer.param_groups:
             yield from group["params"]
         yield from self._weights_of_models()
@@ -207,6 +207,7 @@ class Tracer(Recorder):
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
         """Enter a fault if a step has made weights that do not fit from weights and gradients that do."""
+        # Bad weights before the step, or a fault or gradient that is known, explain the weights without the step.
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
@@ -236,6 +237,7 @@ class Tracer(Recorder):
         """Complete the faults of a step, and begin the next."""
         faults, self._finder.faults = self._finder.faults, []
         if not faults and self._seen.gradients:
+            # A gradient that no optimizer used in an earlier step may have the fault of that step.
             faults = self._unused or [self._make_unseen()]
         finished = self._step_faults().finish(faults, is_skipped=is_skipped)
         self._faults += finished.faults
@@ -249,7 +251,7 @@ class Tracer(Recorder):
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
 
     def stop(self) -> None:
-        """Look no more. The faults of a step that did not end are finished by its loss and gradients, if there are any.
+        """Stop looking. Its loss and gradients, if there are any, complete the faults of a step that did not end.
 
         A script may change its weights by hand, or end between two steps.
         """

@@ -1,4 +1,4 @@
-"""`Written`: the op that wrote a storage last, and what this op read in turn."""
+"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ class Culprit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Written:
-    """What an op wrote, and what it read.
+    """The record of a result: the op that wrote it, its magnitude, and the records of the inputs.
 
     Attributes:
         op, node: the op that torch ran, and the node of the backward pass that it is part of.
         largest: the largest magnitude of the result; inf or NaN if it holds one.
-        parents: what is known of the inputs.
+        parents: the records of the inputs.
         is_known: whether a value that does not fit is explained by `faults`, the numbers of faults entered before.
         is_old: whether it was written in the step before.
         size: bytes of the storage.

@@ -91,6 +91,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass of the loss, divided by the accumulation steps and multiplied by the loss scale."""
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
+        # as in accelerate.Accelerator
         loss = loss / self.gradient_accumulation_steps
         with amp.scale_loss(loss, optimizers, delay_unscale=not self.sync_gradients) as scaled_loss:
             scaled_loss.backward(**kwargs)

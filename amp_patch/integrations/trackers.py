@@ -22,9 +22,9 @@ Log = Callable[[str, float, int], object]
 class Tracker:
     """Logs `amp/loss_scale` (of each scaler, if there are several), `amp/steps_skipped` and `amp/grad_norm`.
 
-    The norm is that of the unscaled gradients of the coming step; with shards, of all shards together. Each entry is
+    The norm is over the unscaled gradients of the coming step; with shards, over all shards together. Each entry is
     written when the next one is due, or by `flush`, so that no step waits for the device. Scale and skipped steps are
-    those that the host knew at the time of the step.
+    as the host knew them at the time of the step.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function

@@ -25,7 +25,7 @@ _OTHER_LEVELS = (
 
 
 class Kind(Enum):
-    """What happens to the regions of a script."""
+    """How the regions of a script are changed."""
 
     NOTHING = "they run as the script has them"
     LISTS = "lists change torch's rules for some ops"
@@ -55,7 +55,7 @@ class Changes:
 
     @property
     def kind(self) -> Kind:
-        """What happens to the regions."""
+        """How the regions are changed."""
         if self.policy is not None:
             return Kind.DISABLED if self.policy.low_dtype is None else Kind.LEVEL
         return Kind.LISTS if self.lists else Kind.NOTHING

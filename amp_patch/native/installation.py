@@ -43,8 +43,8 @@ def install(
         compute: "auto", "native" or "float32", with a level.
         everywhere: for a script without regions: run this thread in one bfloat16 region.
 
-    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces what
-    this one has installed.
+    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces
+    this installation.
 
     Raises:
         PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import PolicyError
-from ..reporting import say_loudly
+from ..reporting import log_warning
 from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..step_counter import StepCounter
 from .roots import find_line
@@ -28,7 +28,7 @@ class StepChecks:
     """
 
     def __init__(
-        self, *, needs_region: bool, is_everywhere: bool = False, on_plain_step: Callable[[str], None] = say_loudly
+        self, *, needs_region: bool, is_everywhere: bool = False, on_plain_step: Callable[[str], None] = log_warning
     ) -> None:
         self._needs_region = needs_region
         self._is_everywhere = is_everywhere

@@ -18,7 +18,7 @@ from ..casting import compiling
 from ..errors import PolicyError
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
-from ..reporting import say, say_loudly
+from ..reporting import log_warning, say
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled
 from .changes import Changes, Kind
@@ -52,7 +52,7 @@ class Takeover:
         *,
         everywhere: bool = False,
         needs_region: bool = False,
-        on_plain_step: Callable[[str], None] = say_loudly,
+        on_plain_step: Callable[[str], None] = log_warning,
     ) -> None:
         self._changes = Changes(opt_level, lists, compute)
         self._everywhere = everywhere

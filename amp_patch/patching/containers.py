@@ -62,7 +62,7 @@ class ContainerSearch:
             if entry.holder is not None and self._holds_wanted(entry.value, visited):
                 self._search(entry.value, entry.holder, entry.key)
 
-    def find_stuck(self) -> list[str]:
+    def find_unreplaced(self) -> list[str]:
         """Return the values that hold a function where it cannot be replaced, as `module.name (its class)`."""
         if not self._holds_any:
             return []
@@ -70,11 +70,11 @@ class ContainerSearch:
         for module in list(sys.modules.values()):
             if issubclass(type(module), types.ModuleType):
                 searched.add(id(namespace_of(module)))
-        stuck = {}  # by the id of the value: the last of its names
+        unreplaced = {}  # by the id of the value: the last of its names
         for entry in self._unsearched:
             if id(entry.value) not in self._exchanged and self._holds_wanted(entry.value, searched):
-                stuck[id(entry.value)] = f"{entry.prefix}.{entry.name} ({type(entry.value).__name__})"
-        return list(stuck.values())
+                unreplaced[id(entry.value)] = f"{entry.prefix}.{entry.name} ({type(entry.value).__name__})"
+        return list(unreplaced.values())
 
     def _holds_wanted(self, value: Any, visited: Container[int]) -> bool:
         return not self._wanted.isdisjoint(map(id, _contents_of([value], visited)))

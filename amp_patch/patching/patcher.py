@@ -80,8 +80,8 @@ def _find_original(owner: Any, name: str) -> Any:
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the replacement. Its name and module are those of its place, because pickle stores functions by them."""
-    # update_wrapper also sets __wrapped__, by which wrapt and the session's end find the original
+    """Build the replacement. Its name and module lead to its place, because pickle stores functions by them."""
+    # update_wrapper also sets __wrapped__, which wrapt and the session's end follow to the original
     replacement = functools.update_wrapper(patch.factory(original), original)
     if patch.note:
         replacement.__doc__ = f"{original.__doc__ or ''}\n\n{patch.note}".lstrip()
@@ -131,19 +131,19 @@ class Patcher:
         self._undo_down_to(0)
 
     def _undo_down_to(self, mark: int) -> None:
-        stuck: list[str] = []
+        left: list[str] = []
         while len(self._exchanges) > mark:
             exchange = self._exchanges[-1]
             if not _revert(exchange):
                 owner = exchange.slot.owner()
-                stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
+                left.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
             if exchange.is_patch:
                 pickling.retire(exchange.after)  # copies of models may still hold it
             self._exchanges.pop()  # last, so that an exchange that an interrupt cut short is undone again
-        if stuck:
+        if left:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
-                ", ".join(stuck),
+                ", ".join(left),
             )
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ def redirect(
     search.run(models, with_modules=with_modules)
     for patcher, own in functions:
         patcher.redirect([exchange for function, exchange in search.result.exchanges if function in own])
-    return search.find_stuck()
+    return search.find_unreplaced()
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
@@ -66,11 +66,11 @@ def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
     _rewrite(Search(replacements, _packages_of(replacements.values())), (), with_modules=True)
 
 
-def describe_stuck(stuck: Sequence[str]) -> str:
+def describe_unreplaced(unreplaced: Sequence[str]) -> str:
     """Return the warning about objects that cannot be redirected."""
-    shown = ", ".join(stuck[:MAX_NAMED])
-    if len(stuck) > MAX_NAMED:
-        shown += f" and {len(stuck) - MAX_NAMED} more"
+    shown = ", ".join(unreplaced[:MAX_NAMED])
+    if len(unreplaced) > MAX_NAMED:
+        shown += f" and {len(unreplaced) - MAX_NAMED} more"
     return (
         f"some objects hold patched functions where they cannot be replaced, so their calls are not cast: {shown}. "
         "Look the function up when it is called (F.gelu), or create these objects after initialize."

@@ -51,7 +51,7 @@ class Search:
     """Finds the slots that hold one of some functions.
 
     Args:
-        replacements: by which the functions are to be replaced.
+        replacements: the functions to find, by id, each with its replacement.
         packages: the top-level packages, beside torch, that these functions belong to.
 
     Attributes:
@@ -73,9 +73,9 @@ class Search:
             self.search_modules()
         self._containers.run()
 
-    def find_stuck(self) -> list[str]:
-        """Return what holds a function where it cannot be replaced, as `module.name (its class)`, after `run`."""
-        return self._containers.find_stuck()
+    def find_unreplaced(self) -> list[str]:
+        """After `run`, return the objects where a function cannot be replaced, as `module.name (its class)`."""
+        return self._containers.find_unreplaced()
 
     # ---- modules -----------------------------------------------------------------------------------------------------
 

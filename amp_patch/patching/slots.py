@@ -128,7 +128,7 @@ class _Access(NamedTuple):
     read: Callable[[Any, str], Any]
     write: Callable[[Any, str, Any], None]
     is_public: bool = True
-    """False for attributes that users do not look up: those of functions and partials."""
+    """False for attributes of functions and partials, which users do not look up."""
 
 
 def _set_of_layer(layer: Any, name: str, value: Any) -> None:

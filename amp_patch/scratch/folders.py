@@ -60,6 +60,7 @@ def find_inductor_cache() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
+    # the name that torch gives it
     return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
@@ -102,12 +103,14 @@ class Folders:
             if os.path.isdir(files):
                 os.makedirs(root, exist_ok=True)
                 rest = os.path.join(root, REST)
+                # the script may have made a folder of that name
                 while os.path.lexists(rest):
                     rest += "_"
                 os.rename(files, rest)
             shutil.rmtree(beside, ignore_errors=True)
         else:
             shutil.rmtree(root, ignore_errors=True)
+        # from an earlier run of the same name
         if root in self._kept:
             self._kept.remove(root)
         if os.path.isdir(root):

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
-from os import getcwd, lstat, readlink
+from os import getcwd, lstat, readlink  # by name: `redirect` replaces the attributes of os later
 from typing import Any
 from urllib.parse import unquote
 
@@ -82,9 +82,11 @@ def _check(view: View, event: str, path: Any) -> None:
             return
         if text.startswith("file:"):
             text, _, query = unquote(text[5:]).partition("?")
+            # read only, or in memory
             if "mode=ro" in query or "mode=memory" in query or text in ("", ":memory:"):
                 return
     whole = os.path.normpath(os.path.join(getcwd(), text))
+    # a link may lead to a shared folder, and a shared folder may be named through one
     if not view.is_shared(whole) and not view.is_shared(_real(whole)) and not _is_special(whole):
         raise NotRedirectedError(
             f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write by"

@@ -92,6 +92,7 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
         return view.write(path, with_content=False)
     if is_uri and isinstance(path, str) and path.startswith("file:"):
         name, _, query = path[5:].partition("?")
+        # file:///folder/name: the host between the second and third slash is empty
         name = unquote(name[2:] if name.startswith("///") else name)
         if "mode=memory" in query or name in ("", ":memory:"):
             return path
@@ -100,6 +101,7 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 
 def _update(view: View, path: Any) -> Any:
+    # SQLite finds these by the name of the database, so they must move with it
     for suffix in _BESIDE:
         beside = os.fsdecode(path) + suffix
         location = view.locate(beside)

@@ -78,12 +78,14 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
         code = _Replacement(redirected.open_code, io.open_code, "io", view)
         _swap_references([*replacements.values(), opened, code], undo)
         for name in _CAPABLE:
+            # callers ask whether a function is in these sets, such as `os.stat in os.supports_fd`
             functions: set[Any] = getattr(os, name)
             more = {replacement for replacement in replacements.values() if replacement.__wrapped__ in functions}
             functions |= more
             undo.callback(functions.difference_update, more)
         _watch_imports(view, undo)
         undo.callback(guard(view))
+        # everything is redirected, so nothing is undone here
         on_error.pop_all()
     return undo.close
 
@@ -93,6 +95,7 @@ def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
     make_folders(folder)
     _set_variable("TMPDIR", folder, undo)
     if "tempfile" in sys.modules:
+        # tempfile keeps the folder that it found at its first use
         _swap(sys.modules["tempfile"], "tempdir", folder, undo)
 
 

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from .view import Entry, Listing, Location, View, make_error
+from .view import FolderEntry, Listing, Location, View, make_error
 
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -76,7 +76,7 @@ class Redirected:
         entries = []
         for name in self._list(folder, given):
             shown = _as_type(name, prefix)
-            entries.append(Entry(os.path.join(prefix, shown), shown, os.path.join(folder, name)))
+            entries.append(FolderEntry(os.path.join(prefix, shown), shown, os.path.join(folder, name)))
         return Listing(iter(entries))
 
     def getcwd(self) -> str:
@@ -153,6 +153,7 @@ class Redirected:
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
+            # scripts read the path that they opened from `name`
             raw.name = os.fspath(file)
         return opened
 
@@ -164,6 +165,7 @@ class Redirected:
         location = self._view.locate(path, dir_fd)
         if location.is_shared or self._view.is_written(location.path) or not self._view.is_lower(location.path):
             return
+        # the run could write to its own copy in any case
         if not self._os["access"](location.path, os.W_OK):
             raise make_error(errno.EACCES, path)
 
@@ -244,6 +246,7 @@ class Redirected:
                 return
             is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
             view.prepare(source.path, src)
+            # files from before are only read, so a folder is copied with all of them
             moved = view.copy_tree(source.path, src)
         if target.is_shared:
             self._os["replace"](moved, target.given)

@@ -365,7 +365,7 @@ def make_folders(path: str) -> None:
         mkdir(path)
 
 
-class Entry:
+class FolderEntry:
     """The os.DirEntry of a name in a folder of a `View`."""
 
     def __init__(self, path: Any, name: Any, whole: str) -> None:
@@ -413,13 +413,13 @@ class Entry:
 class Listing:
     """The result of os.scandir: an iterator that can be closed."""
 
-    def __init__(self, entries: Iterator[Entry]) -> None:
+    def __init__(self, entries: Iterator[FolderEntry]) -> None:
         self._entries = entries
 
     def __iter__(self) -> "Listing":
         return self
 
-    def __next__(self) -> Entry:
+    def __next__(self) -> FolderEntry:
         return next(self._entries)
 
     def __enter__(self) -> "Listing":

@@ -1,4 +1,4 @@
-"""One policy in force: what `initialize` changed, and the one session of the process."""
+"""One policy in force: the changes of `initialize`, and the one session of the process."""
 
 from . import current as current
 from .arguments import as_enabled as as_enabled

@@ -240,6 +240,7 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
+            # device: torch.set_default_device may name another one
             if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
                 sentences.append(
                     f"eps={eps:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"

@@ -186,11 +186,12 @@ class Bindings:
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Call a method of this object when a bound model or optimizer is gone."""
         finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
+        # the end of the process releases everything anyway
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
 
     def _take_in_parameters(self) -> None:
-        """An optimizer has got parameters, perhaps those of modules that a model has got."""
+        """An optimizer has new parameters, perhaps of modules that were added to a model."""
         for binding in self._models:
             binding.hook_new_modules()
         self._connect_flags()

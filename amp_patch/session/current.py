@@ -63,6 +63,7 @@ def initialize(
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
+        # first: a session whose models are gone is in nobody's way, whatever its policy
         close_if_over(models)
         session = state.session
         if session is None or replace:
@@ -178,19 +179,19 @@ def _open(request: _Request) -> Session:
 
 
 def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Module]) -> str:
-    """Return the error about a session in force with another policy: the reason, and what to do."""
-    level, other = session.policy.opt_level, _describe_difference(session.policy, asked)
+    """Return the error about a session in force with another policy: the reason, and the remedies."""
+    level, request = session.policy.opt_level, _describe_difference(session.policy, asked)
     alive = session.models()
     remedies = "call amp.reset() first, or pass replace=True"
     if not alive:
-        return f"opt_level {level} is in force for a session block, and {other} was asked for: leave the block first"
+        return f"opt_level {level} is in force for a session block, and {request} was asked for: leave the block first"
     if any(model in alive for model in given):
         return (
-            f"this {describe(given)} is initialized already, at {level}, and {other} was asked for: {remedies}."
+            f"this {describe(given)} is initialized already, at {level}, and {request} was asked for: {remedies}."
             " Calling it again with the same arguments is harmless."
         )
     told = (
-        f"opt_level {level} is in force for {describe(alive)}, still in use, and {other} was asked for. Pass"
+        f"opt_level {level} is in force for {describe(alive)}, still in use, and {request} was asked for. Pass"
         f" all models to one initialize call, or delete the old ones, or {remedies}."
     )
     if "get_ipython" in vars(sys.modules["__main__"]):

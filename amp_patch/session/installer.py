@@ -75,6 +75,7 @@ class Installer:
             if self._products is not None:
                 tag += ["products", str(self._products.low), str(self._products.longest_attention)]
             compiling.tag_cache_key(":".join(tag), undo)
+        # before the first patch, so that an interrupt leaves none behind
         undo.callback(self._remove)
         self.patcher.install(planned)
         if self._cache is not None:
@@ -107,6 +108,7 @@ class Installer:
     def _turn_on(self) -> None:
         compiling.forget_compiled_code()
         for switch in self._switches():
+            # last: until now, every replacement called its original
             switch.turn_on()
 
     def _switches(self) -> list[Switch]:
@@ -135,9 +137,9 @@ class Installer:
         with self._lock:
             patchers = (self.patcher, self._module_patcher)
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]
-            stuck = references.redirect(functions, models, with_modules=with_modules)
-        if stuck:
-            warn(references.describe_stuck(stuck))
+            unreplaced = references.redirect(functions, models, with_modules=with_modules)
+        if unreplaced:
+            warn(references.describe_unreplaced(unreplaced))
 
     def _remove(self) -> None:
         for switch in self._switches():
@@ -146,6 +148,7 @@ class Installer:
             for part in (self._casts, self._products):
                 if part is not None:
                     part.let_go()
+            # this also redirects references that were made during the session
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
 
 

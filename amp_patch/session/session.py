@@ -99,6 +99,7 @@ class Session:
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Apply the policy. After an error, call `close`: it undoes the changes so far."""
         float32_data: dict[int, Tensor] = {}
+        # `close` runs these callbacks from the last to the first
         self.undo.callback(self.gradients.local.warn_of_stale)  # last, when the models are restored
         self.undo.callback(self.switch.turn_off)
         self.undo.callback(self.bindings.release)
@@ -151,7 +152,7 @@ class Session:
                 raise
 
     def check_that_no_block_runs(self) -> None:
-        """Raise SessionError inside a `scale_loss` block: what its backward pass adds would stay scaled."""
+        """Raise SessionError inside a `scale_loss` block: the gradients of its backward pass would stay scaled."""
         # a fork inherits blocks that only the parent can leave
         if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
@@ -209,6 +210,7 @@ class Session:
 
     def restart_scalers(self) -> None:
         """Restart dynamic loss scales that have scaled a loss, for another training. Scales that were loaded stay."""
+        # a scaler that awaits its first loss still has the scale that it started or was loaded with
         used = [scaler for scaler in self.scalers if scaler.is_dynamic and not scaler.awaits_loss]
         for scaler in used:
             scaler.restart()
@@ -216,7 +218,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Return whether policy, device type and op lists are those of this session. Reads the list files again."""
+        """Return whether the session has this policy, device type and op lists. Reads the list files again."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest

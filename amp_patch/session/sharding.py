@@ -116,6 +116,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     if not of_shards:
         return groups
     largest = max(of_shards, key=len)
+    # otherwise a rank in two groups would have to skip the steps of both
     if not all(ranks <= largest for ranks in of_shards):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"

@@ -63,6 +63,7 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
     )
     clippers: list[tuple[Any, str]] = []
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        # in both modules: torch.nn.utils imports the functions by name
         clippers += [(torch.nn.utils, name), (clip_grad, name)]
     for owner, name in clippers:
         if hasattr(owner, name):

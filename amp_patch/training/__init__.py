@@ -35,7 +35,7 @@ reasons for such a flag, with the functions that set it:
    with masters (`GradientSums._move_unscaled`); from a block without this optimizer at such a level
    (`GradientSums._unscale_unchecked`); or of a parameter that a script has moved to this optimizer (the same, and
    `OptimizerBinding._on_moved_by_hand`).
-8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and those that the script has put
+8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the ones that the script put
    in their place hold inf or NaN: `OverflowFlags.check_at_step`.
 9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
 """

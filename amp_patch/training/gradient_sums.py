@@ -11,9 +11,10 @@ Parameters are read from the groups of the optimizers each time, as GradScaler d
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
 count as an overflow of the block.
 
-Two kinds of gradients are checked later: those of a block with `delay_unscale`, at the end of the next block without
-it, at a step or at `zero_grad`; and those that a parallel wrapper has not reduced yet (`no_sync`), after the backward
-pass that reduces them.
+Two kinds of gradients are checked later:
+
+* gradients of a block with `delay_unscale`: at the end of the next block without it, at a step or at `zero_grad`
+* gradients that a parallel wrapper has not reduced yet (`no_sync`): after the backward pass that reduces them
 
 | event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
@@ -182,7 +183,7 @@ class GradientSums:
             self.unscale_all()
 
     def end_step(self, flags: OverflowFlags) -> None:
-        """End what `begin_step` began: inside a block, scale the gradients again for the rest of its backward pass."""
+        """End a step: inside a block, scale the gradients again for the rest of its backward pass."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = flags.groups.read()
@@ -324,7 +325,7 @@ class GradientSums:
         return found_infs
 
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
-        """Divide the gradients of an optimizer by a scale, except those of parameters in `seen`, by id. Return a new
+        """Divide the gradients of an optimizer by a scale, except of parameters in `seen`, by id. Return a new
         overflow in them as found_inf: 0-dim float32.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
@@ -335,7 +336,7 @@ class GradientSums:
             flags.state = OptState.PENDING
         if flags.found_inf:
             found_inf = flags.mask(found_inf)
-        if pairs:  # the gradients of this pass are not part of the sums yet, so what is found in them is new
+        if pairs:  # the gradients of this pass are not part of the sums yet, so an overflow in them is new
             move_to_masters_(self._reduced(pairs), scale, found_inf)
         return found_inf
 
@@ -384,7 +385,7 @@ class GradientSums:
             self.scale_updates.update_without_step([block.scaler])
 
     def _rescale_to(self, scale: Tensor | None) -> None:
-        """Multiply unscaled gradients, or those of another scale, so that all have this one. None means 1."""
+        """Multiply gradients, unscaled or of another scale, so that all have this one. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):

@@ -151,7 +151,7 @@ class Groups:
                 self._place_in_all()
 
     def _all(self) -> list[Optimizer]:
-        """Return the optimizer and those inside it that are alive."""
+        """Return the optimizer and the optimizers inside it, if they are alive."""
         alive: list[Optimizer] = []
         for reference in (self._optimizer, *self._inner):
             optimizer = reference()

@@ -1,4 +1,4 @@
-"""`LossScaler`: the factor of a loss, and the rule by which it changes after each step.
+"""`LossScaler`: the factor of a loss, and the rule for its change after each step.
 
 The state is 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device. Reading
 a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
@@ -24,7 +24,7 @@ class LossScaler:
     doubles after 2000 good steps in a row, and stays within [min_loss_scale, max_loss_scale]. These are the defaults.
     It is updated once per optimizer step, after however many backward passes. GradScaler's kernel computes the scales.
 
-    With a `hysteresis` above 1, the scales are those of `DynamicGradScaler` in Megatron-LM
+    With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
     (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
     full again when the scale grows.
 

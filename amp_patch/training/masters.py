@@ -301,7 +301,7 @@ class Masters:
             copy_([([values], [parameter])])
             values = where(_is_rounded(parameter, edit.before), edit.before, values)
             values = where(_is_rounded(parameter, edit.after), edit.after, values)
-            # what the script has written to the master meanwhile, through `master.data`, wins
+            # a value that the script has written to the master meanwhile, through `master.data`, wins
             values = where(eq(master, edit.after), values, master)
             copy_([([master], [values])])
             self._edits[index] = _Edit(edit.before, values)  # after the copy, or an interrupt would lose the edit

@@ -258,8 +258,8 @@ class SyncMasters(SessionHook):
         if masters is not None and not masters.has_warned_of_copy:
             masters.has_warned_of_copy = True
             warn(
-                "this copy of a model has 16-bit weights and no float32 masters: averages kept in it lose what is"
-                " smaller than 16 bits can hold. Average over amp.master_params(optimizer), or over copies of"
+                "this copy of a model has 16-bit weights and no float32 masters: averages kept in it lose changes"
+                " that 16 bits cannot hold. Average over amp.master_params(optimizer), or over copies of"
                 " model.state_dict(), which is float32. To train a copy, make it before initialize or after amp.reset()"
                 ", when weights are float32, and create a new optimizer for it: a copied optimizer holds copies of the"
                 " masters, which belong to no model."

@@ -33,7 +33,7 @@ from .unscaling import either, find_nonfinite, move_to_masters_
 
 
 class StepDecision(enum.Enum):
-    """What a call of `step` does."""
+    """The effect of a call of `step`."""
 
     TAKE = enum.auto()
     SKIP = enum.auto()
@@ -336,7 +336,7 @@ class OptimizerBinding:
 
 
 def _find_dynamic_flag(found_inf: dict[LossScaler, Tensor]) -> Tensor:
-    """Return the flag by which an optimizer skips on the device: 0-dim float32. At least one scaler is dynamic."""
+    """Return the flag for an optimizer that skips on the device: 0-dim float32. At least one scaler is dynamic."""
     dynamic: Tensor | None = None
     for scaler, flag in found_inf.items():
         if scaler.is_dynamic:

@@ -1,4 +1,4 @@
-"""`OverflowFlags`: what decides whether the next step of an optimizer is skipped; `Block`: one `scale_loss` block.
+"""`OverflowFlags`: decides whether the next step of an optimizer is skipped; `Block`: one `scale_loss` block.
 
 `found_inf` is a flag as in torch.amp: a 0-dim float32 tensor, 1.0 if a check found inf or NaN, else 0.0. There is one
 for each backward pass (`Block`), one for each optimizer and loss scaler (`OverflowFlags`), and one for each scaler

@@ -1,6 +1,6 @@
 """Module rules at the levels that patch functions: a region around the forward of each module that a rule covers.
 
-Scripts swap modules, add them and wrap them between one call and the next. So what a rule covers is decided again when
+Scripts swap modules, add them and wrap them between one call and the next. So the rules are applied again when
 a module is called that its model did not hold before, and when a model is called that holds other modules than before.
 """
 
@@ -30,7 +30,7 @@ class RuleRegions:
         rules: later ones win.
         switch: opens the regions.
         low: the dtype of `run: low`.
-        find_root: returns the model of a module that the script calls by itself, by whose names rules choose in it.
+        find_root: returns the model of a module that the script calls by itself, whose names the rules use.
             None: rules choose by name only in the models that are added, and elsewhere by type.
 
     Attributes:
@@ -45,7 +45,7 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
-        self._in_models: set[ModuleRule] = set()  # those that have chosen some module of a model
+        self._in_models: set[ModuleRule] = set()  # rules that have chosen some module of a model
         self._is_stale = False
         self._warned_of: set[ModuleRule] = set()  # because they cover scripted modules
         self._rules = rules
@@ -62,7 +62,7 @@ class RuleRegions:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def add(self, model: nn.Module) -> None:
-        """Have the rules act in a model, by the names that its modules have in it. Harmless twice."""
+        """Apply the rules in a model, by the names of its modules. Harmless twice."""
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
@@ -93,18 +93,18 @@ class RuleRegions:
         self._known.clear()
 
     def find(self, module: nn.Module) -> ModuleRule | None:
-        """Return the rule that decides how a module runs, or None: the last of those that cover it in some model."""
-        found: ModuleRule | None = None
+        """Return the rule that decides how a module runs, or None: the last rule that covers it in some model."""
+        latest: ModuleRule | None = None
         for model in self._models:
             rule = model.decided.get(module)
-            if rule is not None and (found is None or self._rules.index(rule) > self._rules.index(found)):
-                found = rule
-        return found
+            if rule is not None and (latest is None or self._rules.index(rule) > self._rules.index(latest)):
+                latest = rule
+        return latest
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def watch(self, undo: UndoStack) -> None:
-        """See what the script adds to the models, until it is undone.
+        """Follow the modules that the script adds to the models, until it is undone.
 
         A hook on the calls of all modules slows each of them, and torch.compile warns of it. So there is one only from
         the time at which a model gets another module until the next call, and while some rule by type chooses no module
@@ -138,11 +138,11 @@ class RuleRegions:
         return given
 
     def look_again(self) -> None:
-        """Have the next call of a module find out whether the models hold other modules than before."""
+        """Let the next call of a module check whether the models hold other modules than before."""
         self._is_stale = True
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
-        """Have the rules cover what they are to cover in a call of any module, run by `frame`, before its forward.
+        """Bring the rules up to date for a call of any module, run by `frame`, before its forward.
 
         Returns the positional arguments to use instead, or None.
         """
@@ -165,7 +165,7 @@ class RuleRegions:
         self._here.known.add(module)
         if hooks is None:
             return None
-        # torch does not call hooks that are set, here or by another thread, once it has begun to call those of a module
+        # torch has begun to call the hooks of the module, and calls none that was set since, here or in another thread
         return hooks.catch_up(module, args, frame)
 
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
@@ -178,7 +178,7 @@ class RuleRegions:
         return self._find_root(module) is not model.root()
 
     def _forget_dead(self) -> None:
-        """Remove the hooks of models that are gone, such as a wrapper of a moment, from what they held."""
+        """Remove the hooks of models that are gone, such as a temporary wrapper, from the modules that they held."""
         dead = [model for model in self._models if model.root() is None]
         if dead:
             self._models = [model for model in self._models if model.root() is not None]
@@ -195,14 +195,14 @@ class RuleRegions:
             self._hooks[module].join(frame)
 
     def meet(self, module: nn.Module) -> None:
-        """Have the rules cover a module that the script calls by itself, if no model holds it."""
+        """Apply the rules to a module that the script calls by itself, if no model holds it."""
         with self._lock:
             if module not in self._known:
                 self._meet(module)
 
     def _meet(self, module: nn.Module) -> None:
         root = module if self._find_root is None else self._find_root(module)
-        inside = [self._entries[one] for one in root.modules() if one in self._entries]
+        inside = [self._entries[part] for part in root.modules() if part in self._entries]
         if self._find_root is not None:
             self._entries[module] = self._add(root, self._rules, by_name=True)
         elif inside:  # a wrapper around a model
@@ -320,7 +320,7 @@ class _Model:
         rules: that may choose in it.
         by_name: rules choose by the names of this module.
         decided: the rule of each covered module.
-        hooked: how each module with hooks of this model is to run, and whether that is how what holds it runs.
+        hooked: for each module with hooks of this model, how it runs, and whether the module around it runs alike.
         children: see `_children_in`, when the rules were decided.
     """
 
@@ -334,26 +334,26 @@ class _Model:
 
 
 def _children_in(root: nn.Module) -> list[object]:
-    """Return what changes when a module is added, replaced or moved: the names of all modules, and references."""
-    found: list[object] = []
+    """Return the names of all modules, and references to them: they change if a module is added, replaced or moved."""
+    contents: list[object] = []
     seen: set[int] = set()
     waiting = [root]
     while waiting:
         for name, child in get_own_children(waiting.pop()).items():
             if child is not None:
-                found += (name, weakref.ref(child))
+                contents += (name, weakref.ref(child))
                 if id(child) not in seen:
                     seen.add(id(child))
                     waiting.append(child)
-        found.append(None)
-    return found
+        contents.append(None)
+    return contents
 
 
 # These visit without functions that refer to themselves: such a circle would keep the model alive for a while.
 
 
 def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
-    """Return the rule that each covered module is to run by, and the rules that choose some module of this model."""
+    """Return the rule of each covered module, and the rules that choose some module of this model."""
     decided: dict[nn.Module, int] = {}
     used: set[ModuleRule] = set()
     waiting = [(model, "", -1)] if rules else []
@@ -369,7 +369,7 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Tell whether a module can be called: containers such as ModuleList cannot."""
+    """Return whether a module can be called: containers such as ModuleList cannot."""
     classes = [kind for kind in type(module).__mro__ if kind is not nn.Module]  # asked so: scripted ones raise
     return any("forward" in vars(owner) for owner in (module, *classes))
 
@@ -379,7 +379,7 @@ def _takes_hooks(module: nn.Module) -> bool:
 
 
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return those of `runs` whose module is to run otherwise than the module that calls it.
+    """Return the entries of `runs` whose module runs differently from the module that calls it.
 
     Containers such as ModuleList are never called: the module that holds one calls its parts.
     """

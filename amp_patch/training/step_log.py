@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
-from ..reporting import say, say_loudly, tells_parameters, warn
+from ..reporting import log_warning, say, tells_parameters, warn
 from .loss_scaler import LossScaler
 from .step_was_skipped import set_step_was_skipped
 
@@ -18,11 +18,11 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 LOOK_EVERY = 100
-"""At a loss scale of 1 there is no flag, so the gradients of one in so many steps are checked."""
+"""At a loss scale of 1 there is no flag. The gradients of one in so many steps are checked."""
 
 
 WARN_AGAIN = 2.0**-24
-"""The factor by which a loss scale falls between two warnings that it has fallen."""
+"""The factor between the loss scales of two warnings that the scale has fallen."""
 
 
 class Outcome:
@@ -123,7 +123,7 @@ class StepLog:
 
     def add(self, outcome: Outcome | None) -> None:
         """Record a step, and report all steps whose flags are known by now. None: a step without any flag, which is
-        taken. Of these, one in `LOOK_EVERY` waits for the device.
+        taken. One in `LOOK_EVERY` of such steps waits for the device.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
@@ -176,7 +176,7 @@ class StepLog:
         names = ", ".join(self._find_culprits()[:5]) or "in no parameter by now"
         self._warn(
             f"non-finite gradients under a static loss scale ({names}): the step is taken, because a static scale never"
-            f' skips. Use a smaller loss_scale, or loss_scale="dynamic"; {TRACE} finds what overflowed.',
+            f' skips. Use a smaller loss_scale, or loss_scale="dynamic"; {TRACE} finds the op that overflowed.',
         )
 
     def _count(self, *, is_skip: bool) -> None:
@@ -201,7 +201,7 @@ class StepLog:
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"
-            say_loudly("%s (step %d, %s)", message, self._taken + self._skipped, where)
+            log_warning("%s (step %d, %s)", message, self._taken + self._skipped, where)
         else:
             say("%s", message)
         warn_of_small_scale(scaler)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from amp_patch.casting.mode import Switch
 from amp_patch.casting.wrappers import OpCasts
 from amp_patch.config import op_lists
-from amp_patch.config.explain import Difference, Ruling, compare, explain
+from amp_patch.config.explain import Difference, Ruling, compare, explain_op
 from amp_patch.config.op_lists import OpLists, load_oplists
 from amp_patch.config.op_names import get_op, is_augmented, is_inplace
 from amp_patch.errors import BannedOpError, OpListError
@@ -56,7 +56,7 @@ def test_every_spelling_is_explained_by_its_kind_and_entry() -> None:
         for spelling in lists.spellings:
             dotted = f"{spelling.owner_name}.{spelling.name}"
             for op in (dotted, get_op((spelling.owner_name, spelling.name))):
-                ruling = by_spelling(explain(op, lists).rulings)[dotted]
+                ruling = by_spelling(explain_op(op, lists).rulings)[dotted]
                 assert (ruling.kind, ruling.entry) == (spelling.kind, spelling.entry)
 
 
@@ -71,7 +71,7 @@ def test_spellings_with_the_same_fate_are_told_together() -> None:
         ("torch.Tensor.__ipow__", {"match_self": "torch.Tensor.__ipow__"}),
         ("torch.mul", {"unlisted": "torch.mul"}),
     ]:
-        rulings = explain(op, load_oplists("float16")).rulings
+        rulings = explain_op(op, load_oplists("float16")).rulings
         assert {ruling.kind: set(ruling.spellings) for ruling in rulings} == {
             kind: set(names.split()) for kind, names in expected.items()
         }
@@ -81,7 +81,7 @@ def test_spellings_with_the_same_fate_are_told_together() -> None:
 def test_a_ruling_tells_what_it_overrides(write: Write) -> None:
     write("blacklist: [exp]", "base.yaml")
     write("extends: base.yaml\npromote:\n  - {op: torch.exp, why: better}", "middle.yaml")
-    rulings = by_spelling(explain("exp", load_oplists(write("extends: middle.yaml\nwhitelist: [exp]"))).rulings)
+    rulings = by_spelling(explain_op("exp", load_oplists(write("extends: middle.yaml\nwhitelist: [exp]"))).rulings)
     told = {
         name: [(entry.rule, Path(entry.path).name, entry.line, entry.why) for entry in ruling.overridden]
         for name, ruling in rulings.items()
@@ -97,7 +97,7 @@ def test_a_ruling_tells_what_it_overrides(write: Write) -> None:
 
 
 def test_a_neutral_entry_is_told_with_what_it_took_off(write: Write) -> None:
-    rulings = by_spelling(explain("exp", load_oplists(write("extends: float16\nneutral: [torch.exp]"))).rulings)
+    rulings = by_spelling(explain_op("exp", load_oplists(write("extends: float16\nneutral: [torch.exp]"))).rulings)
     assert {name: ruling.kind for name, ruling in rulings.items()} == {
         "torch.exp": "neutral",
         "torch.exp_": "neutral",
@@ -109,9 +109,9 @@ def test_a_neutral_entry_is_told_with_what_it_took_off(write: Write) -> None:
 
 def test_a_package_that_is_not_imported_is_told(write: Write) -> None:
     lists = load_oplists(write("whitelist: [lib_not_imported.ops.f]"))
-    (listed,) = explain("lib_not_imported.ops.f", lists).rulings
+    (listed,) = explain_op("lib_not_imported.ops.f", lists).rulings
     assert (listed.kind, listed.package, listed.entry and listed.entry.line) == ("whitelist", "lib_not_imported", 1)
-    (unlisted,) = explain("lib_not_imported.ops.g", lists).rulings
+    (unlisted,) = explain_op("lib_not_imported.ops.g", lists).rulings
     assert (unlisted.kind, unlisted.package, unlisted.entry) == ("unlisted", "lib_not_imported", None)
 
 
@@ -121,18 +121,18 @@ def test_entries_without_effect_on_this_torch_are_told(write: Write) -> None:
         " until: 1.2}]"
     )
     lists = load_oplists(write(text))
-    assert [entry.op for entry in explain("soon", lists).missing] == ["soon"]
-    assert explain("soon", lists).rulings == ()
-    assert [entry.op for entry in explain("torch.fft.soon", lists).missing] == ["soon"]
+    assert [entry.op for entry in explain_op("soon", lists).missing] == ["soon"]
+    assert explain_op("soon", lists).rulings == ()
+    assert [entry.op for entry in explain_op("torch.fft.soon", lists).missing] == ["soon"]
     dotted = load_oplists(write("blacklist: [{op: torch.fft.soon, optional: true}]"))
-    assert [entry.op for entry in explain("soon", dotted).missing] == ["torch.fft.soon"]
+    assert [entry.op for entry in explain_op("soon", dotted).missing] == ["torch.fft.soon"]
     with pytest.raises(OpListError, match=r"has no op 'torch\.linalg\.soon'"):
-        explain("torch.linalg.soon", dotted)
-    tanh, erf = explain("tanh", lists), explain("torch.special.erf", lists)
+        explain_op("torch.linalg.soon", dotted)
+    tanh, erf = explain_op("tanh", lists), explain_op("torch.special.erf", lists)
     assert [(entry.op, entry.since, entry.until) for entry in tanh.other_torch] == [("tanh", "99.1", "")]
     assert {ruling.kind for ruling in tanh.rulings} == {"unlisted"}
     assert erf.other_torch == ()
-    assert [(entry.op, entry.until) for entry in explain("erf", lists).other_torch] == [("torch.erf", "1.2")]
+    assert [(entry.op, entry.until) for entry in explain_op("erf", lists).other_torch] == [("torch.erf", "1.2")]
 
 
 # ---- what becomes of arguments ---------------------------------------------------------------------------------------

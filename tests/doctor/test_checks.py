@@ -11,7 +11,7 @@ import yaml
 
 import amp_patch
 from amp_patch.config import levels
-from amp_patch.doctor import Project, Selection, explain, sorted_rules
+from amp_patch.doctor import Project, Selection, explain_rule, sorted_rules
 from amp_patch.doctor.script import Script, expect
 from amp_patch.errors import SettingsError
 
@@ -239,7 +239,7 @@ def test_a_name_stands_for_the_one_constant_that_it_is_assigned(before, is_known
 
 def test_rules_are_explained_with_reason_and_examples():
     for rule in sorted_rules():
-        said = explain(rule.code)
+        said = explain_rule(rule.code)
         assert rule.why and said.startswith(f"{rule.code}: {rule.summary}\n\n{rule.why}")
         assert all(f"    {line}" in said for line in [*rule.bad.splitlines(), *rule.good.splitlines()] if line)
 

@@ -110,7 +110,11 @@ IN_SESSION = [
     (lambda: amp.load_state_dict(None), T, "not NoneType: .*amp.state_dict"),
     (lambda: amp.load_state_dict("amp.pt"), T, "not str: .*torch.load.path..'amp'"),
     (lambda: amp.load_state_dict({"model": {}, "amp": amp.state_dict()}), C, "holds model, amp.*pass the entry 'amp'"),
-    (lambda: amp.load_state_dict(OPTIMIZER.state_dict()), C, "holds state, param_groups.*pass what amp.state_dict"),
+    (
+        lambda: amp.load_state_dict(OPTIMIZER.state_dict()),
+        C,
+        "holds state, param_groups.*pass the result of amp.state_dict",
+    ),
     (lambda: amp.load_state_dict({0: 1, "a": 2}), C, "holds 0, a"),
     (lambda: amp.load_state_dict({"loss_scaler0": None}), C, "loss_scaler0 is None, without loss_scale and unskipped"),
     (lambda: amp.load_state_dict({"loss_scaler0": entry}), C, "without unskipped"),

@@ -14,7 +14,7 @@ master_params = api.master_params
 
 
 class AmpState:
-    """What amp is doing.
+    """The state of amp.
 
     `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
 
@@ -39,12 +39,13 @@ class AmpState:
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
+        # Apex printed to stdout, and scripts search its output
         set_verbosity(value, is_printing=True)
         self._verbosity = value
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers, of which `_loss_scale` and the like may be set; empty when amp is disabled.
+        """The loss scalers, empty when amp is disabled. Scripts may set their attributes, such as `_loss_scale`.
 
         AttributeError before `initialize`.
         """
@@ -52,6 +53,7 @@ class AmpState:
         if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
+        # a view holds attributes that the script has set, so it lasts as long as its scaler
         if [view.core for view in self._views] != scalers:
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views

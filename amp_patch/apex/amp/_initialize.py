@@ -1,4 +1,4 @@
-"""What scripts import from Apex's `apex.amp._initialize`: casting whatever models take and return."""
+"""The names that scripts import from Apex's `apex.amp._initialize`: casts of any arguments and results of models."""
 
 from collections.abc import Callable
 from typing import Any

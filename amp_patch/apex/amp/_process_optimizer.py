@@ -23,6 +23,7 @@ class AmpOptimizerState:
 
     def __init__(self, view: OptimizerView) -> None:
         self._view = view
+        # Apex made its masters at the first `scale_loss`
         self.lazy_init_called = True
         self.skip_step: Any = None
         self.usual_step: Any = None  # behind it
@@ -91,6 +92,7 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     hand_scaled = HandScaledPass(optimizer)
     view.attach("_prepare_amp_backward", hand_scaled.begin)
     view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
+    # as in Apex, where other levels lack the method
     if require_session().policy.master_weights:
         view.attach("_master_params_to_model_params", view.copy_masters_to_parameters)
 

@@ -73,11 +73,13 @@ def init(
     if session is not None:
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
+    # casts_inside: Apex cast the arguments of a listed function, and ran its body without a rule
     policy = replace(make_policy("O1", overrides), casts_inside=False)
     register_edits()
     allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
+        # for this session only: `allow_banned` says nothing about later ones
         replace_registered([], allowed)
         session = open_session_without_models(policy, "cpu" if device is None else device.type)
     finally:

@@ -1,4 +1,4 @@
-"""What scripts import from Apex's `apex.amp.compat`, most of them by an editor's suggestion."""
+"""The name that scripts import from Apex's `apex.amp.compat`, most of them by an editor's suggestion."""
 
 from typing import Any
 

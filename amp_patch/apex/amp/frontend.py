@@ -51,10 +51,13 @@ class Properties:
     options: dict[str, Any]
 
     def __init__(self) -> None:
+        # before `initialize`, as in Apex
         values = (False, None, None, None, None, None, 1.0)
+        # `__setattr__` looks into `options`, which does not exist yet
         self.__dict__["options"] = dict(zip(OPTIONS, values, strict=True))
 
     def __getattr__(self, name: str) -> Any:
+        # a copy in the making has no options yet
         options = self.__dict__.get("options", {})
         if name in options:
             return options[name]
@@ -138,6 +141,7 @@ def initialize(
     session = _open(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    # Apex had a handle only at the level that patches functions
     if session.casts is not None:
         _amp_state.handle = AmpHandle(session)
     return returned
@@ -159,6 +163,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
         maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
     properties = Properties()
     properties.take(policy)
+    # in a policy None stands for False; Apex showed False
     if overrides.get("cast_model_type") is False:
         properties.cast_model_type = False
     say("amp: opt_level %s, %s", policy.opt_level, policy.description or "no description")
@@ -167,6 +172,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     if overrides:
         say("  set by the script: %s", ", ".join(overrides))
     lists = ("apex",) if policy.patch_torch_functions else ()
+    # casts_inside: Apex cast the arguments of a listed function, and ran its body without a rule
     return replace(policy, lists=lists, casts_inside=False), properties
 
 
@@ -204,7 +210,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if is_disabled():
         return
     if not isinstance(state_dict, Mapping):
-        api.load_state_dict(state_dict)  # says what to pass
+        api.load_state_dict(state_dict)  # raises the error
     foreign = [str(name) for name in state_dict if "loss_scaler" not in str(name)]
     if foreign:
         raise CheckpointError(
@@ -216,5 +222,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"Warning: the saved amp state has {len(state_dict)} loss scalers, and there are {len(state)} now: loading"
             " as many as both have."
         )
+    # in order, as in Apex, which did not read the number in a name
     state.update(zip(list(state), state_dict.values(), strict=False))
     api.load_state_dict(state)

@@ -50,6 +50,7 @@ def _scale_loss(
 ) -> Iterator[Tensor]:
     properties = getattr(_amp_state, "opt_properties", None)
     session = find_session()
+    # scripts switch amp off for a while by setting `opt_properties.enabled`
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
@@ -66,6 +67,7 @@ def _scale_loss(
     if delay_unscale:
         return
     _amp_state.clear_overflow(loss_id)
+    # Apex replaced `step` at the exit of a block, and scripts compare it with the usual one
     if not delay_overflow_check:
         for optimizer in known:
             show_skip(optimizer)
@@ -90,6 +92,7 @@ class AmpHandle:
     def _is_active(self, value: bool) -> None:
         if not value:
             self._session.switch.turn_off()
+        # `_deactivate` has restored the original functions, so there is nothing to switch on
         elif not self._is_deactivated:
             self._session.switch.turn_on()
 

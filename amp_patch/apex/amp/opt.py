@@ -35,6 +35,7 @@ class OptimWrapper:
             raise IndexError(
                 f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
             )
+        # each loss of a step has its own scaler, in the order of the calls
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
         with require_session().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
             yield scaled_loss
@@ -45,6 +46,7 @@ class OptimWrapper:
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0
         if closure is not None:
+            # Apex's class for this
             raise NotImplementedError(
                 "step(closure) does not work where a step may be skipped: call step() without a closure"
             )

@@ -1,4 +1,4 @@
-"""What scripts import from Apex's `apex.amp.rnn_compat`."""
+"""The name that scripts import from Apex's `apex.amp.rnn_compat`."""
 
 
 def has_old_rnns() -> bool:

@@ -3,7 +3,7 @@
 Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
 `_unskipped` counts optimizer steps, where Apex counted backward passes.
 
-Files that hold a pickled `apex.amp.scaler.LossScaler`, as those of the old `FP16_Optimizer` do, load into this class.
+Pickles of `apex.amp.scaler.LossScaler`, as in the files of the old `FP16_Optimizer`, load into this class.
 """
 
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ class LossScaler:
         self.core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         self.core.growth_interval = scale_window
         if self.dynamic:
+            # as in Apex, so a bound below 2**16 lowers the first scale
             self.core.set_loss_scale(min(max_loss_scale, init_scale))
         self._forget_pass()
 
@@ -133,6 +134,7 @@ class LossScaler:
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
         sources, targets = list(model_grads), list(master_grads)
+        # the sources keep their values: copies are divided, and then written to the targets
         full = [
             source if source is target else source.detach().to(torch.float32, copy=True)
             for source, target in zip(sources, targets, strict=True)
@@ -152,6 +154,7 @@ class LossScaler:
         An overflow comes from gradients unscaled since `clear_overflow_state`, from `_overflow_buf` or from
         `_has_overflow`. Without any of these it counts a good step, as in Apex. Waits for the device.
         """
+        # without an open pass nothing was unscaled, and the flag of a new one is 0 on any device
         ended, self._pass = self.open_pass(torch.device("cpu")), None
         if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
             ended.note_overflow()
@@ -180,6 +183,7 @@ class LossScaler:
         scale = float(state["_loss_scale"])
         self.core = CoreScaler(
             "dynamic" if state["dynamic"] else scale,
+            # pickles from before Apex had bounds lack these
             min_loss_scale=state.get("_min_loss_scale"),
             max_loss_scale=state.get("_max_loss_scale", 2.0**24),
         )

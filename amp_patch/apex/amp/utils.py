@@ -1,4 +1,4 @@
-"""What scripts import from Apex's `apex.amp.utils`."""
+"""The name that scripts import from Apex's `apex.amp.utils`."""
 
 from torch import Tensor
 

@@ -113,13 +113,16 @@ class FP16_Optimizer:
         scale = self.loss_scaler.scale_on(loss.device)
         scaled, full = _gradients(parameter for parameter, _ in self._pairs()), _gradients(self._full_parameters())
         with torch.no_grad():
+            # float32 parameters accumulate in their own `.grad`, which must carry the scale again
             if self._is_unscaled:
                 rescale_(full, scale)
             else:
                 scaled += full
+            # the loss scale has changed since the last backward pass
             if self._carried is not None and self._carried is not scale:
                 rescale_(scaled, scale / self._carried)
         self._carried, self._is_unscaled = scale, False
+        # a 16-bit loss times the scale could overflow
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
@@ -162,6 +165,7 @@ class FP16_Optimizer:
         if closure is not None:
             raise OptimizerError("FP16_Optimizer.step takes no closure: call backward(loss), then step()")
         if self.overflow:
+            # Apex's words, which people search logs for
             say("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
             return None
         result = self.optimizer.step()

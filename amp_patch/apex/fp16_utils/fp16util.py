@@ -44,6 +44,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place; not its children's."""
     for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
+            # torch refuses a gradient whose dtype differs from its parameter's
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(dtype)
             parameter.grad = None if gradient is None else gradient.to(dtype)
@@ -59,6 +60,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
+            # the weights are no longer parts of the one buffer that cuDNN reads
             module.flatten_parameters()
     return network
 
@@ -94,6 +96,7 @@ def model_grads_to_master_grads(
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None or master.grad is None:
+            # the copy below fills it
             master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm with Apex's arguments, over torch's functions.
 
-Statistics are float32 or wider on every path. What is called "fused" returns the dtype of the input, "mixed" that of
+Statistics are float32 or wider on every path. A "fused" norm returns the dtype of the input, a "mixed" norm the one of
 the weight, whatever the other is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its
 RMSNorm without a weight returned float32. One exception: a fused RMSNorm with a 16-bit weight returns the weight's
 dtype, as the norms do whose place libraries have it take (T5's in float16, without any amp). An `eps` is 1e-5 by
@@ -53,7 +53,7 @@ def mixed_dtype_fused_layer_norm_affine(
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.rms_norm` in the dtype of a 16-bit `weight`, else in that of `input`."""
+    """`F.rms_norm` in the dtype of a 16-bit `weight`, else in the dtype of `input`."""
     dtype = weight.dtype if weight is not None and weight.dtype in LOW_DTYPES else input.dtype
     return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, dtype)
 
@@ -125,6 +125,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
+        # torch takes None for the eps of the dtype, and 16 bits would then differ from float32
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
 
 
@@ -145,6 +146,7 @@ class _Mixed(nn.Module):
                 f"{name} has the dtype of its weight, so it needs one: use {name.removeprefix('Mixed')} for"
                 " elementwise_affine=False"
             )
+        # the next class in the order of bases is FusedLayerNorm or FusedRMSNorm
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 

@@ -35,6 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(f"{type(self).__name__} has no AMSGrad variant: leave amsgrad out, or use torch.optim")
         for name in ("lr", "eps", "weight_decay", "momentum"):
             value = defaults.get(name, 0.0)
+            # `not >=` also refuses NaN; FusedSGD passes torch's `required`, which is no number
             if isinstance(value, (int, float)) and not value >= 0.0:
                 raise OptimizerError(f"{type(self).__name__}: {name}={value!r} must not be negative")
         betas = defaults.get("betas", ())
@@ -139,6 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 " torch.optim.AdamW(capturable=True) in a graph"
             )
         step: int | Tensor = group.get("step", 0) + 1
+        # a skipped step does not count, so the flag, 0 or 1, is taken off again
         counted = step if self.found_inf is None else step - self.found_inf
         is_at_hand = not isinstance(counted, Tensor) or counted.device.type == "cpu"
         group["step"] = int(counted) if is_at_hand else counted

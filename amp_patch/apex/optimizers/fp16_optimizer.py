@@ -18,7 +18,7 @@ class FP16_Optimizer(_FP16Optimizer):
     `step` unscales: backward passes add up until then, and the scale is decided once for all of them. An overflow skips
     the step under a static scale, too.
 
-    Works around any optimizer. A state dict holds the entries that this variant had in Apex and those of
+    Works around any optimizer. A state dict holds the entries that this variant had in Apex and the entries of
     `fp16_utils.FP16_Optimizer`; either are enough to load. Subclasses of 2019 read and write these attributes:
 
     Attributes:
@@ -70,6 +70,7 @@ class FP16_Optimizer(_FP16Optimizer):
     def fp32_groups_flat(self) -> list[Tensor]:
         """The masters of each group in one tensor, shape (n,): writing to it writes to them."""
         with torch.no_grad():
+            # only groups that were added since the last call: the others are views already
             for masters in self.fp32_from_fp16_groups[len(self._flat_groups) :]:
                 flat = flatten_dense_tensors([master.detach() for master in masters]) if masters else torch.empty(0)
                 for master, view in zip(masters, unflatten_dense_tensors(flat, masters), strict=True):
@@ -91,6 +92,7 @@ class FP16_Optimizer(_FP16Optimizer):
 
     def _decide(self, manual: ManualPass) -> bool:
         self._count_good_steps()
+        # under a static scale the base class skips no step, and this variant did
         overflow = super()._decide(manual) or manual.has_overflow()
         if overflow:
             self.last_overflow_iter = self.cur_iter
@@ -124,6 +126,7 @@ class FP16_Optimizer(_FP16Optimizer):
         Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
         """
         super().load_state_dict(state_dict)
+        # for a state of the base class, which has no counters
         self.cur_iter, self.last_overflow_iter = self.loss_scaler.state_dict()["unskipped"], -1
         for name in _COUNTERS:
             if name in state_dict:

@@ -43,7 +43,7 @@ class FusedAdagrad(FusedOptimizer):
             )
 
     def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """torch's Adagrad counts steps, of which only a decay of the learning rate makes use."""
+        """Leave out torch's count of steps, which only a decay of the learning rate uses."""
         saved = super()._as_own(state_dict)
         for entry in saved["state"].values():
             entry.pop("step", None)

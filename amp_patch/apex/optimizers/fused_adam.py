@@ -51,6 +51,7 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError(
                 f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
             )
+        # no key for clipping unless it is asked for: Apex's state dicts of today have none
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -88,6 +89,7 @@ class FusedAdam(FusedOptimizer):
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
             if group.get("max_grad_norm"):
+                # 1e-6: as in Apex
                 factor = ((total_norm(gradients) + 1e-6) / group["max_grad_norm"]).clamp(min=1.0)
                 gradients = [g.to(full_dtype(g)) / factor.to(g.device) for g in gradients]
             targets = self._get_masters(params)
@@ -141,6 +143,7 @@ class FusedAdam(FusedOptimizer):
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Give each parameter its part of the state where a group has one flat tensor, as in Apex of 2019."""
         counts = [len(group["params"]) for group in self.param_groups]
+        # groups that have a single parameter here as well need no split
         is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1
         if not is_flat or len(saved["param_groups"]) != len(counts):
             return saved

@@ -70,6 +70,7 @@ class FusedLAMB(FusedOptimizer):
                 corrects_bias=bool(group["bias_correction"]),
                 averages_gradients=bool(group["grad_averaging"]),
                 gradient_norm=gradient_norm,
+                # the norm is over all groups, so there is one maximum, as in Apex
                 max_gradient_norm=self.defaults["max_grad_norm"],
                 always_adapts=self.use_nvlamb,
             )

@@ -61,6 +61,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: Work) -> None:
         if self.found_inf is not None and bool(self.found_inf):  # waits for the device
             return
+        # GradScaler sets it for one step and takes it off again
         scale = getattr(self, "grad_scale", None)
         unscaled: Work = []
         for group, params, gradients in work:

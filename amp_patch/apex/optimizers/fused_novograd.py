@@ -127,6 +127,7 @@ class FusedNovoGrad(FusedOptimizer):
                 )
             for part, values in zip(parts, averages, strict=True):
                 for key, value in zip(part, values.unbind(), strict=True):
+                    # the parts of `unbind` are views of the saved tensor
                     saved["state"][key]["exp_avg_sq"] = value.clone()
         return saved
 

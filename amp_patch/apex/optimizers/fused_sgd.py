@@ -59,6 +59,7 @@ class FusedSGD(FusedOptimizer):
             is_first = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
+            # the formula takes one `is_first` for all; a parameter may get its first gradient later than others
             for first in (True, False):
                 chosen = [index for index, is_so in enumerate(is_first) if is_so is first]
                 part = [params[index] for index in chosen]

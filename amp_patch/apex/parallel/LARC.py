@@ -71,9 +71,11 @@ class LARC(Optimizer):
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
+                # the gradient has the weight decay afterwards, and the optimizer inside must not add it again
                 self._adapt(group, decay)
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
+            # the closure has run, so the optimizer inside gets none
             result = self.optim.step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -158,6 +158,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         has_gradient = torch.tensor(
             [parameter.grad is not None for parameter in params], dtype=torch.int32, device=params[0].device
         )
+        # every rank must reduce the same tensors, so all learn which parameters have a gradient anywhere
         dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
         gradients = []
         for parameter, is_used in zip(params, has_gradient.tolist(), strict=True):
@@ -228,6 +229,7 @@ def apply_flat_dist_call(
     with torch.no_grad():
         flat = flatten(bucket)
         call(flat, *(extra_args or ()))
+        # as in Apex: this function, and no other sum, is turned into a mean
         if call is dist.all_reduce:
             flat /= dist.get_world_size()
         foreach_copy_(list(bucket), list(unflatten(flat, bucket)))

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` with Apex's arguments over torch's, and what makes a model and its process groups use it."""
+"""`SyncBatchNorm` with Apex's arguments over torch's, and functions that convert a model and make process groups."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...torch_private import (
 class SyncBatchNorm(BatchNormBase):
     """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, on the CPU too.
 
-    Statistics are those of the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
+    Statistics are over the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
     too); the output has the dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback
     got these wrong.
 
@@ -52,7 +52,7 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input` of at least two dimensions; `z`, of the same shape, is added to the result.
 
-        Shapes and dtype are those of `input`.
+        The result has the shape and dtype of `input`.
         """
         moves = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves else input
@@ -77,6 +77,7 @@ class SyncBatchNorm(BatchNormBase):
             raise ValueError(f"SyncBatchNorm expects {self.num_features} channels, not {input.size(1)}")
         x = input.double() if input.dtype is torch.float64 else input.float()
         dims = [0, *range(2, x.dim())]
+        # counts are summed with the values, because batches may differ in size
         count = x.new_tensor([x.numel() / x.size(1)])
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
@@ -88,6 +89,7 @@ class SyncBatchNorm(BatchNormBase):
         shape = (1, -1, *(1 for _ in dims[1:]))
         centered = x - (sums[:-1] / total).view(shape)
         variance = _sum_over_ranks(centered.square().sum(dims), self.process_group) / total
+        # running statistics have the unbiased variance, as in torch
         self._track(sums[:-1].detach() / total, variance.detach() * total / (total - 1))
         output = centered * (variance + self.eps).rsqrt().view(shape)
         return output * self.weight.view(shape) + self.bias.view(shape) if self.affine else output
@@ -102,6 +104,7 @@ class SyncBatchNorm(BatchNormBase):
         ):
             return
         self.num_batches_tracked.add_(1)
+        # without a momentum, torch keeps the mean of all batches
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.copy_(running * (1 - factor) + value * factor)
@@ -153,6 +156,7 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: d
             )
         settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
+        # the tensors themselves, not copies: optimizers hold them
         get_own_parameters(result).update(get_own_parameters(module))
         get_own_buffers(result).update(get_own_buffers(module))
         result.train(module.training)
@@ -176,5 +180,6 @@ def create_syncbn_process_group(group_size: int) -> Any:
         raise ValueError(
             f"group_size={group_size} must divide the number of ranks, {world_size}, or be 0 for one group of all"
         )
+    # every rank has to make every group, and in the same order
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world_size, group_size)]
     return groups[dist.get_rank() // group_size]

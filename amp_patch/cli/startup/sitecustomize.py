@@ -70,10 +70,10 @@ def _run_the_next():  # type: () -> None
         import imp
 
         try:
-            found = imp.find_module("sitecustomize")
+            location = imp.find_module("sitecustomize")
         except ImportError:
             return
-        imp.load_module("sitecustomize", *found)
+        imp.load_module("sitecustomize", *location)
         return
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -85,6 +85,7 @@ def _run_the_next():  # type: () -> None
         spec.loader.exec_module(module)
 
 
+# otherwise `_run_the_next` would find this module
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 try:
     _start()

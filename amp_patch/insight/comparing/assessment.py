@@ -35,7 +35,7 @@ class Assessment:
         self.row = row
         self._summary = summary
         self._reference = summary.about.reference
-        self._reference_row = next(other for other in summary.rows() if other.name == self._reference)
+        self._reference_row = next(each for each in summary.rows() if each.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
         self._base = self._difference = (
             math.nan

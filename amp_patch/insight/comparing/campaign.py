@@ -225,6 +225,7 @@ class Campaign:
         loss_scale = None
         curves = [curve for curve in self._curves[name] if curve.scales]
         if curves:
+            # The first steps may overflow at the initial scale; this is the last scale of the training.
             loss_scale = curves[0].scales[-1]
         recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
         if recording is None or failed:
@@ -246,6 +247,7 @@ class Campaign:
     def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
         if "" not in samples or "" not in self._samples:
             return False
+        # The sample named "" holds weights before the first step.
         error = find_error(self._samples[""].output, samples[""].output)
         return error is not None and error < CLOSE
 

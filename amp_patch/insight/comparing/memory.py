@@ -32,7 +32,7 @@ class PeakMeter:
 
     def start(self) -> None:
         """Start measuring."""
-        if self._session.device_type != "cpu":  # the allocator counts what ops need inside, too
+        if self._session.device_type != "cpu":  # the allocator also counts memory that ops use internally
             self._call_allocator("reset_peak_memory_stats")
         else:
             self._counting = _Counting()

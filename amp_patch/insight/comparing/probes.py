@@ -54,6 +54,7 @@ class CurveProbe(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
+        # Only once: a session is opened again with each further model.
         if self._is_noise and self.run is None:
             _nudge(session, session.trained())
         self.run = describe_run(session)
@@ -200,6 +201,7 @@ class LayerProbe(Probe):
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
+                # A master, where there is one, has the unscaled gradient.
                 holder = session.find_master(weight)
                 if holder is None:
                     holder = weight
@@ -211,6 +213,7 @@ class LayerProbe(Probe):
                 self._gradients[name] = tuple(samples)
         self._weights = tuple(weights)
         if self._gradients:
+            # Sparse gradients are left out, since torch cannot flatten them.
             self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:

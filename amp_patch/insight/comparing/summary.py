@@ -97,7 +97,7 @@ class Summary:
             for loss in curve.losses:
                 if math.isfinite(loss):
                     largest_loss = max(largest_loss, abs(loss))
-        rounding = largest_loss * 2.0**-24
+        rounding = largest_loss * 2.0**-24  # half a unit in the last place of float32
         return max(mean(means), rounding)
 
     @property
@@ -178,7 +178,7 @@ def last(values: Sequence[float]) -> Sequence[float]:
 
 
 def added(layer: LayerRecord) -> float:
-    """Return how much larger the error of a layer's output is than that of its input; negative if it is smaller."""
+    """Return the error of a layer's output less the error of its input: the error that the layer adds."""
     if layer.output is None:
         return -math.inf
     if layer.output == math.inf:

@@ -108,7 +108,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         final = f"final loss and difference from {about.reference}: of the last step"
     if any(row.spread is not None for row in rows):
         final += f", ± standard deviation over {len(about.seeds)} seeds"
-    yield f"{final}; the loss is what the script calls backward on, or the mean if there are several in a step"
+    yield f"{final}; the loss: the tensor that the script calls backward on; of several in a step, the mean"
     if comparison.recording.run.device == "cpu":
         yield "ms/step: CPU time, added up over all threads"
     if comparison.noise is not None:
@@ -117,13 +117,13 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         yield "noise: not known, since the run that measures it failed"
     zero = "zero: gradients in the first step that become zero in the low dtype"
     if _have_scales(rows):
-        zero += ", without a loss scale and with that of the last step"
+        zero += ", without a loss scale and with the scale of the last step"
     yield zero
     yield "worst layer: the layer that adds the most error in the first step from equal weights, and how much"
     for row in rows:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"
-        elif row.steps < max(other.steps for other in rows):
+        elif row.steps < max(each.steps for each in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"

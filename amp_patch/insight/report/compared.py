@@ -58,8 +58,8 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
             "div",
             _figure(
                 draw_curves(differences, noise, f"difference of the loss from {reference}"),
-                f"Difference from {reference}, its size{smoothed}. Grey: what inputs off by one unit in the last place"
-                " make. Ticks: skipped steps.",
+                f"Difference from {reference}, its size{smoothed}. Grey: the difference from"
+                " weights off by one unit in the last place. Ticks: skipped steps.",
             ),
             _figure(draw_curves(losses, (), "training loss"), f"Training loss{smoothed}."),
             class_="pair",
@@ -142,8 +142,8 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that are"
-            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: what the dtype would make"
-            " of them once they are multiplied by the loss scale.",
+            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: their values in"
+            " the dtype once they are multiplied by the loss scale.",
         ),
         element("div", *_controls(power), class_="controls"),
         element("output", tell_shares(record, low, power), id="shares", for_="scale low", aria_live="polite"),
@@ -210,9 +210,9 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element("h2", "Layers"),
         element(
             "p",
-            f"Relative error against {summary.about.reference} in the first step from equal weights, of what a layer"
-            " gives (out) and of the gradient of its weights (grad). First come layers whose output is off by more than"
-            " their input.",
+            f"Relative error against {summary.about.reference} in the first step from equal weights, of the output"
+            " of a layer (out) and of the gradient of its weights (grad). First come layers whose output is off by more"
+            " than their input.",
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )

@@ -63,7 +63,7 @@ def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
 def prune(entries: Iterable[ListEntry]) -> tuple[ListEntry, ...]:
     """Return entries without needless ones, sorted: modules first, then by name."""
     given = set(entries)
-    kept = [entry for entry in given if not any(other.covers(entry) for other in given)]
+    kept = [entry for entry in given if not any(wider.covers(entry) for wider in given)]
     return tuple(sorted(kept, key=lambda entry: (entry.kind, natural_order(entry.name))))
 
 

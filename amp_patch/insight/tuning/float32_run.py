@@ -34,7 +34,7 @@ WHOLE_MODEL = "**"
 class Float32Run(Check):
     """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
 
-    It measures listed ops everywhere and other ops in modules: those of the forward pass in the first thread. Code of
+    It measures listed ops everywhere and other ops in modules, in the forward pass of the first thread. Code of
     torch.compile runs uncompiled.
     """
 
@@ -164,7 +164,7 @@ class _Shadowing:
         """Call a function, with its shadow if it would run in 16 bits. `rule` is None for an op on no list."""
         if not self.is_on or self._is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
-        if get_current_node() is not None:
+        if get_current_node() is not None:  # the backward pass, or a checkpoint in it
             return function(*args, **kwargs)
         module = self._find_module()
         inputs = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype is torch.float32]

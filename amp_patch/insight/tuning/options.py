@@ -1,4 +1,4 @@
-"""`TuneOptions`: what to tune, and how far to search."""
+"""`TuneOptions`: the options of a search, checked."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class TuneOptions:
     """The options of `tune` and `Tuner`, which take them as keyword arguments.
 
     Attributes:
-        opt_level: the level to tune for; None: that of the training, or its own regions of `torch.autocast`.
+        opt_level: the level to tune for; None: the training's own level, or its regions of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: "modules", "ops" (also outside of modules), or "both": modules, and ops outside of modules.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.

@@ -59,7 +59,7 @@ class Ranking:
             # An entry for the whole model would keep everything in float32, which `find_everything` tries last.
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
-            if not any(other.covers(entry) or other.matches(entry.name) for other in forced):
+            if not any(wider.covers(entry) or wider.matches(entry.name) for wider in forced):
                 by_entry.setdefault(entry, []).append(op)
 
         beside = {op.module for op in self._ops if self._find_outlying(op)}
@@ -119,13 +119,13 @@ class Ranking:
         """Return the reason for an entry: the first op that overflows, or else the op with the largest error."""
         mine = [op for op in self._ops if _is_of(op, entry)]
         if not mine:
-            return "what runs here, other than ops that can be told by themselves"
+            return "ops here that cannot be measured by themselves"
         low = spell_out(self._low)
         for op in mine:
             if op.overflow:
                 return f"{op.op}: {_percent(op.overflow)} of its results overflow {low}"
         for op in filter(_overflows, mine):
-            return f"{op.op}: {_percent(op.overflow_in)} of what it is given overflows {low}"
+            return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
         op = max(mine, key=lambda op: max(op.error, op.gradient_error))
         if op.gradient_error > op.error:
             return f"{op.op}: its gradients lose {op.gradient_error:.2g} in {low}"

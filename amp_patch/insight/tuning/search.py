@@ -11,7 +11,7 @@ Test = Callable[[tuple[Unit, ...]], bool]
 
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
-    """Return units that pass and of which none can be left out; None if all units together do not pass.
+    """Return units that pass, none of them needless; None if all units together do not pass.
 
     `forced` is tested first. If it does not pass, units of `ranked` are added: the last unit of the shortest prefix of
     `ranked` that passes is needed. With this unit kept, the search goes on in the prefix before it. Each needed unit
@@ -30,7 +30,7 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
         needed = (left[count - 1], *needed)
         left = left[: count - 1]
     for unit in reversed(base):
-        rest = tuple(other for other in base if other != unit)
+        rest = tuple(kept for kept in base if kept != unit)
         if test((*rest, *needed)):
             base = rest
     return (*base, *needed)

@@ -82,9 +82,9 @@ class Shadow:
             return result
         with torch.no_grad(), contextlib.suppress(Exception):
             sums.overflow_in = max((sums.overflow_in, *shares))
-            for tensor, other in zip(tensors_in([result]), shadow, strict=True):
-                if _is_plain(tensor) and tensor.shape == other.shape and tensor.numel():
-                    self._compare(sums, tensor, self._round(other))
+            for tensor, low in zip(tensors_in([result]), shadow, strict=True):
+                if _is_plain(tensor) and tensor.shape == low.shape and tensor.numel():
+                    self._compare(sums, tensor, self._round(low))
         return result
 
     def _round(self, tensor: Tensor) -> Tensor:

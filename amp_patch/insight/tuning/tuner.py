@@ -162,6 +162,7 @@ class Tuner:
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
+            # If all entries together do not pass, the last try is everything in float32.
             if find_fewest(self._passes, forced, ranked) is None:
                 self._passes(self._ranking.find_everything([*forced, *ranked]))
             traced = self._trace()
@@ -191,6 +192,7 @@ class Tuner:
 
     def _trace(self) -> Traced:
         """Trace more steps with the best list if it passes, and keep the entries that faults need."""
+        # The search compares two steps by default, each from the first weights; later steps may overflow.
         for _ in range(_ROUNDS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:

@@ -1,4 +1,4 @@
-"""`Verdict`: whether the gradients of a run are those of the float32 run, within a tolerance for each parameter."""
+"""`Verdict`: whether the gradients of a run equal the float32 run's, within a tolerance for each parameter."""
 
 import math
 from collections.abc import Iterator
@@ -120,6 +120,6 @@ def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]
         gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))
         if gradient is not None:
             error = distance(exact.sketch, gradient.sketch) / exact.norm
-        if math.isnan(error):  # a value is not finite
+        if math.isnan(error):  # a value of a sketch is not finite
             error = math.inf
         yield error, exact.parameter

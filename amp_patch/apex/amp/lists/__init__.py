@@ -37,6 +37,7 @@ def register_edits() -> None:
     for module in _MODULES:
         shipped, now = _SHIPPED[module.__name__], _names(module)
         edited = [name for name in shipped.keys() | now.keys() if shipped.get(name) != now.get(name)]
+        # neutral: the script has removed the name from its list
         edits += [
             (module.MODULE, name, now.get(name, "neutral")) for name in sorted(edited) if hasattr(module.MODULE, name)
         ]

@@ -1,4 +1,4 @@
-"""What O1 does with methods of `torch.Tensor`."""
+"""The rules of O1 for methods of `torch.Tensor`."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What O1 does with functions of `torch`."""
+"""The rules of O1 for functions of `torch`."""
 
 import torch
 

@@ -19,7 +19,7 @@ class SoftmaxCrossEntropyLoss:
             logits: shape (n, classes), any floating dtype.
             labels: shape (n,), whole numbers; rows with the label `padding_idx` have the loss 0.
             smoothing: the share of the target that all classes have alike.
-            half_to_float: without effect, as on what Apex returned.
+            half_to_float: without effect, as in Apex, where the result did not depend on it.
         """
         full = logits.to(full_dtype(logits))
         return F.cross_entropy(full, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
