@@ -190,6 +190,13 @@ class GradientSums:
             with self._change:
                 rescale_(_take(plain, set(self.local.ids)), self._scale)
 
+    def end_window(self, flags: OverflowFlags) -> None:
+        """Record that an optimizer has taken or skipped a step: later gradients are for the next one."""
+        flags.clear()
+        if self._open or self._waiting:
+            for block in self._blocks_with(flags):
+                block.stepped.append(flags)
+
     def _unscale_inside(self, flags: OverflowFlags) -> None:
         """Unscale and check the gradients of one optimizer inside a block. All others stay scaled."""
         if self._scale is None:
@@ -197,11 +204,10 @@ class GradientSums:
             return
         with self._change:
             found_inf = self._unscale_and_check(flags, self._scale, set(self.local.ids))
-        is_first_step = flags.state is not OptState.READY
         for block in self._blocks_with(flags):
             block.found_inf = either(block.found_inf, found_inf)
             # a second step in the same block does not skip for gradients of the first
-            flags.add_found_inf(block.scaler, block.found_inf if is_first_step else found_inf)
+            flags.add_found_inf(block.scaler, found_inf if block.is_spent(flags) else block.found_inf)
 
     def mark_zeroed(self, flags: OverflowFlags) -> None:
         """Record that the gradients of an optimizer are zeroed without a step, before they are.
@@ -377,8 +383,9 @@ class GradientSums:
         for flags in block.affected:
             if flags.state is not OptState.READY:
                 is_step_to_come = True
+            if not block.is_spent(flags):
                 flags.add_found_inf(block.scaler, block.found_inf)
-            elif not flags.groups.is_empty():  # it has stepped in the block: only later gradients count
+            elif not flags.groups.is_empty():  # only later gradients count
                 flags.add_found_inf(block.scaler, found_infs[flags])
         block.scaler.add_found_inf(block.found_inf)
         if block.affected and not is_step_to_come:  # else the next step updates the scale

@@ -259,7 +259,7 @@ class OptimizerBinding:
         else:
             run = functools.partial(skip_by, _find_dynamic_flag(found_inf), optimizer, original)
             result = self._take_step(run, args, kwargs)
-        self.flags.clear()
+        self._gradients.end_window(self.flags)
         try:
             self.step_log.add(outcome)
         finally:  # the log may raise GradientOverflowError, and the next pass must not add to these gradients

@@ -119,6 +119,7 @@ class Block:
         scale: the factor of its loss, 0-dim float32. None means 1.
         affected: the flags of the optimizers whose next step an overflow skips.
         found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
+        stepped: the flags of the optimizers that have stepped since it began, which used what it had found by then.
         has_failed: it ended with an exception, so there may have been no backward pass.
         thread: the thread that runs it.
     """
@@ -133,5 +134,10 @@ class Block:
                 if affected not in self.affected:
                     self.affected.append(affected)
         self.found_inf: Tensor | None = None
+        self.stepped: list[OverflowFlags] = []
         self.has_failed = False
         self.thread = threading.get_ident()
+
+    def is_spent(self, flags: OverflowFlags) -> bool:
+        """Return whether an optimizer has used the flag of this block so far: it has stepped since the block began."""
+        return flags in self.stepped or flags.state is OptState.READY

@@ -211,6 +211,24 @@ def test_a_second_step_in_a_block_does_not_skip_for_the_first(level):
     assert skips == [True, False]
 
 
+@pytest.mark.parametrize("zeroes", [True, False], ids=["zeroed inside", "not zeroed"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_a_delayed_block_uses_its_overflow(level, zeroes):
+    (model, _), (optimizer, _) = prepare(level)
+    with amp.scale_loss(loss_of(model, math.inf), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+    assert optimizer.step_was_skipped
+    if not zeroes:
+        for parameter in model.parameters():
+            parameter.grad = None
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_inside_a_block_is_not_repeated_for_the_rest_of_the_block(level):
     """What overflows for another optimizer, once this one has stepped, skips no later step of this one."""
