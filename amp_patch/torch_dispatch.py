@@ -1,6 +1,6 @@
 """The private names of torch's dispatcher and autograd with which `insight` observes ops. See `torch_private`.
 
-All exist in torch 2.13.0. If one is missing, importing this module fails, and so does `insight`.
+All exist in torch 2.6.0 and 2.13.0 to 2.15.0. If one is missing, importing this module fails, and so does `insight`.
 """
 
 import operator
@@ -40,7 +40,7 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
     return backward if callable(backward) else None
 
 
-# Ops that copy tensors to another dtype, and ops that return no view but compute nothing.
+# Ops that copy tensors to another dtype, and ops that return a new tensor without computing its values.
 # Without one: such casts are not counted, or a report has a row without a result.
 TO_COPY = _aten._to_copy
 COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
@@ -63,7 +63,7 @@ clone = _aten.clone.default
 
 
 def find_written(function: Any) -> frozenset[int]:
-    """Return the positions of the arguments that an op writes. Without the schema: in-place ops look like causes."""
+    """Return the positions of the arguments that an op writes. Without the schema, in-place ops would be blamed."""
     arguments = enumerate(function._schema.arguments)
     writes = set()
     for index, argument in arguments:

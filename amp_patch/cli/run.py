@@ -3,7 +3,7 @@
 A script written for NVIDIA Apex finds the stand-in for `apex`. In a script with torch.autocast, lists change its rules.
 
 The command replaces its own process by a new Python, with a folder at the front of PYTHONPATH whose `sitecustomize`
-installs all this: in the script's process, and in every Python that it starts (launchers, spawned workers, data
+sets all of this up: in the script's process, and in every Python that it starts (launchers, spawned workers, data
 loaders). The script runs as under `python script.py`, without code of this package below it.
 """
 
@@ -60,8 +60,8 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
     parser.add_argument(
         "--everywhere",
         action="store_true",
-        help="run a script without mixed precision in one bfloat16 region of torch.autocast; needs --opt-level O4 or"
-        " --lists, except under compare",
+        help="for a script that uses no mixed precision: run all of it in one bfloat16 region of torch.autocast; needs"
+        " --opt-level O4 or --lists, except under compare",
     )
     parser.add_argument("--force", action="store_true", help="use the stand-in even if an installed apex has amp")
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lists: list[str]) -> None:
-    """Report a usage error if the whole script cannot be one region."""
+    """Report a usage error if --everywhere does not fit the level."""
     if opt_level is None and not lists:
         parser.error("--everywhere needs --opt-level O4 or --lists")
     if opt_level is None:

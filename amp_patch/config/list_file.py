@@ -312,7 +312,7 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     if not NAME.fullmatch(name):
         key, colon, rest = name.partition(":")
         if colon and key in ENTRY_KEYS:
-            raise fault(f"a colon needs a space behind it; write {{{key}: {rest.strip() or 'softmax'}}}", path, node)
+            raise fault(f"a colon needs a space after it; write {{{key}: {rest.strip() or 'softmax'}}}", path, node)
         problem = (
             f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft, each on a line that begins"
             " with `- `, the dashes below each other"

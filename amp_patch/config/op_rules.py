@@ -26,6 +26,7 @@ class _Row:
     covers_twins: bool = False
     covers_writes: bool = False
     reads_first: bool = False
+    may_run_low: bool = False
 
 
 class OpRule(StrEnum):
@@ -42,6 +43,7 @@ class OpRule(StrEnum):
         covers_writes: whether a spelling that writes to its first argument follows the rule itself, instead of
             `match_self`. A rule that casts the first argument must not: the op would write to a copy.
         reads_first: whether the op takes its tensors in a sequence, its first argument.
+        may_run_low: whether an op may run in 16 bits because of the rule, so that taking it off the list helps.
     """
 
     summary: str
@@ -52,6 +54,7 @@ class OpRule(StrEnum):
     covers_twins: bool
     covers_writes: bool
     reads_first: bool
+    may_run_low: bool
     _effects: Mapping[str, str]
 
     WHITELIST = _Row(
@@ -63,6 +66,7 @@ class OpRule(StrEnum):
         effects=dict.fromkeys(_CASTABLE, "cast to {low}"),
         exempt=("out",),
         covers_twins=True,
+        may_run_low=True,
     )
     BLACKLIST = _Row(
         name="blacklist",
@@ -85,6 +89,7 @@ class OpRule(StrEnum):
         },
         exempt=("out",),
         covers_twins=True,
+        may_run_low=True,
     )
     SEQUENCE_PROMOTE = _Row(
         name="sequence_promote",
@@ -130,6 +135,7 @@ class OpRule(StrEnum):
         member.covers_twins = row.covers_twins
         member.covers_writes = row.covers_writes
         member.reads_first = row.reads_first
+        member.may_run_low = row.may_run_low
         member._effects = row.effects
         return member
 

@@ -21,7 +21,7 @@ from .look_alikes import find_look_alike
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
-FREE_TEXT = ("description", "why", "extends", "lists")
+FREE_TEXT_KEYS = ("description", "why", "extends", "lists")
 """Keys whose text is prose or the name of a file. Every character is allowed there."""
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
@@ -32,7 +32,7 @@ FileError = type[OpListError] | type[PolicyError]
 # Only its event parser is used, which is the same for the safe and the full loader.
 _LOADER = getattr(yaml, "CLoader", yaml.Loader)
 # All characters except those that YAML 1.1 allows. The search is here so that both parsers report them alike, with a
-# position. And characters that change the text direction: they make a terminal or a diff show another line.
+# position. Characters that change the text direction make a terminal or a diff show another line than the file has.
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
 )
@@ -62,7 +62,7 @@ def load_mapping(path: Path, error: FileError, data: bytes | None = None) -> Nod
     text = _decode(path, error, data)
     try:
         return _Reader(path, error, text).read()
-    except AmpError:  # some of these are ValueErrors too, and already say where
+    except AmpError:  # some of these are ValueErrors too, but already say where
         raise
     except yaml.YAMLError as exc:
         problem, line, column = _explain_syntax(exc, text)
@@ -142,7 +142,7 @@ class _Reader:
         return root
 
     def _node(self, event: Any, depth: int, *, is_free: bool = False) -> Node:
-        """Return the value that begins with an event. `is_free`: its key is in `FREE_TEXT`."""
+        """Return the value that begins with an event. `is_free`: its key is in `FREE_TEXT_KEYS`."""
         if isinstance(event, yaml.AliasEvent):
             alias = f"*{event.anchor}"
             self._refuse(event, f'alias {alias} is not allowed; if it is a pattern, quote it: "{alias}"')
@@ -181,7 +181,7 @@ class _Reader:
                 first = "{}:{}".format(*key_at[key.value])
                 self._refuse(event, f"key {key.value!r} is already given at {first}; give each key once")
             key_at[key.value] = key.line, key.column
-            values[key.value] = self._node(next(self._events), depth + 1, is_free=key.value in FREE_TEXT)
+            values[key.value] = self._node(next(self._events), depth + 1, is_free=key.value in FREE_TEXT_KEYS)
         return Node(values, line, column, key_at=key_at)
 
     def _check_letters(self, text: str, line: int, column: int) -> None:
@@ -207,7 +207,7 @@ _REMEDIES = (
     ("alias", _QUOTE_IT),
     ("anchor", _QUOTE_IT),
     ("cannot start any token", _QUOTE_IT),
-    ("flow", "close the bracket, or quote a value that has a `:` in it, or take a second comma out"),
+    ("flow", "close the bracket, or quote a value that has a `:` in it, or remove a second comma"),
     ("unexpected ':'", "quote a value that has a `:` in it"),
     ("quoted scalar", "close the quote; in double quotes a backslash begins an escape, in single quotes it does not"),
     ("simple key", "write `key:` with a colon, and `- ` with a space before an item"),
@@ -219,7 +219,7 @@ _REMEDIES = (
 )
 """Words in the messages of PyYAML's parsers, and the remedy for each. The first match counts."""
 
-_FREE_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT)})\s*:\s")
+_FREE_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT_KEYS)})\s*:\s")
 _COMMENT = re.compile(r"(^|\s)#.*")
 _COLON = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*)")
 
@@ -229,7 +229,7 @@ def _find_missing_space(text: str) -> str | None:
     match = _COLON.match(text.lstrip())
     if match is None:
         return None
-    return f"a colon needs a space behind it; write `{match[1]}: {match[2]}`"
+    return f"a colon needs a space after it; write `{match[1]}: {match[2]}`"
 
 
 _INDICATOR = re.compile(r"[*&!%@`|>]")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from ..config import op_names
+from ..config import OpRule, op_names
 from ..tables import star_numbers
 from .fault_record import CASTS, Fix
 from .naming import name_modules
@@ -14,7 +14,7 @@ from .written import Culprit
 
 _EVERY_MODULE = 'match: "**"'
 _NO_SUBMODULE = 'match: "re:^$"'  # the root of each model, of a class that no rule can name
-_LISTED_IN_LOW = ("whitelist", "promote")  # lists that may have put an op into 16 bits
+_LISTED_IN_LOW = [rule for rule in OpRule if rule.may_run_low]
 _NUMBER = re.compile(r"\d+")
 
 

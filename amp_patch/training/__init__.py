@@ -13,12 +13,12 @@ in overflow_flags.py):
 
 | state | meaning | entered when |
 |---|---|---|
-| READY | no gradients to step on | a step was taken or skipped; `zero_grad` |
-| PENDING | gradients that blocks check | a block with this optimizer begins, or ends in state UNCHECKED |
-| UNCHECKED | also gradients that no block checks | see reason 7 below |
+| READY | no backward pass since the last step or `zero_grad` | a step was taken or skipped; `zero_grad` |
+| PENDING | blocks have checked all gradients, or will at their end | a block with this optimizer begins |
+| UNCHECKED | some gradients came outside such blocks; the next block or step checks them | reason 7 below |
 
-A step is skipped if `OptimizerBinding._decide` reads a flag that is set and belongs to a dynamic scaler. These are all
-reasons for such a flag, with the functions that set it:
+A step is skipped if a flag is set that belongs to a dynamic scaler. The host reads the flags, or a fused kernel does
+(`OptimizerBinding._decide` chooses). These are all reasons for such a flag, with the functions that set it:
 
 1. A gradient of this optimizer overflowed in a `scale_loss` block with it: `GradientSums._unscale_and_check` finds it,
    and `GradientSums._report` adds the flag of the block to the flags of the optimizer.
@@ -38,6 +38,15 @@ reasons for such a flag, with the functions that set it:
 8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the ones that the script put
    in their place hold inf or NaN: `OverflowFlags.check_at_step`.
 9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
+
+A step is taken although a gradient holds inf or NaN if
+
+* all scales are static (`_decide`), or the step belongs to a wrapped optimizer, whose wrapper decides (`_step`);
+* no loss was scaled and no masters exist, so nothing was checked: O0, and O4 at a scale of 1;
+* the backward pass ran outside of `scale_loss` at a level without masters, or the script wrote the gradient itself;
+* the parameter belongs to an optimizer that was not passed to `scale_loss`, at a level without masters;
+* the script steps again after a skipped step, without `zero_grad` or a backward pass, at a level without masters;
+* the script steps a second time in one block, on the gradients of the first time.
 """
 
 from . import gradient_patches as gradient_patches

@@ -36,7 +36,7 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     parts = [*axes.grid()]
     if noise:
         parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
-    # Lines that hide each other are dashed in turns: each line joins the group of the first that it hides.
+    # Lines that coincide alternate their dashes: each line joins the group of the first line that it coincides with.
     tracks = [axes.track(line.values) for line in series]
     numbers = range(len(series))
     firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]
@@ -153,7 +153,7 @@ def _power_of_ten(power: int) -> Markup:
 
 
 def _round_steps(steps: int) -> list[int]:
-    """Return step 1, and some round numbers of steps."""
+    """Return the labels of the step axis: 1, then round numbers."""
     every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
     return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
 
@@ -164,7 +164,8 @@ ZONES = ("zero", "subnormal", "infinite")
 
 
 def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
-    """Return a bar for each power of two, in front of the zones of a dtype for values multiplied by 2**`power`.
+    """Return a histogram with a bar for each power of two, in front of the zones in which values times 2**`power` are
+    zero, subnormal or infinite in a dtype.
 
     The script of the page moves the zones. It reads the powers at both ends, and the width of a power, from the
     attributes of the drawing.

@@ -33,7 +33,7 @@ class ListEntry:
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
     def covers(self, other: "ListEntry") -> bool:
-        """Return whether another entry is needless, since its modules are inside of the modules of this one."""
+        """Return whether this entry makes another one redundant, because it covers its modules."""
         if self == other or self.kind != "module" or other.kind != "module":
             return False
         if self.name == "**":
@@ -43,12 +43,12 @@ class ListEntry:
 
 
 def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
-    """Return entries of some units that apply a remedy; none if these units cannot."""
+    """Return the entries that apply a remedy with these units only; none if that is impossible."""
     choosers = [chooser.partition("match: ") for chooser in remedy.regions]
     modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
     modules = [entry for entry in modules if not entry.name.startswith("re:")]
     ops = [ListEntry("op", name) for name in remedy.ops]
-    # A rule by class, or for the root of several models, is no entry that can be tried and left out by itself.
+    # A rule by class, or for the root of several models, cannot be tried or left out by itself.
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
@@ -89,7 +89,7 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Yield a name with `*` for some of its numbers: first for all, last for a single one."""
+    """Yield a name with `*` for some of its numbers: starting with all of them, ending with a single one."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     for size in range(len(numbers), 0, -1):
