@@ -51,7 +51,8 @@ class Attention:
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        Saves 16-bit values for backward, including the result, as the 16-bit kernel does.
+        Where torch would take its flash kernel, it saves 16-bit values for backward, including the result, as that
+        kernel does. Otherwise torch's function saves float32.
         """
         query, key, value = self.query, self.key, self.value
         how = (self.attn_mask, self.dropout_p, self.is_causal)

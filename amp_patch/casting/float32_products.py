@@ -143,8 +143,8 @@ class Float32Products:
         return replace(original, prepare, self.switch, public, torch.float32)
 
     def _run_short(self, original: OpFunction, longest: int, public: PublicOp) -> OpFunction:
-        """Compute attention in float32 if it is short (see `Attention.is_short`). It saves 16-bit values for backward,
-        including its result, as the 16-bit kernel does.
+        """Compute attention in float32 if it is short (see `Attention.is_short`). For backward it saves what
+        `Attention.compute_in_float32` says.
         """
         low = self.low
 

@@ -57,7 +57,7 @@ class Level:
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether a script without mixed precision can run in one region at this level: it scales no loss."""
+        """Whether a script without mixed precision can run in one region at this level. Such a script scales no loss."""
         return self.patches_functions and not self.needs_loss_scale
 
 

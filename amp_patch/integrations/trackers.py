@@ -5,6 +5,8 @@ from amp_patch.integrations.trackers import Tracker
 track = Tracker(SummaryWriter("runs"), every=50)
 ...
 track(optimizer)  # after scale_loss, before optimizer.step()
+...
+track.flush()  # after the training: writes the last entry
 """
 
 from collections.abc import Callable
@@ -20,11 +22,11 @@ Log = Callable[[str, float, int], object]
 
 
 class Tracker:
-    """Logs `amp/loss_scale` (of each scaler, if there are several), `amp/steps_skipped` and `amp/grad_norm`.
+    """Logs `amp/loss_scale`, `amp/steps_skipped` and `amp/grad_norm`.
 
     The norm is over the unscaled gradients of the coming step; with shards, over all shards together. Each entry is
-    written when the next one is due, or by `flush`, so that no step waits for the device. Scale and skipped steps are
-    as the host knew them at the time of the step.
+    written when the next one is due, since its values are usually ready by then, or by `flush`. Scale and skipped steps
+    are as the host knew them at the time of the step. With several scalers, `amp/loss_scale_0`, `_1`, ... are logged.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function

@@ -8,13 +8,17 @@ With GradScaler of torch.amp, a training loop makes four calls. Here a `scale_lo
     scaler.step(optimizer)           # optimizer.py: OptimizerBinding._take_or_skip
     scaler.update()                  # scale_updates.py: ScaleUpdates.update
 
+A block multiplies the gradients that it finds by the scale, and backward adds to them. The end of the block divides and
+checks all gradients, and adds those of 16-bit parameters to their masters' gradients. A step, taken or skipped, drops
+the gradients of masters. All other gradients stay until `zero_grad`.
+
 A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
-in overflow_flags.py):
+in overflow_flags.py). A flag lasts until a step, or until all gradients of the optimizer are zeroed:
 
 | state | meaning | entered when |
 |---|---|---|
-| READY | no backward pass since the last step or `zero_grad` | a step was taken or skipped; `zero_grad` |
-| PENDING | blocks have checked all gradients, or will at their end | a block with this optimizer begins |
+| READY | no backward pass since the last step or `zero_grad` | a step; `zero_grad` outside a block |
+| PENDING | blocks have checked all gradients, or will at their end | a block begins in READY, or ends in UNCHECKED |
 | UNCHECKED | some gradients came outside such blocks; the next block or step checks them | reason 7 below |
 
 A step is skipped if a flag is set that belongs to a dynamic scaler. The host reads the flags, or a fused kernel does
@@ -43,9 +47,12 @@ A step is taken although a gradient holds inf or NaN if
 
 * all scales are static (`_decide`), or the step belongs to a wrapped optimizer, whose wrapper decides (`_step`);
 * no loss was scaled and no masters exist, so nothing was checked: O0, and O4 at a scale of 1;
-* the backward pass ran outside of `scale_loss` at a level without masters, or the script wrote the gradient itself;
-* the parameter belongs to an optimizer that was not passed to `scale_loss`, at a level without masters;
-* the script steps again after a skipped step, without `zero_grad` or a backward pass, at a level without masters;
+* the gradient is of a parameter without a master, and no `scale_loss` block with its optimizer has checked it: it came
+  from a backward pass outside of `scale_loss` or from a block without this optimizer, or the script wrote it after the
+  block. At levels with masters, BatchNorm has such parameters; reason 7 then applies if another parameter of the
+  optimizer has a master;
+* the script wrote inf into the gradient of a master after the block;
+* the script steps again after a skipped step, without `zero_grad` or a backward pass, on parameters without masters;
 * the script steps a second time in one block, on the gradients of the first time.
 """
 

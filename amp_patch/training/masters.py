@@ -28,7 +28,7 @@ class _Watched:
         self.tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        # these keep the memory alive: after `p.data = f(p.data)`, twice, torch may hand out the first address again
+        # these keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
         self._aliases: list[Tensor] = []
 
     def end_with(self, index: int, tensor: Tensor) -> None:
@@ -90,8 +90,8 @@ class Masters:
     wins.
 
     A master takes over the elements of an edited parameter that differ from its own rounded values. Until the next copy
-    to the parameter, an `_Edit` is kept: elements that are put back get their low bits back, and later edits are seen
-    that no version counter shows, as through `parameter.data`.
+    to the parameter, an `_Edit` is kept: an element that the script sets back gets its old float32 value, and later
+    edits that raise no version counter, such as through `parameter.data`, are found.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
@@ -105,8 +105,8 @@ class Masters:
         self._masters = _Watched()
         self._index: dict[int, int] = {}  # by the parameter's id
         self._edits: dict[int, _Edit] = {}  # by index: of parameters, since masters were last copied to them
-        self._groups: list[Group] | None = None  # of all, to copy to parameters
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # of parameters before they were cast
+        self._groups: list[Group] | None = None  # all pairs by device and dtype, once made
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters with their float32 gradients from before the cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
         self.is_compiled = False
@@ -125,7 +125,7 @@ class Masters:
         self._exchange(Masters())
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Forget the masters of all other parameters and the values of all other buffers, by id, after a sync."""
+        """Sync, then keep only the masters and the values of the tensors with these ids."""
         self.sync()
         kept = Masters()
         for parameter, master in self.pairs.values():
@@ -194,7 +194,7 @@ class Masters:
             parameter.grad = None
 
     def return_gradients(self) -> None:
-        """Give the kept gradients to the masters, or cast to parameters without a master."""
+        """Give the kept gradients to the masters. A parameter without one gets its own back, cast to its dtype."""
         gradients, self._gradients = self._gradients, []
         for parameter, gradient in gradients:
             master = self.get(parameter)
@@ -243,7 +243,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy masters that `load` has changed to their parameters, if these are among `parameters`."""
+        """For the given parameters, copy the masters that `load` has changed to them."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_moved(index)]
         if loaded:
@@ -252,8 +252,8 @@ class Masters:
     def sync(self, *, again: bool = True) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter.
 
-        `again`: read also the parameters that an earlier sync has found to be edited since masters were last copied to
-        them. Scripts that edit weights often put them back, in ways that no version counter shows.
+        `again`: compare also the parameters that are known to be edited. Scripts often put weights back in ways that no
+        version counter shows.
         """
         self._copy_edits(both_ways=True, again=again)
 
