@@ -106,7 +106,9 @@ class Masters:
         self._index: dict[int, int] = {}  # by the parameter's id
         self._edits: dict[int, _Edit] = {}  # by index: of parameters, since masters were last copied to them
         self._groups: list[Group] | None = None  # all pairs by device and dtype, once made
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # parameters with their float32 gradients from before the cast
+        self._gradients: list[
+            tuple[Tensor, Tensor]
+        ] = []  # parameters with their float32 gradients from before the cast
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
         self.is_compiled = False
