@@ -57,7 +57,7 @@ class Level:
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether a script without mixed precision can run in one region at this level. Such a script scales no loss."""
+        """Whether a script that uses no mixed precision, and scales no loss, can run in one region at this level."""
         return self.patches_functions and not self.needs_loss_scale
 
 
