@@ -304,9 +304,11 @@ class Masters:
             values = where(_is_rounded(parameter, edit.before), edit.before, values)
             values = where(_is_rounded(parameter, edit.after), edit.after, values)
             # a value that the script has written to the master meanwhile, through `master.data`, wins
-            values = where(eq(master, edit.after), values, master)
+            is_kept = eq(master, edit.after)
+            values = where(is_kept, values, master)
+            before = where(is_kept, edit.before, master)
             copy_([([master], [values])])
-            self._edits[index] = _Edit(edit.before, values)  # after the copy, or an interrupt would lose the edit
+            self._edits[index] = _Edit(before, values)  # after the copy, or an interrupt would lose the edit
 
 
 def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:

@@ -201,6 +201,22 @@ def test_two_swaps_in_a_row_may_be_of_different_kinds(level, first, second, then
     assert_equal(amp.master_params(optimizer), model.state_dict().values())
 
 
+def test_masters_that_were_edited_after_their_parameters_are_kept_over_a_swap(level):
+    model, optimizer = start(level)
+    copy_weights(model.parameters(), [parameter.detach().clamp(-0.2, 0.2) for parameter in model.parameters()])
+    amp.refresh()
+    for master in amp.master_params(optimizer):
+        master.data.mul_(0.9375)
+    amp.refresh()
+    expected = [master.detach().clone() for master in amp.master_params(optimizer)]
+    stored = [parameter.detach().clone() for parameter in model.parameters()]
+    copy_weights(model.parameters(), [value * 0.5 for value in stored])
+    evaluate(model, optimizer)
+    copy_weights(model.parameters(), stored)
+    evaluate(model, optimizer)
+    assert_equal(amp.master_params(optimizer), expected)
+
+
 def test_an_embedding_whose_norms_are_within_bounds_is_trained_as_one_without(level):
     assert_equal(train(level, max_norm=100.0), train(level))
 
