@@ -401,8 +401,7 @@ def set_keys(*are_set: bool) -> None:
 
 def get_forced_setting(config: Any, name: str) -> object:
     """Return the value with which `force_setting` restores a setting of one of torch's config modules."""
-    entry: Any = getattr(config, "_config", {}).get(name)
-    value: object = entry.env_value_force if hasattr(entry, "env_value_force") else getattr(config, name)
+    value: object = getattr(*_find_setting(config, name))
     return value
 
 
@@ -411,11 +410,13 @@ def force_setting(config: Any, name: str, value: object) -> None:
 
     Without the private entry, as in torch 2.6: with `setattr`, which sets it in all threads there.
     """
+    setattr(*_find_setting(config, name), value)
+
+
+def _find_setting(config: Any, name: str) -> tuple[Any, str]:
+    """Return the object and its attribute that hold the value of a setting for all threads."""
     entry: Any = getattr(config, "_config", {}).get(name)
-    if hasattr(entry, "env_value_force"):
-        entry.env_value_force = value
-    else:
-        setattr(config, name, value)
+    return (entry, "env_value_force") if hasattr(entry, "env_value_force") else (config, name)
 
 
 def is_called_from_outside() -> bool:

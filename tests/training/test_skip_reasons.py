@@ -53,11 +53,17 @@ def other_optimizer_of_the_block(level, factor):
     return optimizer
 
 
-def shared_parameter(level, factor):
+def prepare_sharing(level):
+    """Two models, and two optimizers that share a parameter of the second: the first optimizer has one of each."""
     (model, other), _ = make(level)
-    optimizer = torch.optim.SGD([model.weight, other.weight], lr=0.5)
-    second = torch.optim.SGD(other.parameters(), lr=0.5)
-    initialize([model, other], [optimizer, second], level)
+    both = torch.optim.SGD([model.weight, other.weight], lr=0.5)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.5)
+    initialize([model, other], [both, of_other], level)
+    return (model, other), (both, of_other)
+
+
+def shared_parameter(level, factor):
+    (_, other), (optimizer, second) = prepare_sharing(level)
     backward(loss_of(other, factor), second)
     optimizer.step()
     return optimizer
@@ -139,10 +145,7 @@ def gradients_put_back(level, factor):
 
 
 def backward_outside_into_a_shared_parameter(level, factor):
-    (model, other), _ = make(level)
-    first = torch.optim.SGD([model.weight, other.weight], lr=0.5)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
-    initialize([model, other], [first, optimizer], level)
+    (_, other), (first, optimizer) = prepare_sharing(level)
     loss_of(other, factor).backward()
     optimizer.step()
     return optimizer
