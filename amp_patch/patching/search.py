@@ -125,18 +125,18 @@ class Search:
         """Search a global or a class attribute. `holder` is the namespace or the class, `prefix` its name."""
         kind = type(value)
         if kind is types.FunctionType:
-            self._search_function(value, package)
+            self._search_function(value)
         elif issubclass(kind, type):
             self._search_class(value, package)
         elif issubclass(kind, dict):
             if not name.startswith("__"):  # __builtins__, __annotations__...
-                self._search_table(value, prefix, name, package)
+                self._search_table(value, prefix, name)
         elif issubclass(kind, nn.Module):
             self._search_layer(value)
         elif not issubclass(kind, types.ModuleType):
             self._unsearched.append(Unsearched(prefix, name, value, holder, name))
 
-    def _search_table(self, table: dict[Any, Any], prefix: str, name: str, package: str) -> None:
+    def _search_table(self, table: dict[Any, Any], prefix: str, name: str) -> None:
         """Search the keys and the values of a dict, and leave containers among them for later."""
         if not self.result.is_first_visit(table):
             return
@@ -148,7 +148,7 @@ class Search:
             elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
                 continue  # its module is searched by itself
             elif kind is types.FunctionType:
-                self._search_function(value, package)
+                self._search_function(value)
             elif issubclass(kind, nn.Module):
                 self._search_layer(value)
             elif not self.result.append_partial(value):
@@ -170,7 +170,7 @@ class Search:
             if id(function) in self._wanted:
                 self.result.append(WeakAttribute(owner, key), function, self._as_class_attribute(value, function))
             elif type(function) is types.FunctionType:
-                self._search_function(function, package)
+                self._search_function(function)
             elif kind not in _PLAIN and not self.result.append_partial(function):
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
@@ -183,14 +183,13 @@ class Search:
             return staticmethod(after)  # a function is given the instance, a builtin is not
         return after
 
-    def _search_function(self, function: Any, package: str) -> None:
+    def _search_function(self, function: Any) -> None:
         """Search the defaults of a function, and of the functions that it decorates."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
             has_references = function.__defaults__ or function.__kwdefaults__ or function.__closure__
             if not has_references or not self.result.is_first_visit(function):
                 return
-            home = _package_of(function)
-            if home == package or home not in PASSED_OVER:
+            if _package_of(function) not in PASSED_OVER:
                 self._search_defaults(function)
             function = vars(function).get("__wrapped__")
 
@@ -221,9 +220,7 @@ class Search:
                 if id(value) in self._wanted:
                     self.result.append(WeakAttribute(module, key), value)
                 elif type(value) is types.FunctionType:
-                    package = _package_of(value)
-                    if package not in PASSED_OVER:
-                        self._search_function(value, package)
+                    self._search_function(value)
                 elif not self.result.append_partial(value) and type(value) in _HOLDERS_IN_LAYERS:
                     self._unsearched.append(Unsearched(prefix, key, value))
             owners = [*type(module).__mro__]
