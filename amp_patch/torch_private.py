@@ -17,11 +17,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._C._autograd import _ProfilerResult
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.attention import SDPBackend
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 # ---- many tensors in one kernel --------------------------------------------------------------------------------------
@@ -63,6 +65,10 @@ fused optimizers. Without it: every use of a weight makes a new copy.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+# The function that gives the bytes of a file or of another process to a tensor, with its owner. Patched while a script
+# is kept in float32. Without it: a loaded tensor of 16 bits is read as if it were of 32.
+REBUILD_TENSOR = (torch._utils, "_rebuild_tensor")
 
 # The reference counts of a tensor and of the storage at an address. They show whether a graph still needs a copy of a
 # weight. Without them: copies are never refreshed in place, only replaced.
@@ -441,6 +447,21 @@ def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
             return None if dtype is None or device_type is None else (device_type, dtype)
         function = getattr(function, "__wrapped__", None)
     return None
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
+
+    Without it: the mode that a script has entered last would be taken off instead.
+    """
+    above = []
+    for _ in range(_len_torch_function_stack()):
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other_mode in reversed(above):
+        _push_mode(other_mode)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

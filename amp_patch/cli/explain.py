@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
     from ..insight import Recording, format_recording
     from ..insight.runs import Run
+    from ..insight.short_dtypes import spell_out
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
@@ -86,7 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
-    if recording.run.is_native and not recording.run.low:
+    if recording.run.script_low:
+        low = spell_out(recording.run.script_low)
+        print(
+            f"\nthe script itself makes its weights {low}, without amp: ops run in {low} where their inputs are, and no"
+            " list acts on them; `amp-patch compare` shows what this loses"
+        )
+    elif recording.run.is_native and not recording.run.low:
         print(
             "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
             " --everywhere --opt-level O4 shows what it would run in bfloat16"

@@ -23,9 +23,9 @@ from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
-NO_REGION, WAITING, ERROR, PROGRESS = "no-region", "waiting", "error", "progress"
+NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
 """Files in the folder of a run: why it was refused at its end; a note that its steps have no mixed precision so far;
-its error; and the number of steps that have ended.
+its error; the number of steps that have ended; and a note that it failed with float32 where it asks for 16 bits.
 """
 
 _TOLD_SECONDS = 1.0
@@ -189,10 +189,19 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
+            _note_widened(folder)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
                 file.write(_shorten(error))  # only the first process that fails: others may fail because of it
 
     return report
+
+
+def _note_widened(folder: str) -> None:
+    """Make the file `WIDENED` if this process got float32 where it asked for 16 bits."""
+    native = sys.modules.get("amp_patch.native")
+    script = None if native is None else native.find_float32_script()
+    if script is not None and script.has_acted:
+        Path(folder, WIDENED).touch()
 
 
 def _shorten(error: BaseException) -> str:

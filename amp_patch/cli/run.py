@@ -148,6 +148,7 @@ def prepare(
     force: bool,
     everywhere: bool = False,
     needs_region: bool = False,
+    in_float32: bool = False,
     is_quiet: bool = False,
     watch: dict[str, object] | None = None,
     scratch: dict[str, object] | None = None,
@@ -156,6 +157,7 @@ def prepare(
 
     Args:
         needs_region: nothing is recorded before the script uses amp, and a script without amp fails at its end.
+        in_float32: the script gets float32 wherever it asks for a 16-bit dtype.
         is_quiet: no process prints to stderr how it changed the script.
         watch, scratch: the arguments of `recording.record` and of `redirect`, which sitecustomize calls.
     """
@@ -182,6 +184,7 @@ def prepare(
             "lists": lists,
             "everywhere": everywhere,
             "needs_region": needs_region,
+            "in_float32": in_float32,
             "folder": None if watch is None else watch["folder"],
         }
     # options of this Python, such as -W and -X, are passed on

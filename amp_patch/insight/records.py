@@ -22,6 +22,9 @@ class RunRecord:
         prefixes: the prefix of the module names of each model, if there are several models.
         steps_before: the number of steps that the script took before its first region of autocast.
         needs_scaler: whether the script has no loss scale and would need one in float16.
+        script_low: the short name of the 16-bit dtype that the script itself gives its weights, without amp; "" if none.
+        not_widened: what stayed in 16 bits in a run that was to be in float32.
+        is_timed: whether the run took as long as the script takes by itself in float32.
     """
 
     kind: ClassVar[str] = "run"
@@ -38,6 +41,9 @@ class RunRecord:
     prefixes: tuple[str, ...] = ()
     steps_before: int = 0
     needs_scaler: bool = False
+    script_low: str = ""
+    not_widened: tuple[str, ...] = ()
+    is_timed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class ComparisonRecord:
         steps, seeds: the number of steps from each seed, and the seeds.
         machine, command: the machine and the command line.
         left_out: which of the default runs were left out, and why; "" for none.
+        not_float32: why the reference is not in float32 although that was planned; "" if it is.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -127,6 +134,7 @@ class ComparisonRecord:
     machine: str
     command: str
     left_out: str = ""
+    not_float32: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class Assessment:
         factor, time_noise = self.row.factor, self._summary.time_noise
         if self._is_all_skipped:
             return "time and memory not judged, since every step was skipped"
+        if self._reference_row.ms is None:
+            return f"time not judged, since {self._reference} gives the script float32 op by op"
         if factor is None or self.row.steps < TIMED_STEPS:
             return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
         noise = max(time_noise, 1 + _ALIKE_IN_COST)

@@ -1,5 +1,6 @@
 """`Campaign`: makes the runs of a comparison, one after another, since parallel runs would disturb the clock."""
 
+import functools
 import math
 import platform
 import re
@@ -30,6 +31,9 @@ LAYERS = "comparing.probes:LayerProbe"
 AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
+SCRIPT = "script"
+"""The name of the same run if the script itself holds its weights in 16 bits, and of a reference that has to."""
+
 NOT_RUN = "did not run"
 """Why a run has no results if it never began."""
 
@@ -43,6 +47,7 @@ class Plan(NamedTuple):
     Attributes:
         runs: the settings of each run, by name.
         native_runs: the runs instead, if the training turns out to use torch.autocast.
+        low_runs: the runs instead, if it turns out to have 16-bit weights, and no amp.
         reference: the name of the run that the others are compared with.
         steps, seeds: the number of steps from each seed, and the seeds.
         command: the command line to show.
@@ -51,6 +56,7 @@ class Plan(NamedTuple):
 
     runs: dict[str, Settings]
     native_runs: dict[str, Settings]
+    low_runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
@@ -59,31 +65,39 @@ class Plan(NamedTuple):
 
 
 def plan_runs(
-    asked: Sequence[str | Settings] | None, reference: str, steps: int, seeds: Sequence[int], command: str = ""
+    asked: Sequence[str | Settings] | None,
+    reference: str,
+    steps: int,
+    seeds: Sequence[int],
+    command: str = "",
+    *,
+    everywhere: bool = False,
 ) -> Plan:
     """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; None stands for the default runs.
 
-    Runs of the same name get numbers. The reference becomes the first run if it is not among them.
+    Runs of the same name get numbers. The reference becomes the first run if it is not among them. With `everywhere`,
+    the training is in one region of autocast.
     """
-    first = parse_run(reference)
+    plain = levels.find_plain_level().name
     trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
     native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
-    runs, native_runs = _name_runs(asked or trained, first), _name_runs(asked or native, first)
-    return Plan(runs, native_runs, name_run(first), steps, tuple(seeds), command, asked is not None)
+    low = [plain, SCRIPT]
+    if everywhere:
+        trained = native = [plain, levels.find_patching_level("bfloat16").name]
+        low = [plain, SCRIPT, *native[1:]]
+    runs, native_runs, low_runs = (_name_runs(asked or default, reference) for default in (trained, native, low))
+    is_asked = asked is not None
+    return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, is_asked)
 
 
-def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
-    each = []
-    for run in asked:
-        if isinstance(run, str):
-            run = parse_run(run)
-        each.append(run)
-    if first not in each:
-        each.insert(0, first)
+def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
+    each: list[str | Settings] = list(asked)
+    if parse_run(reference) not in map(parse_run, each):
+        each.insert(0, reference)
     runs: dict[str, Settings] = {}
     seen: Counter[str] = Counter()
-    for settings in each:
-        name = name_run(settings)
+    for run in each:
+        name, settings = name_run(run), parse_run(run)
         seen[name] += 1
         if seen[name] > 1:
             name += f" ({seen[name]})"
@@ -91,17 +105,28 @@ def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Se
     return runs
 
 
-def parse_run(text: str) -> Settings:
+def parse_run(run: str | Settings) -> Settings:
     """Read a level, or "as-is" for the script's own, and lists that override its own: "O4+my_lists.yaml"."""
-    level, *lists = text.split("+")
-    if level == AS_IS:
+    if isinstance(run, Settings):
+        return run
+    level, *lists = run.split("+")
+    if level in (AS_IS, SCRIPT):
         return Settings(None, tuple(lists))
     return Settings(level, tuple(lists))
 
 
-def name_run(settings: Settings) -> str:
+def name_run(run: str | Settings) -> str:
     """Return the name of a run: its level and the file names of its lists."""
+    if run == SCRIPT:
+        return SCRIPT
+    settings = parse_run(run)
     return "+".join([settings.opt_level or AS_IS, *(Path(path).name for path in settings.lists)])
+
+
+@functools.cache
+def is_in_float32(settings: Settings) -> bool:
+    """Return whether a run is to be in float32, whatever the script says."""
+    return settings.opt_level == levels.find_plain_level().name
 
 
 class Campaign:
@@ -110,6 +135,9 @@ class Campaign:
     Each run trains once from each seed, watched only for its losses and times. Then it trains for two steps from the
     first seed, to measure layers, gradients and memory. The reference trains once more from each seed, with weights
     moved by one unit in the last place before each step: the difference is noise.
+
+    A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits and
+    is called "script".
 
     If two runs fail for the same reason before their first step, the remaining runs are left out.
     """
@@ -123,6 +151,8 @@ class Campaign:
         self._samples: dict[str, SampleRecord] = {}
         self._done = 0
         self._left_out = ""
+        self._reference = plan.reference
+        self._not_float32 = ""  # why the reference keeps 16 bits
         self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
 
@@ -133,9 +163,9 @@ class Campaign:
 
     def run(self) -> None:
         """Make all runs. A run that fails is noted; an interrupt propagates."""
-        reference, seeds = self._plan.reference, self._plan.seeds
-        self._train(reference, seeds[0])
-        self._choose_native_runs()
+        seeds = self._plan.seeds
+        self._train_reference(seeds[0])
+        reference = self._reference
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
         # The reference first: other runs need its samples.
         order = sorted(self._runs, key=lambda name: name != reference)
@@ -153,13 +183,40 @@ class Campaign:
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
+    def _train_reference(self, seed: int) -> None:
+        """Make the first run of the reference, which shows what the other runs can be."""
+        reference = self._reference
+        failed = self._train(reference, seed)
+        if failed is not None and failed.was_widened:
+            self._not_float32 = str(failed).partition("\n")[0]
+            self._curves[reference].clear()
+            if self._train(reference, seed) is not None:
+                self._not_float32 = ""  # the training fails anyway
+        elif self._header is not None and is_in_float32(self._runs[reference]):
+            self._not_float32 = ", ".join(self._header.not_widened)
+        self._choose_native_runs()
+        if self._not_float32:
+            self._rename_reference()
+
+    def _rename_reference(self) -> None:
+        """Call the reference "script": it keeps 16 bits."""
+        was, self._reference = self._reference, SCRIPT
+        for by_name in (self._runs, self._compared, self._curves):
+            kept = {SCRIPT if name == was else name: value for name, value in by_name.items() if name != SCRIPT}
+            by_name.clear()
+            by_name.update(kept)  # type: ignore[arg-type]
+        self._change(SCRIPT, run=SCRIPT)
+        self._curves[SCRIPT] = [replace(curve, run=SCRIPT) for curve in self._curves[SCRIPT]]
+
     def _choose_native_runs(self) -> None:
-        """Switch to the runs for torch.autocast if the first run, of the reference, has used it."""
-        header, reference = self._header, self._plan.reference
-        if header is None or not header.is_native or self._plan.native_runs == self._runs:
+        """Switch to the runs for torch.autocast, or for 16-bit weights, if the run of the reference has shown them."""
+        header, reference = self._header, self._reference
+        if header is None or not header.is_native:
+            return
+        runs = dict(self._plan.low_runs if header.script_low else self._plan.native_runs)
+        if runs == self._runs:
             return
         compared, curves = self._compared[reference], self._curves[reference]
-        runs = dict(self._plan.native_runs)
         if header.needs_scaler and not self._plan.is_asked:
             self._leave_out_unscaled(runs)
         self._begin(runs)
@@ -168,7 +225,7 @@ class Campaign:
     def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
         """Take the float16 levels out of the default runs, except for the reference."""
         for level in levels.read_levels():
-            if level.needs_loss_scale and level.name in runs and level.name != self._plan.reference:
+            if level.needs_loss_scale and level.name in runs and level.name != self._reference:
                 del runs[level.name]
                 self._left_out = (
                     f"{level.name} is left out: it is float16, whose gradients need a loss scale, and this training has"
@@ -177,7 +234,7 @@ class Campaign:
 
     def _has_same_losses(self) -> bool:
         """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
-        losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
+        losses = [curve.losses for curve in self._curves[self._reference] if not curve.is_noise]
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
@@ -197,28 +254,37 @@ class Campaign:
             reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan, machine = self._plan, _name_machine(self._header.device)
-        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command, self._left_out)
+        about = ComparisonRecord(
+            self._reference, plan.steps, plan.seeds, machine, plan.command, self._left_out, self._not_float32
+        )
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
-    def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
+    def _train(self, name: str, seed: int, *, is_noise: bool = False) -> RunFailedError | None:
+        """Make a run, and return why it failed."""
         title = f"{name}, seed {seed}"
         if is_noise:
             title = f"{name}, weights off by one unit, seed {seed}"
         self._announce(title)
         options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
         recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else title)
-        if is_noise and failed:  # then the noise is unknown, and the comparison stands
-            return
+        if is_noise and failed is not None:  # then the noise is unknown, and the comparison stands
+            return failed
         if not is_noise:
-            self._change(name, failed=failed)
+            self._change(name, failed=str(failed or ""))
         if recording is None:
-            return
+            return failed
         run = recording.run
-        if self._header is None or name == self._plan.reference:
+        if self._header is None or name == self._reference:
             self._header = run
-        self._change(name, opt_level=run.opt_level, low=run.low, lists=run.lists, digest=run.digest)
+        low = run.low
+        if not is_in_float32(self._runs[name]) or self._not_float32:
+            low = low or run.script_low
+        self._change(name, opt_level=run.opt_level, low=low, lists=run.lists, digest=run.digest)
         for curve in recording.of(CurveRecord):
+            if not run.is_timed:
+                curve = replace(curve, ms=math.nan)
             self._curves[name].append(replace(curve, run=name, seed=seed))
+        return failed
 
     def _look_at_layers(self, name: str, seed: int) -> None:
         self._announce(f"{name}, layers and memory")
@@ -228,14 +294,14 @@ class Campaign:
             # The first steps may overflow at the initial scale; this is the last scale of the training.
             loss_scale = curves[0].scales[-1]
         recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
-        if recording is None or failed:
-            self._change(name, failed=failed)
+        if recording is None or failed is not None:
+            self._change(name, failed=str(failed or ""))
             return
         (seen,) = recording.of(ComparedRecord)
         self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
-        if name == self._plan.reference:
+        if name == self._reference:
             self._samples = samples
         elif self._has_equal_weights(samples):
             for module, sample in self._samples.items():
@@ -253,16 +319,18 @@ class Campaign:
 
     def _watch(
         self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
-    ) -> tuple[Recording | None, str]:
+    ) -> tuple[Recording | None, RunFailedError | None]:
         """Return the recording of a probe, and why the run failed. `folder` keeps the files that the script writes."""
         try:
-            return self._runner(Run(probe, options, self._runs[name], seed, folder)), ""
+            settings = self._runs[name]
+            in_float32 = is_in_float32(settings) and not (name == self._reference and self._not_float32)
+            return self._runner(Run(probe, options, settings, seed, folder, in_float32)), None
         except RunFailedError as error:
-            return error.recording, str(error)
+            return error.recording, error
         except NoRegionError:  # the same in every run: the script uses no amp
             raise
         except Exception as error:  # of the function that trains; other runs may do better
-            return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+            return None, RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _change(self, name: str, **properties: Any) -> None:
         self._compared[name] = replace(self._compared[name], **properties)

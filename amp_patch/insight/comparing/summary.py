@@ -132,7 +132,7 @@ class Summary:
         curves = [curve for curve in self.curves(name).values() if curve.losses]
         if not curves:
             return row
-        ms, scale = statistics.median(curve.ms for curve in curves), curves[0].scales[-1]
+        ms, scale = _find_median(curve.ms for curve in curves), curves[0].scales[-1]
         row = row._replace(
             steps=min(len(curve.losses) for curve in curves),
             loss=mean(mean(last(curve.losses)) for curve in curves),
@@ -140,9 +140,9 @@ class Summary:
             skipped=sum(len(curve.skipped) for curve in curves),
             scale=scale,
         )
-        times = [curve.ms for curve in self.curves(reference).values()]
-        if any(times):
-            row = row._replace(factor=ms / statistics.median(times))
+        plain_ms = _find_median(curve.ms for curve in self.curves(reference).values())
+        if ms is not None and plain_ms:
+            row = row._replace(factor=ms / plain_ms)
         means = self.final_differences(name)
         if means and name != reference:
             row = row._replace(difference=mean(means))
@@ -161,6 +161,14 @@ class Summary:
         """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
         losses = [curve.losses for curve in self.curves(self.about.reference).values()]
         return len(losses) > 1 and len(set(losses)) == 1
+
+
+def _find_median(times: Iterable[float]) -> float | None:
+    """Return the median; None if a run was not timed."""
+    given = list(times)
+    if not given or any(map(math.isnan, given)):
+        return None
+    return statistics.median(given)
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:

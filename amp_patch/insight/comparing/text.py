@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...config import levels
 from ...tables import format_table
 from .assessment import SEEDS, Assessment
 from .summary import Row, Summary, last
@@ -96,6 +97,9 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     for run in assessed:
         if run.row.loss is not None:
             yield f"{run.row.name}: {run.of_loss()}; {run.of_time()}{run.of_memory()}"
+    if about.not_float32:
+        plain = levels.find_plain_level().name
+        yield f"{about.reference}: there is no {plain}, since the script cannot run in float32: {about.not_float32}"
     if about.left_out:
         yield about.left_out
     if comparison.are_seeds_equal:
