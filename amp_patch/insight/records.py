@@ -147,6 +147,10 @@ class ComparedRecord:
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step whose layers are compared; None if they are not.
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
+        gradient_error: the relative error (L2) of the gradients of all weights in this step; None if not compared.
+        gradient_worst: the layer that adds most to it.
+        kept: the share of the changes of 16-bit tensors that were stored; None if not measured.
+        kept_worst: the tensor that keeps least.
         failed: why the run ended early; "" if it did not.
     """
 
@@ -160,6 +164,10 @@ class ComparedRecord:
     peak: int | None = None
     loss_scale: float | None = None
     has_equal_weights: bool = True
+    gradient_error: float | None = None
+    gradient_worst: str = ""
+    kept: float | None = None
+    kept_worst: str = ""
     failed: str = ""
 
 
@@ -173,6 +181,8 @@ class CurveRecord:
         skipped: numbers of the skipped steps.
         ms: the median time of a step.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
+        is_frozen: whether this is the run of the reference whose weights are put back after each step.
+        batches: how often the first model was called with gradients enabled, up to the end of the last step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -184,6 +194,8 @@ class CurveRecord:
     skipped: tuple[int, ...]
     ms: float
     is_noise: bool = False
+    is_frozen: bool = False
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

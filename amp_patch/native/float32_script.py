@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,13 @@ _PASSED_ON = frozenset({"__get__", "_parse_to"})
 """Functions that the mode passes on: those that read an attribute, and the one that reads the arguments of Module.to,
 which then calls Tensor.to.
 """
+
+
+_RANDOM = frozenset(
+    {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
+    | {"exponential_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
+)
+"""Functions that draw other numbers in 16 bits than in float32, from the same seed."""
 
 
 class _OfThread(threading.local):
@@ -282,6 +289,8 @@ class Float32Script(events.Watcher):
         name = getattr(function, "__name__", "")
         if wanted is not None and name == "view":  # another dtype for the same bits
             return self._call_view(function, args, kwargs, wanted)
+        if _draws(function, name):
+            return self._draw(function, args, kwargs)
         if _writes(name):
             self._widen_written(args[:1] or list(kwargs.values())[:1])
         if "out" in kwargs:
@@ -305,6 +314,28 @@ class Float32Script(events.Watcher):
             return function(*args, **kwargs)
         self._acts += 1
         return self.widen(function(*args, **kwargs))
+
+    def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Draw random numbers in the dtype that the script asked for: others would be drawn in float32."""
+        target = next(_tensors_in([*args, *kwargs.values()]), None)
+        asked = None if target is None else self.given.find(target)
+        if target is None and self._default is not None and "dtype" not in kwargs:
+            kwargs = {**kwargs, "dtype": self._default}
+        if target is None or asked is target.dtype:
+            result = function(*args, **kwargs)
+        else:
+            with self._pause(), torch.no_grad():
+                low = target.to(asked)
+            args, kwargs = _put(target, low, args), dict(zip(kwargs, _put(target, low, kwargs.values()), strict=True))
+            result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES:
+            return result
+        self._acts += 1
+        if target is None or not _writes(getattr(function, "__name__", "")):
+            return self.widen(result)
+        with self._pause(), torch.no_grad():
+            target.copy_(result)
+        return target
 
     def _widen_result(self, result: Tensor, wanted: torch.dtype | None) -> Tensor:
         if result.dtype in LOW_DTYPES:
@@ -427,14 +458,24 @@ def _find_named(value: Any) -> torch.dtype | None:
     return None
 
 
-def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with float32 in place of 16-bit dtypes and of the classes of 16-bit tensors."""
 
     def replace(value: Any) -> Any:
         is_low = (isinstance(value, torch.dtype) and value in LOW_DTYPES) or _find_named(value) is not None
         return torch.float32 if is_low else value
 
-    return [replace(value) for value in args], {key: replace(value) for key, value in kwargs.items()}
+    return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
+
+
+def _draws(function: Any, name: str) -> bool:
+    """Return whether a function fills a tensor with random numbers, or makes one of them."""
+    return name in _RANDOM or getattr(function, "__module__", "") == "torch.nn.init"
+
+
+def _put(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
+    """Return values with another tensor in place of a tensor."""
+    return [low if value is target else value for value in values]
 
 
 def _writes(name: str) -> bool:

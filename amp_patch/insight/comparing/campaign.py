@@ -37,6 +37,9 @@ SCRIPT = "script"
 NOT_RUN = "did not run"
 """Why a run has no results if it never began."""
 
+NOISE, FROZEN = "weights off by one unit", "weights put back"
+"""Variants of the reference: the difference of the first is noise; the second learns nothing, on the same batches."""
+
 CLOSE = 0.02
 """Rounding to 16 bits changes weights by less than this part."""
 
@@ -134,7 +137,8 @@ class Campaign:
 
     Each run trains once from each seed, watched only for its losses and times. Then it trains for two steps from the
     first seed, to measure layers, gradients and memory. The reference trains once more from each seed, with weights
-    moved by one unit in the last place before each step: the difference is noise.
+    moved by one unit in the last place before each step: the difference is noise. From the first seed, it also runs
+    with its weights put back after each step: the difference is what it has learned.
 
     A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits and
     is called "script".
@@ -166,7 +170,7 @@ class Campaign:
         seeds = self._plan.seeds
         self._train_reference(seeds[0])
         reference = self._reference
-        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
+        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs) + 1
         # The reference first: other runs need its samples.
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
@@ -179,7 +183,9 @@ class Campaign:
                 if name == reference and not self._compared[name].failed:
                     if self._has_same_losses():
                         return
-                    self._train(name, seed, is_noise=True)
+                    self._train(name, seed, NOISE)
+                    if seed == seeds[0]:
+                        self._train(name, seed, FROZEN)
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
@@ -234,7 +240,8 @@ class Campaign:
 
     def _has_same_losses(self) -> bool:
         """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
-        losses = [curve.losses for curve in self._curves[self._reference] if not curve.is_noise]
+        curves = self._curves[self._reference]
+        losses = [curve.losses for curve in curves if not (curve.is_noise or curve.is_frozen)]
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
@@ -259,17 +266,17 @@ class Campaign:
         )
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
-    def _train(self, name: str, seed: int, *, is_noise: bool = False) -> RunFailedError | None:
+    def _train(self, name: str, seed: int, variant: str = "") -> RunFailedError | None:
         """Make a run, and return why it failed."""
-        title = f"{name}, seed {seed}"
-        if is_noise:
-            title = f"{name}, weights off by one unit, seed {seed}"
+        title = ", ".join(filter(None, (name, variant, f"seed {seed}")))
         self._announce(title)
-        options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
-        recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else title)
-        if is_noise and failed is not None:  # then the noise is unknown, and the comparison stands
+        options: dict[str, object] = {"steps": self._plan.steps}
+        if variant:
+            options["is_noise" if variant == NOISE else "is_frozen"] = True
+        recording, failed = self._watch(name, CURVES, options, seed, folder="" if variant else title)
+        if variant and failed is not None:  # then the noise is unknown, and the comparison stands
             return failed
-        if not is_noise:
+        if not variant:
             self._change(name, failed=str(failed or ""))
         if recording is None:
             return failed
@@ -304,6 +311,8 @@ class Campaign:
         if name == self._reference:
             self._samples = samples
         elif self._has_equal_weights(samples):
+            error, worst = find_gradient_error(self._samples, samples)
+            self._change(name, gradient_error=error, gradient_worst=worst)
             for module, sample in self._samples.items():
                 if module and module in samples:
                     self._measured.append(_compare(name, sample, samples[module]))
@@ -351,6 +360,22 @@ def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecor
         find_error(reference.output, own.output),
         find_error(reference.gradient, own.gradient),
     )
+
+
+def find_gradient_error(
+    reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
+) -> tuple[float | None, str]:
+    """Return the relative error of the gradients of all layers together, and the layer with the largest error."""
+    exact: list[float] = []
+    values: list[float] = []
+    errors: dict[str, float] = {}
+    for module, sample in reference.items():
+        own = samples.get(module)
+        if own is not None and sample.gradient and len(sample.gradient) == len(own.gradient):
+            exact += sample.gradient
+            values += own.gradient
+            errors[module] = math.dist(sample.gradient, own.gradient)
+    return find_error(exact, values), max(errors, key=lambda module: errors[module], default="")
 
 
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:

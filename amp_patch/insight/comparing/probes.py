@@ -4,7 +4,8 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,13 +38,25 @@ class CurveProbe(Probe):
     Args:
         steps: the number of steps to watch.
         is_noise: whether to move the weights by one unit in the last place before each step.
+        is_frozen: whether to put the weights of the first step back after each step.
         on_end: called after the last step.
     """
 
-    def __init__(self, steps: int, is_noise: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        is_noise: bool = False,
+        is_frozen: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(on_end)
         self._limit = steps
         self._is_noise = is_noise
+        self._first_weights: _FirstWeights | None = None
+        if is_frozen:
+            self._first_weights = _FirstWeights()
+        self._calls = _Calls()
+        self._batches = 0
         self._pending: list[Tensor] = []
         self._losses: list[float] = []
         self._scales: list[float] = []
@@ -59,6 +72,7 @@ class CurveProbe(Probe):
             _nudge(session, session.trained())
         self.run = describe_run(session)
         self.stop()
+        self._calls.start()
         if session.device_type == "cpu":
             self._read_clock = time.process_time
         self._started = self._read_clock()
@@ -68,8 +82,15 @@ class CurveProbe(Probe):
         if self._count < self._limit:
             self._pending.append(loss.detach().clone())
 
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Keep the weights, where they are put back."""
+        if self._first_weights is not None:
+            self._first_weights.keep(optimizer)
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """Record the step."""
+        if self._first_weights is not None:
+            self._first_weights.put_back(optimizer)
         if self._is_noise:
             # Only the weights of this optimizer: a living graph may hold others, as in a GAN, whose generator's graph
             # lives while the discriminator steps.
@@ -80,6 +101,7 @@ class CurveProbe(Probe):
         self._count += 1
         if self._count > self._limit:
             return
+        self._batches = self._calls.number
         session = current.require()
         self.run = describe_run(session)
         if session.device_type != "cpu":
@@ -99,6 +121,7 @@ class CurveProbe(Probe):
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
         self._pending.clear()
+        self._calls.stop()
 
     def _records(self) -> Iterable[CurveRecord]:
         ms = math.nan
@@ -106,7 +129,60 @@ class CurveProbe(Probe):
             # The first steps allocate memory and compile kernels.
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
-        yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)
+        curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
+        is_frozen = self._first_weights is not None
+        if self._first_weights is not None and not self._first_weights.has_any:
+            return  # steps with a closure do not report their begin
+        yield CurveRecord("", 0, *curves, ms, self._is_noise, is_frozen, self._batches)
+
+
+class _Calls:
+    """Counts the calls of the first model that is called with gradients enabled: the batches of a training."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._model: weakref.ref[nn.Module] | None = None
+        self._handle: RemovableHandle | None = None
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._handle = register_module_forward_pre_hook(self._count)
+
+    def stop(self) -> None:
+        """Stop counting. Harmless twice."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        if self._model is None and torch.is_grad_enabled():
+            self._model = weakref.ref(module)
+        if self._model is not None and self._model() is module and torch.is_grad_enabled():
+            self.number += 1
+
+
+class _FirstWeights:
+    """The weights of each optimizer at its first step. They are put back after each step, so nothing is learned."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether weights were kept."""
+        return bool(self._kept)
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Keep the weights at the first call."""
+        if id(optimizer) not in self._kept:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            self._kept[id(optimizer)] = [(weight, weight.detach().clone()) for weight in weights]
+
+    @torch.no_grad()
+    def put_back(self, optimizer: Optimizer) -> None:
+        """Put the weights of this optimizer back. A living graph may hold the weights of others."""
+        for weight, value in self._kept.get(id(optimizer), ()):
+            weight.copy_(value)
+        current.require().sync()
 
 
 def _shorten(value: float) -> float:
@@ -207,7 +283,7 @@ class LayerProbe(Probe):
                     holder = weight
                 weights.extend(_sample(holder, 8))
                 if holder.grad is not None:
-                    samples.extend(_sample(holder.grad))
+                    samples.extend(_sample_to_scale(holder.grad))
                     seen[id(holder)] = holder.grad
             if samples:
                 self._gradients[name] = tuple(samples)
@@ -256,6 +332,13 @@ class LayerProbe(Probe):
 
 def _is_layer(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None or next(module.children(), None) is None
+
+
+def _sample_to_scale(gradient: Tensor) -> Iterator[float]:
+    """Yield samples of a gradient, multiplied so that their norm stands for the norm of the gradient."""
+    values = _sample(gradient)
+    factor = math.sqrt(gradient.numel() / max(1, len(values)))
+    return (value * factor for value in values)
 
 
 @torch.no_grad()

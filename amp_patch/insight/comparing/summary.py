@@ -23,6 +23,7 @@ class Row(NamedTuple):
         loss: the mean of the last losses, over seeds.
         difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
         ms, factor: the time of a step, and its ratio to the time of the reference.
+        batches: how often the first model was called, from the first seed.
         skipped, scale: the number of skipped steps, and the last loss scale.
         zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
             scale and with it.
@@ -37,6 +38,7 @@ class Row(NamedTuple):
     spread: float | None = None
     ms: float | None = None
     factor: float | None = None
+    batches: int = 0
     skipped: int = 0
     scale: float | None = None
     zero: float | None = None
@@ -62,8 +64,8 @@ class Summary:
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
         """Return the curves of a run by seed."""
-        curves = self.recording.of(CurveRecord)
-        return {curve.seed: curve for curve in curves if curve.run == name and curve.is_noise is is_noise}
+        curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
+        return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
         """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
@@ -78,6 +80,25 @@ class Summary:
     def final_differences(self, name: str) -> list[float]:
         """Return the mean difference over the last steps, for each seed."""
         return [mean(last(each)) for each in self.differences(name)]
+
+    @property
+    def gained(self) -> float | None:
+        """By how much the training of the reference has changed its last losses; None if not measured.
+
+        It is the difference from a run on the same batches whose weights are put back after each step.
+        """
+        reference = self.curves(self.about.reference)
+        for frozen in self.recording.of(CurveRecord):
+            if frozen.is_frozen and frozen.run == self.about.reference and frozen.seed in reference:
+                pairs = zip(frozen.losses, reference[frozen.seed].losses, strict=False)
+                return abs(mean(last([first - learned for first, learned in pairs])))
+        return None
+
+    def first_difference(self, name: str) -> float | None:
+        """Return the difference of the first losses, if they come from equal weights; the largest of all seeds."""
+        firsts = [abs(each[0]) for each in self.differences(name) if each and math.isfinite(each[0])]
+        run = next(run for run in self.runs if run.run == name)
+        return max(firsts, default=None) if run.has_equal_weights else None
 
     @property
     def noise(self) -> float | None:
@@ -137,6 +158,7 @@ class Summary:
             steps=min(len(curve.losses) for curve in curves),
             loss=mean(mean(last(curve.losses)) for curve in curves),
             ms=ms,
+            batches=curves[0].batches,
             skipped=sum(len(curve.skipped) for curve in curves),
             scale=scale,
         )
