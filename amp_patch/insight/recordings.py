@@ -25,6 +25,7 @@ from .records import (
     LayerRecord,
     LowOpRecord,
     ModulesRecord,
+    OpErrorRecord,
     OpRecord,
     RunRecord,
     SampleRecord,
@@ -43,6 +44,7 @@ Record = (
     | ComparedRecord
     | CurveRecord
     | LayerRecord
+    | OpErrorRecord
     | GradientRecord
     | SampleRecord
     | CheckedStepRecord

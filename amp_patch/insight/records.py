@@ -22,7 +22,7 @@ class RunRecord:
         prefixes: the prefix of the module names of each model, if there are several models.
         steps_before: the number of steps that the script took before its first region of autocast.
         needs_scaler: whether the script has no loss scale and would need one in float16.
-        script_low: the short name of the 16-bit dtype that the script itself gives its weights, without amp; "" if none.
+        script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: what stayed in 16 bits in a run that was to be in float32.
         is_timed: whether the run took as long as the script takes by itself in float32.
     """
@@ -182,7 +182,7 @@ class CurveRecord:
         ms: the median time of a step.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
         is_frozen: whether this is the run of the reference whose weights are put back after each step.
-        batches: how often the first model was called with gradients enabled, up to the end of the last step.
+        batches: the calls of the module that is called first in each step, up to the end of the last step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -212,6 +212,29 @@ class LayerRecord:
     input: float | None
     output: float | None
     gradient: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpErrorRecord:
+    """The error that an op adds in 16 bits in one step, from inputs that are equal but for their rounding.
+
+    Attributes:
+        run: the run in which it ran in 16 bits; "" in the recording of a run.
+        low: the short name of the 16-bit dtype.
+        module, op, site: the innermost module that ran, the name of the function, and the line of the script.
+        error: the largest relative error (L2) of a result; 0 in the recording of a run in 16 bits.
+        is_random: whether it draws other numbers in 16 bits than in float32.
+    """
+
+    kind: ClassVar[str] = "op_error"
+
+    run: str
+    low: str
+    module: str
+    op: str
+    site: str
+    error: float = 0.0
+    is_random: bool = False
 
 
 CLASSES = 4

@@ -9,6 +9,7 @@ or run `amp-patch run --lists my_lists.yaml train.py`.
 
 __role__ = ""  # in reports of `insight`: see its `sites`
 
+from .float32_script import as_written as as_written
 from .float32_script import find_float32_script as find_float32_script
 from .installation import check_not_installed as check_not_installed
 from .installation import install as install

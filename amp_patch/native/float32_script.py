@@ -82,6 +82,12 @@ def find_asked_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if script is None else script.given.find(tensor)
 
 
+def as_written() -> contextlib.AbstractContextManager[None]:
+    """Return a block in which this thread gets 16 bits where it asks for them, also in a reference run."""
+    script = _in_force.script
+    return contextlib.nullcontext() if script is None else script.pause()
+
+
 class Float32Script(events.Watcher):
     """Keeps a script in float32 between `start` and `stop`. Code of this package may still ask for 16 bits.
 
@@ -189,7 +195,7 @@ class Float32Script(events.Watcher):
         @functools.wraps(original)
         def cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             wanted = by_name or self._find_wanted(args, kwargs)
-            if wanted is None or _is_own(sys._getframe(1)):
+            if wanted is None or self._local.is_paused or _is_own(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
             if wanted not in LOW_DTYPES:
                 result = original(tensor, *args, **kwargs)
@@ -255,14 +261,15 @@ class Float32Script(events.Watcher):
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
-            with self._pause():
+            with self.pause():
                 result = original(*args, **kwargs)
                 return self.widen(result) if result.dtype in LOW_DTYPES else result
 
         return rebuild
 
     @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """Return a block in which this thread gets 16 bits where it asks for them."""
         before, self._local.is_paused = self._local.is_paused, True
         try:
             yield
@@ -324,7 +331,7 @@ class Float32Script(events.Watcher):
         if target is None or asked is target.dtype:
             result = function(*args, **kwargs)
         else:
-            with self._pause(), torch.no_grad():
+            with self.pause(), torch.no_grad():
                 low = target.to(asked)
             args, kwargs = _put(target, low, args), dict(zip(kwargs, _put(target, low, kwargs.values()), strict=True))
             result = function(*args, **kwargs)
@@ -333,7 +340,7 @@ class Float32Script(events.Watcher):
         self._acts += 1
         if target is None or not _writes(getattr(function, "__name__", "")):
             return self.widen(result)
-        with self._pause(), torch.no_grad():
+        with self.pause(), torch.no_grad():
             target.copy_(result)
         return target
 
@@ -373,7 +380,7 @@ class Float32Script(events.Watcher):
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return tensor
-        with self._pause():
+        with self.pause():
             self.has_acted = True
             result = tensor.float()
             self.given.add(result, tensor.dtype)
@@ -384,7 +391,7 @@ class Float32Script(events.Watcher):
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return
-        with self._pause(), torch.no_grad():
+        with self.pause(), torch.no_grad():
             dtype, gradient = tensor.dtype, tensor.grad
             self.has_acted = True
             self._widened.append((tensor, dtype))

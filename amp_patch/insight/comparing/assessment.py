@@ -130,7 +130,7 @@ class Assessment:
         reference, run, steps = self._reference, self.row.run, self.row.steps
         dropped = self._count_dropped()
         if dropped:
-            return f"worse than {reference} (it drops {dropped} of {self.row.batches} batches, so its loss is of others)"
+            return f"worse than {reference} (it drops {dropped} of {self.row.batches} batches: its loss is of others)"
         if self._is_all_skipped:
             if self._summary.gained is not None and steps > MOST_SKIPS:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
@@ -155,8 +155,8 @@ class Assessment:
         first = self._summary.first_difference(self.row.name)
         if first is not None and gained <= RESOLVED * abs(first):
             return (
-                f"not judged: {self._reference} has learned too little in these steps (the loss gained {gained:.1e}, and"
-                f" is off by {abs(first):.1e} before the first)"
+                f"not judged: {self._reference} has learned too little in these steps (its loss gained {gained:.1e};"
+                f" rounding alone is {first:.1e})"
             )
         return ""
 

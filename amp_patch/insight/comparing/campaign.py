@@ -20,6 +20,7 @@ from ..records import (
     CurveRecord,
     GradientRecord,
     LayerRecord,
+    OpErrorRecord,
     RunRecord,
     SampleRecord,
 )
@@ -140,8 +141,8 @@ class Campaign:
     moved by one unit in the last place before each step: the difference is noise. From the first seed, it also runs
     with its weights put back after each step: the difference is what it has learned.
 
-    A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits and
-    is called "script".
+    A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits,
+    and is called "script".
 
     If two runs fail for the same reason before their first step, the remaining runs are left out.
     """
@@ -153,6 +154,7 @@ class Campaign:
         self._header: RunRecord | None = None
         self._measured: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
+        self._op_errors: dict[tuple[str, str, str], float] = {}  # by dtype, module and op
         self._done = 0
         self._left_out = ""
         self._reference = plan.reference
@@ -300,7 +302,8 @@ class Campaign:
         if curves:
             # The first steps may overflow at the initial scale; this is the last scale of the training.
             loss_scale = curves[0].scales[-1]
-        recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
+        options: dict[str, object] = {"loss_scale": loss_scale, "has_errors": name == self._reference}
+        recording, failed = self._watch(name, LAYERS, options, seed)
         if recording is None or failed is not None:
             self._change(name, failed=str(failed or ""))
             return
@@ -308,11 +311,18 @@ class Campaign:
         self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
+        ops = recording.of(OpErrorRecord)
         if name == self._reference:
+            self._op_errors = {(op.low, op.module, op.op): op.error for op in ops}
             self._samples = samples
         elif self._has_equal_weights(samples):
-            error, worst = find_gradient_error(self._samples, samples)
-            self._change(name, gradient_error=error, gradient_worst=worst)
+            if not any(op.is_random for op in ops):  # other random numbers, other gradients
+                error, worst = find_gradient_error(self._samples, samples)
+                self._change(name, gradient_error=error, gradient_worst=worst)
+            for op in ops:
+                key = op.low, op.module, op.op
+                if key in self._op_errors:
+                    self._measured.append(replace(op, run=name, error=self._op_errors[key]))
             for module, sample in self._samples.items():
                 if module and module in samples:
                     self._measured.append(_compare(name, sample, samples[module]))

@@ -18,10 +18,12 @@ from ...casting import cast_tree
 from ...session import Session, current
 from ..naming import name_modules
 from ..recorder import describe_run
+from ..recordings import Record
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
 from .exponents import count
 from .memory import PeakMeter
+from .op_errors import LowOps, OpErrors
 from .summary import mean
 
 SAMPLES = 512
@@ -101,7 +103,7 @@ class CurveProbe(Probe):
         self._count += 1
         if self._count > self._limit:
             return
-        self._batches = self._calls.number
+        self._batches = self._calls.end_step()
         session = current.require()
         self.run = describe_run(session)
         if session.device_type != "cpu":
@@ -137,15 +139,16 @@ class CurveProbe(Probe):
 
 
 class _Calls:
-    """Counts the calls of the first model that is called with gradients enabled: the batches of a training."""
+    """Counts the batches: the calls of the module that is called first in each step, with gradients enabled."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self._number = 0
         self._model: weakref.ref[nn.Module] | None = None
         self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
         """Count from now on."""
+        self.stop()
         self._handle = register_module_forward_pre_hook(self._count)
 
     def stop(self) -> None:
@@ -153,11 +156,18 @@ class _Calls:
         if self._handle is not None:
             self._handle.remove()
 
+    def end_step(self) -> int:
+        """Return the number so far. The next step may call another module first."""
+        self._model = None
+        return self._number
+
     def _count(self, module: nn.Module, args: Any) -> None:
-        if self._model is None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self._model is None:
             self._model = weakref.ref(module)
-        if self._model is not None and self._model() is module and torch.is_grad_enabled():
-            self.number += 1
+        if self._model() is module:
+            self._number += 1
 
 
 class _FirstWeights:
@@ -213,12 +223,19 @@ class LayerProbe(Probe):
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
+        has_errors: whether to measure, for a run in float32, the error that each op would add in 16 bits.
         on_end: called after the second step.
     """
 
-    def __init__(self, loss_scale: float | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        has_errors: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(on_end)
         self._loss_scale = loss_scale
+        self._ops = OpErrors() if has_errors else LowOps()
         self._used_scale: float | None = None
         self._names: dict[int, tuple[nn.Module, str]] = {}
         self._handles: list[RemovableHandle] = []
@@ -247,6 +264,7 @@ class LayerProbe(Probe):
             if scaler.is_dynamic and self._loss_scale is not None:
                 scaler.set_loss_scale(self._loss_scale)
         self._used_scale = session.scalers[0].loss_scale()
+        self._ops.watch(session)
 
     def _take_input(self, module: nn.Module, args: Any) -> None:
         """A global hook, so it runs before the hooks of amp on modules, which may cast."""
@@ -299,6 +317,7 @@ class LayerProbe(Probe):
         self._count += 1
         if self._count == 1:
             self._unhook()
+            self._ops.stop()
             self._meter = PeakMeter(current.require())
             self._meter.start()
         elif self._count == 2:
@@ -313,10 +332,11 @@ class LayerProbe(Probe):
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
         self._unhook()
+        self._ops.stop()
         if self._meter is not None:
             self._meter.stop()
 
-    def _records(self) -> Iterable[ComparedRecord | SampleRecord | GradientRecord]:
+    def _records(self) -> Iterable[Record]:
         peak = None
         if self._meter is not None and self._count > 1:
             peak = self._meter.peak
@@ -328,6 +348,7 @@ class LayerProbe(Probe):
             )
         if self._counted is not None:
             yield self._counted
+        yield from self._ops.records()
 
 
 def _is_layer(module: nn.Module) -> bool:

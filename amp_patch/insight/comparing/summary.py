@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...errors import RecordError
 from ..recordings import Recording
-from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, OpErrorRecord
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
@@ -23,11 +23,11 @@ class Row(NamedTuple):
         loss: the mean of the last losses, over seeds.
         difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
         ms, factor: the time of a step, and its ratio to the time of the reference.
-        batches: how often the first model was called, from the first seed.
+        batches: the number of batches of the first seed, with those that end in no step.
         skipped, scale: the number of skipped steps, and the last loss scale.
         zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
             scale and with it.
-        worst: the layer that adds the largest error to the error of its input.
+        worst: the op in 16 bits that adds the largest error.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     scale: float | None = None
     zero: float | None = None
     zero_scaled: float | None = None
-    worst: LayerRecord | None = None
+    worst: OpErrorRecord | None = None
 
 
 class Summary:
@@ -140,8 +140,22 @@ class Summary:
         return next((record for record in records if record.run == self.about.reference), None)
 
     def layers(self, name: str) -> list[LayerRecord]:
-        """Return the layers of a run, the one that adds most first."""
-        return sorted((layer for layer in self.recording.of(LayerRecord) if layer.run == name), key=added, reverse=True)
+        """Return the layers of a run, the one whose ops add most first."""
+        errors = self._errors_by_module(name)
+        layers = [layer for layer in self.recording.of(LayerRecord) if layer.run == name]
+        return sorted(layers, key=lambda layer: (errors.get(layer.module, 0.0), layer.output or 0.0), reverse=True)
+
+    def ops(self, name: str) -> list[OpErrorRecord]:
+        """Return the ops that ran in 16 bits in a run, the one that adds the largest error first."""
+        ops = [op for op in self.recording.of(OpErrorRecord) if op.run == name]
+        return sorted(ops, key=lambda op: op.error, reverse=True)
+
+    def _errors_by_module(self, name: str) -> dict[str, float]:
+        """Return the largest error that an op of a module adds."""
+        errors: dict[str, float] = {}
+        for op in self.ops(name):
+            errors.setdefault(op.module, op.error)
+        return errors
 
     def rows(self) -> list[Row]:
         """Return a row for each run, in order."""
@@ -173,10 +187,7 @@ class Summary:
         gradients = self.gradients
         if gradients is not None and gradients.counts:
             row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
-        layers = self.layers(name)
-        if layers:
-            row = row._replace(worst=layers[0])
-        return row
+        return row._replace(worst=next(iter(self.ops(name)), None))
 
     @property
     def are_seeds_equal(self) -> bool:
@@ -205,15 +216,6 @@ def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float
 def last(values: Sequence[float]) -> Sequence[float]:
     """Return the last fifth, at least one and at most `LAST_STEPS`."""
     return values[-max(1, min(LAST_STEPS, len(values) // 5)) :]
-
-
-def added(layer: LayerRecord) -> float:
-    """Return the error of a layer's output less the error of its input: the error that the layer adds."""
-    if layer.output is None:
-        return -math.inf
-    if layer.output == math.inf:
-        return math.inf
-    return layer.output - (layer.input or 0.0)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -1,24 +1,28 @@
 """`Shadow`: measures in a run in float32 the errors that ops would have in 16 bits.
 
-Each op runs a second time in float32, with inputs that are rounded to 16 bits, and its results are rounded, too. So no
-16-bit kernel is needed. The error is kept until the backward pass, where the gradient of the result shows how much the
-error matters.
+Each op runs a second time from inputs that are rounded to 16 bits: in 16 bits, so that the error of its kernel counts,
+such as the rounding of each addition of an index_add. Products add in float32 on every device, and some ops have no
+16-bit kernel here. Those run in float32, and their results are rounded. The error is kept until the backward pass,
+where the gradient of the result shows how much the error matters.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ...casting import cast_tree
-from ..ops import random_numbers_kept
-from ..records import LowOpRecord
-from ..tensors import tensors_in
+from ..casting import cast_tree
+from ..config import op_lists
+from ..native import as_written
+from .ops import random_numbers_kept
+from .records import LowOpRecord
+from .tensors import tensors_in
 
 Function = Callable[..., Any]
 
@@ -36,6 +40,13 @@ class _Sums:
     effect: float = 0.0
 
 
+class LowResults(NamedTuple):
+    """The results of a function from rounded inputs, and the largest share of an input that overflows."""
+
+    overflow_in: float
+    tensors: list[Tensor]
+
+
 class Shadow:
     """Collects the errors of calls, for each module and op.
 
@@ -45,7 +56,7 @@ class Shadow:
     """
 
     def __init__(self, low: torch.dtype, get_scale: Callable[[], float]) -> None:
-        self._low = low
+        self.low = low
         self._get_scale = get_scale
         self._sums: dict[tuple[str, str], _Sums] = {}
         self._handles: list[RemovableHandle] = []
@@ -62,33 +73,56 @@ class Shadow:
 
     def run(self, module: str, op: str, function: Function, args: Any, kwargs: Any, *, is_listed: bool) -> Any:
         """Call a function, measure its errors in 16 bits, and return the result of the call."""
-        if _cannot_run_again(op, [*args, *kwargs.values()]):
-            return function(*args, **kwargs)
-        given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
-        with torch.no_grad():
-            # Before the call, which may write its arguments in place.
-            rounded = {id(tensor): self._round(tensor) for tensor in given}
-            shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
-        shadow: list[Tensor] = []
-        # Dropout draws the same numbers in the shadow as in the call. A function may refuse to run twice.
-        with random_numbers_kept(given), torch.no_grad(), contextlib.suppress(Exception):
-            low_args, low_kwargs = cast_tree([args, kwargs], lambda tensor: rounded.get(id(tensor), tensor))
-            shadow = list(tensors_in([function(*low_args, **low_kwargs)]))
+        low = self.run_low(op, function, args, kwargs)
         result = function(*args, **kwargs)
-        if not any(map(_is_plain, tensors_in([result]))):
-            return result
-        sums = self._sums.setdefault((module, op), _Sums(is_listed))
-        if not shadow:
-            return result
-        with torch.no_grad(), contextlib.suppress(Exception):
-            sums.overflow_in = max((sums.overflow_in, *shares))
-            for tensor, low in zip(tensors_in([result]), shadow, strict=True):
-                if _is_plain(tensor) and tensor.shape == low.shape and tensor.numel():
-                    self._compare(sums, tensor, self._round(low))
+        self.compare(module, op, low, result, is_listed=is_listed)
         return result
 
+    def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
+        """Return the results from rounded inputs, before the call, which may write its arguments in place.
+
+        Returns None for a function whose second call would differ.
+        """
+        if _cannot_run_again(op, [*args, *kwargs.values()]):
+            return None
+        given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if _is_plain(tensor)]
+        with torch.no_grad():
+            rounded = {id(tensor): self._round(tensor) for tensor in given}
+            shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
+        return LowResults(max(shares, default=0.0), self._run_low(function, args, kwargs, given, rounded))
+
+    def compare(self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool) -> None:
+        """Add the errors of a call, by its result and the result from rounded inputs."""
+        if low is None or not any(map(_is_plain, tensors_in([result]))):
+            return
+        sums = self._sums.setdefault((module, op), _Sums(is_listed))
+        if not low.tensors:
+            return
+        with torch.no_grad(), contextlib.suppress(Exception):
+            sums.overflow_in = max(sums.overflow_in, low.overflow_in)
+            for tensor, from_rounded in zip(tensors_in([result]), low.tensors, strict=True):
+                is_alike = tensor.shape == from_rounded.shape and from_rounded.is_floating_point()
+                if _is_plain(tensor) and is_alike and tensor.numel():
+                    self._compare(sums, tensor, self._round(from_rounded))
+
+    def _run_low(
+        self, function: Function, args: Any, kwargs: Any, given: Sequence[Tensor], rounded: dict[int, Tensor]
+    ) -> list[Tensor]:
+        """Return the results from rounded inputs; none if the function cannot run so."""
+        attempts = [rounded]
+        if not op_lists.is_product(getattr(function, "__name__", "")):
+            low = {key: tensor.to(self.low) for key, tensor in rounded.items()}
+            attempts.insert(0, low)
+        for inputs in attempts:
+            copies = {key: tensor.clone() for key, tensor in inputs.items()}  # the function may write them
+            # Dropout draws the same numbers in the shadow as in the call. A function may refuse to run twice.
+            with random_numbers_kept(given), torch.no_grad(), as_written(), contextlib.suppress(Exception):
+                low_args, low_kwargs = cast_tree([args, kwargs], functools.partial(_pick, by_id=copies))
+                return list(tensors_in([function(*low_args, **low_kwargs)]))
+        return []
+
     def _round(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._low).float()
+        return tensor.detach().to(self.low).float()
 
     def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor) -> None:
         exact = tensor.detach()
@@ -112,6 +146,10 @@ class Shadow:
                     sums.gradient_error = max(sums.gradient_error, _relative(error, full))
 
         self._handles.append(tensor.register_hook(measure_effect))
+
+
+def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:
+    return by_id.get(id(tensor), tensor)
 
 
 def _cannot_run_again(op: str, values: Sequence[Any]) -> bool:
