@@ -222,7 +222,9 @@ class OpErrorRecord:
         run: the run in which it ran in 16 bits; "" in the recording of a run.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
-        error: the largest relative error (L2) of a result; 0 in the recording of a run in 16 bits.
+        error: the largest relative error (L2) of a result, or of the gradient of an input; 0 in the recording of a run
+            in 16 bits.
+        is_backward: whether it is the error of a gradient.
         is_random: whether it draws other numbers in 16 bits than in float32.
     """
 
@@ -234,6 +236,7 @@ class OpErrorRecord:
     op: str
     site: str
     error: float = 0.0
+    is_backward: bool = False
     is_random: bool = False
 
 
@@ -336,6 +339,7 @@ class LowOpRecord:
         error: largest relative error (L2) of a result.
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
+        backward_error: largest relative error (L2) of the gradient of an input, by the op's backward pass in 16 bits.
         effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
     """
 
@@ -350,6 +354,7 @@ class LowOpRecord:
     gradient_error: float
     gradient: float
     effect: float
+    backward_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

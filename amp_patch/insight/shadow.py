@@ -38,13 +38,54 @@ class _Sums:
     gradient_error: float = 0.0
     gradient: float = 0.0
     effect: float = 0.0
+    backward_error: float = 0.0
 
 
 class LowResults(NamedTuple):
-    """The results of a function from rounded inputs, and the largest share of an input that overflows."""
+    """The results of a function from rounded inputs, and the largest share of an input that overflows.
+
+    `call` makes the call again, to measure its backward pass; None for products, whose backward passes are products.
+    """
 
     overflow_in: float
     tensors: list[Tensor]
+    call: "_LowCall | None" = None
+
+
+class _LowCall:
+    """A call from inputs in 16 bits. It holds them until the backward pass."""
+
+    def __init__(self, function: Function, args: Any, kwargs: Any, low: dict[int, Tensor]) -> None:
+        self._function = function
+        self._args, self._kwargs = cast_tree([args, kwargs], functools.partial(_pick, by_id=low))
+        self._inputs = list(low.values())
+
+    def find_backward_error(self, gradient: Tensor) -> float:
+        """Return the largest relative error (L2) of the gradient of an input if the backward pass runs in 16 bits."""
+        low = self._inputs[0].dtype
+        rounded = gradient.detach().to(low)
+        exact_gradients = self._find_gradients(rounded.float(), torch.float32)
+        gradients = self._find_gradients(rounded, low)
+        errors = [
+            _relative(low_one.float() - exact, exact)
+            for exact, low_one in zip(exact_gradients, gradients, strict=True)
+            if exact is not None and low_one is not None and low_one.isfinite().all()
+        ]
+        return max(errors, default=0.0)
+
+    def _find_gradients(self, gradient: Tensor, dtype: torch.dtype) -> Sequence[Tensor | None]:
+        leaves: list[Tensor] = []
+
+        def make_leaf(tensor: Tensor) -> Tensor:
+            if all(tensor is not given for given in self._inputs):
+                return tensor
+            leaves.append(tensor.to(dtype).requires_grad_())
+            return leaves[-1].clone()  # the function may write it
+
+        with random_numbers_kept(self._inputs), torch.enable_grad(), as_written():
+            args, kwargs = cast_tree([self._args, self._kwargs], make_leaf)
+            result = next(tensors_in([self._function(*args, **kwargs)]))
+            return torch.autograd.grad(result, leaves, gradient.to(result.dtype), allow_unused=True)
 
 
 class Shadow:
@@ -89,7 +130,11 @@ class Shadow:
         with torch.no_grad():
             rounded = {id(tensor): self._round(tensor) for tensor in given}
             shares = [_share(_overflows(tensor, rounded[id(tensor)])) for tensor in given]
-        return LowResults(max(shares, default=0.0), self._run_low(function, args, kwargs, given, rounded))
+        results, call = self._run_low(function, args, kwargs, given, rounded), None
+        if given and torch.is_grad_enabled() and not _is_product(function):
+            low = {key: tensor.to(self.low) for key, tensor in rounded.items()}
+            call = _LowCall(function, args, kwargs, low)
+        return LowResults(max(shares, default=0.0), results, call)
 
     def compare(self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool) -> None:
         """Add the errors of a call, by its result and the result from rounded inputs."""
@@ -103,14 +148,14 @@ class Shadow:
             for tensor, from_rounded in zip(tensors_in([result]), low.tensors, strict=True):
                 is_alike = tensor.shape == from_rounded.shape and from_rounded.is_floating_point()
                 if _is_plain(tensor) and is_alike and tensor.numel():
-                    self._compare(sums, tensor, self._round(from_rounded))
+                    self._compare(sums, tensor, self._round(from_rounded), low.call)
 
     def _run_low(
         self, function: Function, args: Any, kwargs: Any, given: Sequence[Tensor], rounded: dict[int, Tensor]
     ) -> list[Tensor]:
         """Return the results from rounded inputs; none if the function cannot run so."""
         attempts = [rounded]
-        if not op_lists.is_product(getattr(function, "__name__", "")):
+        if not _is_product(function):
             low = {key: tensor.to(self.low) for key, tensor in rounded.items()}
             attempts.insert(0, low)
         for inputs in attempts:
@@ -124,7 +169,7 @@ class Shadow:
     def _round(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.low).float()
 
-    def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor) -> None:
+    def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor, call: _LowCall | None) -> None:
         exact = tensor.detach()
         sums.overflow = max(sums.overflow, _share(_overflows(exact, low)))
         delta = torch.where(exact.isfinite() & low.isfinite(), low - exact, 0.0)
@@ -144,8 +189,15 @@ class Shadow:
                     rounded = self._round(full)
                     error = torch.where(rounded.isfinite(), rounded - full, 0.0)
                     sums.gradient_error = max(sums.gradient_error, _relative(error, full))
+            if call is not None:
+                with contextlib.suppress(Exception):  # the function has no backward pass in 16 bits
+                    sums.backward_error = max(sums.backward_error, call.find_backward_error(gradient))
 
         self._handles.append(tensor.register_hook(measure_effect))
+
+
+def _is_product(function: Function) -> bool:
+    return op_lists.is_product(getattr(function, "__name__", ""))
 
 
 def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:

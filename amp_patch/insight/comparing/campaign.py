@@ -154,7 +154,7 @@ class Campaign:
         self._header: RunRecord | None = None
         self._measured: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
-        self._op_errors: dict[tuple[str, str, str], float] = {}  # by dtype, module and op
+        self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # by dtype, module and op
         self._done = 0
         self._left_out = ""
         self._reference = plan.reference
@@ -313,7 +313,7 @@ class Campaign:
         samples = {record.module: record for record in recording.of(SampleRecord)}
         ops = recording.of(OpErrorRecord)
         if name == self._reference:
-            self._op_errors = {(op.low, op.module, op.op): op.error for op in ops}
+            self._op_errors = {(op.low, op.module, op.op): op for op in ops}
             self._samples = samples
         elif self._has_equal_weights(samples):
             if not any(op.is_random for op in ops):  # other random numbers, other gradients
@@ -322,7 +322,7 @@ class Campaign:
             for op in ops:
                 key = op.low, op.module, op.op
                 if key in self._op_errors:
-                    self._measured.append(replace(op, run=name, error=self._op_errors[key]))
+                    self._measured.append(replace(self._op_errors[key], run=name, site=op.site))
             for module, sample in self._samples.items():
                 if module and module in samples:
                     self._measured.append(_compare(name, sample, samples[module]))

@@ -86,8 +86,10 @@ class OpErrors(LowOps):
         for shadow in self._shadows:
             low = short(shadow.low)
             for seen in shadow.records():
-                error = math.inf if seen.overflow else seen.error
-                yield OpErrorRecord("", low, seen.module, seen.op, self._sites.get((seen.module, seen.op), ""), error)
+                error, site = math.inf if seen.overflow else seen.error, self._sites.get((seen.module, seen.op), "")
+                is_backward = seen.backward_error > error
+                error = max(error, seen.backward_error)
+                yield OpErrorRecord("", low, seen.module, seen.op, site, error, is_backward)
 
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None

@@ -69,6 +69,8 @@ def _cells(row: Row) -> dict[str, Shown]:
     worst = Shown("-")
     if row.worst is not None:
         op = f"{row.worst.module}: {row.worst.op}" if row.worst.module else row.worst.op
+        if row.worst.is_backward:
+            op += " (backward)"
         worst = Shown(f"{op} {_show(row.worst.error, '.1e')}", row.worst.error)
     kept = Shown(_show(row.run.kept, ".0%"), row.run.kept)
     if row.run.kept_worst:
