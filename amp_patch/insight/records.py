@@ -147,8 +147,8 @@ class ComparedRecord:
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step whose layers are compared; None if they are not.
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
-        gradient_error: the relative error (L2) of the gradients of all weights in this step; None if not compared.
-        gradient_worst: the layer that adds most to it.
+        gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
+        gradient_worst: the layer.
         kept: the share of the changes of 16-bit tensors that were stored; None if not measured.
         kept_worst: the tensor that keeps least.
         failed: why the run ended early; "" if it did not.

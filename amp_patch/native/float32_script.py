@@ -50,6 +50,9 @@ which then calls Tensor.to.
 """
 
 
+_COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
+"""Functions whose result has the dtype that the script asked for in their argument."""
+
 _RANDOM = frozenset(
     {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
     | {"exponential_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
@@ -307,6 +310,8 @@ class Float32Script(events.Watcher):
         args = [self._widen_argument(value) for value in args]
         kwargs = {key: self._widen_argument(value) for key, value in kwargs.items()}
         result = function(*args, **kwargs)
+        if name in _COPIES and wanted is None and self.given:
+            self._note_copy(next(_tensors_in([*args, *kwargs.values()]), None), result)
         if wanted is None and self._default is not None and next(_tensors_in([*args, *kwargs.values()]), None) is None:
             wanted = self._default
         if isinstance(result, Tensor) and (wanted in LOW_DTYPES or result.dtype in LOW_DTYPES):
@@ -321,6 +326,10 @@ class Float32Script(events.Watcher):
             return function(*args, **kwargs)
         self._acts += 1
         return self.widen(function(*args, **kwargs))
+
+    def _note_copy(self, source: Tensor | None, result: Any) -> None:
+        if source is not None and isinstance(result, Tensor) and self.given.find(source) in LOW_DTYPES:
+            self.given.add(result, self.given.find(source))
 
     def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers in the dtype that the script asked for: others would be drawn in float32."""

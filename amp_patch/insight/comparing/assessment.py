@@ -26,7 +26,7 @@ rounding of the loss, and hides what was learned.
 """
 
 OFF = 0.3
-"""A run is worse if its first gradients, all together, are off by more than this part."""
+"""A run is worse if the gradients of a layer are off by more than this part in the first step."""
 
 LOST = 0.5
 """A run is worse if it keeps a smaller share of the changes of 16-bit tensors."""
@@ -139,10 +139,7 @@ class Assessment:
             return f"worse than {reference} ({1 - run.kept:.0%} of the weight updates are lost)"
         error = run.gradient_error
         if error is not None and OFF < error < math.inf:  # inf: the one step that was looked at is skipped
-            return (
-                f"worse than {reference} (gradients are off by {error:.2g} in the first step, most in"
-                f" {run.gradient_worst})"
-            )
+            return f"worse than {reference} (gradients of {run.gradient_worst} are off by {error:.2g} in the first step)"
         return self._judge_gain()
 
     def _judge_gain(self) -> str:

@@ -45,6 +45,10 @@ CLOSE = 0.02
 """Rounding to 16 bits changes weights by less than this part."""
 
 
+SHARE = 0.01
+"""Gradients of a layer count if their norm is at least this part of the norm of all gradients."""
+
+
 class Plan(NamedTuple):
     """The runs to compare.
 
@@ -375,17 +379,25 @@ def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecor
 def find_gradient_error(
     reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
 ) -> tuple[float | None, str]:
-    """Return the relative error of the gradients of all layers together, and the layer with the largest error."""
-    exact: list[float] = []
-    values: list[float] = []
-    errors: dict[str, float] = {}
-    for module, sample in reference.items():
-        own = samples.get(module)
-        if own is not None and sample.gradient and len(sample.gradient) == len(own.gradient):
-            exact += sample.gradient
-            values += own.gradient
-            errors[module] = math.dist(sample.gradient, own.gradient)
-    return find_error(exact, values), max(errors, key=lambda module: errors[module], default="")
+    """Return the largest relative error of a layer's gradients, and the layer.
+
+    Layers whose gradients are small beside those of all layers do not count.
+    """
+    alike = {
+        module: sample.gradient
+        for module, sample in reference.items()
+        if sample.gradient and module in samples and len(sample.gradient) == len(samples[module].gradient)
+    }
+    whole = math.hypot(*(value for gradient in alike.values() for value in gradient))
+    errors = {
+        module: find_error(gradient, samples[module].gradient) or 0.0
+        for module, gradient in alike.items()
+        if math.hypot(*gradient) >= SHARE * whole
+    }
+    if not errors:
+        return None, ""
+    worst = max(errors, key=lambda module: errors[module])
+    return errors[worst], worst
 
 
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:
