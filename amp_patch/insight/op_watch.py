@@ -78,8 +78,12 @@ class OpWatch:
         return self._running.modules_here()
 
     def module_name(self) -> str:
-        """Return the name of the innermost module that is running in this thread; "" outside of all modules."""
-        return self._running.here()
+        """Return the name of the innermost module that is running in this thread; "" outside of all modules.
+
+        A model by itself has the name of its class, in brackets.
+        """
+        module = self._running.module_here()
+        return self._running.here() or ("" if module is None else f"({type(module).__name__})")
 
     def _cover(self, owner: Any, name: str, replacement: Function) -> Function | None:
         spelling = self._rules.find_spelling(owner, name, replacement)

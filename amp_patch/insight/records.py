@@ -222,9 +222,9 @@ class OpErrorRecord:
         run: the run in which it ran in 16 bits; "" in the recording of a run.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
-        error: the largest relative error (L2) of a result, or of the gradient of an input; 0 in the recording of a run
-            in 16 bits.
-        is_backward: whether it is the error of a gradient.
+        error: the largest relative error (L2) of a result, or of the gradients of the inputs; 0 in the recording of a
+            run in 16 bits.
+        is_backward: whether it is the error of gradients.
         is_random: whether it draws other numbers in 16 bits than in float32.
     """
 
@@ -339,7 +339,8 @@ class LowOpRecord:
         error: largest relative error (L2) of a result.
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
-        backward_error: largest relative error (L2) of the gradient of an input, by the op's backward pass in 16 bits.
+        backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
+            in 16 bits; 0 for products.
         effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
     """
 

@@ -139,7 +139,9 @@ class Assessment:
             return f"worse than {reference} ({1 - run.kept:.0%} of the weight updates are lost)"
         error = run.gradient_error
         if error is not None and OFF < error < math.inf:  # inf: the one step that was looked at is skipped
-            return f"worse than {reference} (gradients of {run.gradient_worst} are off by {error:.2g} in the first step)"
+            return (
+                f"worse than {reference} (gradients of {run.gradient_worst} are off by {error:.2g} in the first step)"
+            )
         return self._judge_gain()
 
     def _judge_gain(self) -> str:
