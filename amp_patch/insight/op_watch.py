@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from ..casting import compiling
 from ..config import OpRule
 from ..interrupts import UndoStack
+from ..native import calls_under_way
 from ..patching import references
 from ..session import Session
 from ..torch_dispatch import get_current_node
@@ -65,6 +66,8 @@ class OpWatch:
         self._undo.callback(self._running.close)
         self._session.patcher.cover(self._cover)
         self._running.open()
+        for module, _ in calls_under_way():  # a session may be opened by the first call of a model
+            self._running.enter(module)
         if self._everywhere:
             self._mode.enter()
 
@@ -150,6 +153,10 @@ class _Modules(ModuleStack):
         self._stays = stays
         self._mode = mode
         self._thread = threading.get_ident()
+
+    def enter(self, module: nn.Module) -> None:
+        """Note a module whose call began before."""
+        self._enter(module, ())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         super()._enter(module, args)
