@@ -50,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
     from ..insight import Recording, format_recording
     from ..insight.runs import Run
-    from ..insight.short_dtypes import spell_out
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
@@ -88,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     if recording.run.script_low:
-        low = spell_out(recording.run.script_low)
+        low = recording.run.script_low
         print(
-            f"\nthe script itself makes its weights {low}, without amp: ops run in {low} where their inputs are, and no"
+            f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and no"
             " list acts on them; `amp-patch compare` shows what this loses"
         )
     elif recording.run.is_native and not recording.run.low:

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .. import events
-from ..casting import compiling
+from ..casting import cast_tree, compiling
 from ..dtypes import LOW_DTYPES, is_opaque
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..step_counter import StepCounter
 from ..torch_private import REBUILD_TENSOR, leave_function_mode
+from .asked_dtypes import AskedDtypes
 
 STEPS = 3
 """The mode is left after so many steps. The first contains what the script does before its loop, so only the others
@@ -82,7 +82,7 @@ def find_float32_script() -> "Float32Script | None":
 def find_asked_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype that the script asked for: 16 bits, although the tensor may be float32 in a reference run."""
     script = _in_force.script
-    return tensor.dtype if script is None else script.given.find(tensor)
+    return tensor.dtype if script is None else script.asked.find(tensor)
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
@@ -98,14 +98,14 @@ class Float32Script(events.Watcher):
     torch.compile runs uncompiled as long as the mode is on, and to the end if the script asks for 16 bits.
 
     Attributes:
-        given: which tensors are float32 although the script asked for 16 bits.
+        asked: which tensors are float32 although the script asked for 16 bits.
         has_acted: whether the script asked for 16 bits at all.
         not_widened: descriptions of what has to stay in 16 bits.
         is_timed: whether the script takes as long as in float32 by itself, once the first steps are over.
     """
 
     def __init__(self) -> None:
-        self.given = _Given()
+        self.asked = AskedDtypes()
         self.has_acted = False
         self.not_widened: dict[str, None] = {}
         self.is_timed = True
@@ -117,6 +117,7 @@ class Float32Script(events.Watcher):
         self._acts = 0  # of the mode since the last step
         self._steps, self._acts_in_steps = 0, 0
         self._counter = StepCounter()
+        self._float: Callable[..., Any] = Tensor.float
         self._widened: list[tuple[Tensor, torch.dtype]] = []
         self._undo = UndoStack()
         self._undo_mode = UndoStack()
@@ -191,9 +192,7 @@ class Float32Script(events.Watcher):
         """Return the replacement of a method that casts."""
         name = original.__name__
         by_name = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}.get(name)
-        to_float32: Callable[..., Any] = original
-        if by_name in LOW_DTYPES:
-            to_float32 = vars(torch._C.TensorBase)["float"]
+        to_float32 = self._float if by_name in LOW_DTYPES else original
 
         @functools.wraps(original)
         def cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +202,7 @@ class Float32Script(events.Watcher):
             if wanted not in LOW_DTYPES:
                 result = original(tensor, *args, **kwargs)
                 # the script expects a copy of a tensor that it believes to be of 16 bits
-                if result is tensor and self.given and self.given.find(tensor) is not wanted:
+                if result is tensor and self.asked and self.asked.find(tensor) is not wanted:
                     return tensor.clone()
                 return result
             if is_opaque(tensor):
@@ -220,7 +219,7 @@ class Float32Script(events.Watcher):
             if isinstance(value, torch.dtype):
                 return value
             if isinstance(value, Tensor):
-                return self.given.find(value)
+                return self.asked.find(value)
             dtype = _find_named(value)
             if dtype is not None:
                 return dtype
@@ -229,9 +228,9 @@ class Float32Script(events.Watcher):
     def _give(self, source: Tensor, result: Tensor, wanted: torch.dtype) -> Tensor:
         """Note that a result stands for a tensor of 16 bits. It is a copy where the script would have got one."""
         self.has_acted = True
-        if result is source and self.given.find(source) is not wanted:
+        if result is source and self.asked.find(source) is not wanted:
             result = source.clone()
-        self.given.add(result, wanted)
+        self.asked.add(result, wanted)
         return result
 
     def _keep_default(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,7 +309,7 @@ class Float32Script(events.Watcher):
         args = [self._widen_argument(value) for value in args]
         kwargs = {key: self._widen_argument(value) for key, value in kwargs.items()}
         result = function(*args, **kwargs)
-        if name in _COPIES and wanted is None and self.given:
+        if name in _COPIES and wanted is None and self.asked:
             self._note_copy(next(_tensors_in([*args, *kwargs.values()]), None), result)
         if wanted is None and self._default is not None and next(_tensors_in([*args, *kwargs.values()]), None) is None:
             wanted = self._default
@@ -321,27 +320,27 @@ class Float32Script(events.Watcher):
 
     def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: torch.dtype) -> Any:
         if wanted not in LOW_DTYPES:
-            if self.given.find(args[0]) in LOW_DTYPES:
+            if self.asked.find(args[0]) in LOW_DTYPES:
                 self.not_widened["the bits of a 16-bit tensor, which Tensor.view shows as whole numbers"] = None
             return function(*args, **kwargs)
         self._acts += 1
         return self.widen(function(*args, **kwargs))
 
     def _note_copy(self, source: Tensor | None, result: Any) -> None:
-        if source is not None and isinstance(result, Tensor) and self.given.find(source) in LOW_DTYPES:
-            self.given.add(result, self.given.find(source))
+        if source is not None and isinstance(result, Tensor) and self.asked.find(source) in LOW_DTYPES:
+            self.asked.add(result, self.asked.find(source))
 
     def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers in the dtype that the script asked for: others would be drawn in float32."""
         target = next(_tensors_in([*args, *kwargs.values()]), None)
-        asked = None if target is None else self.given.find(target)
+        dtype = None if target is None else self.asked.find(target)
         if target is None and self._default is not None and "dtype" not in kwargs:
             kwargs = {**kwargs, "dtype": self._default}
-        if target is None or asked is target.dtype:
+        if target is None or dtype is target.dtype:
             result = function(*args, **kwargs)
         else:
             with self.pause(), torch.no_grad():
-                low = target.to(asked)
+                low = target.to(dtype)
             args, kwargs = _put(target, low, args), dict(zip(kwargs, _put(target, low, kwargs.values()), strict=True))
             result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES:
@@ -358,7 +357,7 @@ class Float32Script(events.Watcher):
             return self.widen(result)
         if result.dtype is torch.float32 and wanted is not None:
             self.has_acted = True
-            self.given.add(result, wanted)
+            self.asked.add(result, wanted)
         return result
 
     def _widen_argument(self, value: Any) -> Any:
@@ -371,8 +370,7 @@ class Float32Script(events.Watcher):
                 return value
             return self.widen(value)
         if isinstance(value, (list, tuple)) and any(tensor.dtype in LOW_DTYPES for tensor in _tensors_in(value)):
-            widened = [self._widen_argument(each) for each in value]
-            return type(value)(*widened) if hasattr(value, "_fields") else type(value)(widened)
+            return cast_tree(value, self._widen_argument)
         return value
 
     def _widen_written(self, values: Sequence[Any]) -> None:
@@ -392,7 +390,7 @@ class Float32Script(events.Watcher):
         with self.pause():
             self.has_acted = True
             result = tensor.float()
-            self.given.add(result, tensor.dtype)
+            self.asked.add(result, tensor.dtype)
             return result
 
     def widen_in_place(self, tensor: Tensor) -> None:
@@ -408,42 +406,11 @@ class Float32Script(events.Watcher):
             tensor.data = tensor.data.float()
             if gradient is not None:
                 tensor.grad = gradient.float()
-            self.given.add(tensor, dtype)
+            self.asked.add(tensor, dtype)
 
     def note_not_widened(self, tensor: Tensor) -> None:
         """Note a tensor that hides its values, such as a quantized weight."""
         self.not_widened[f"tensors of class {type(tensor).__name__}"] = None
-
-
-class _Given:
-    """The storages that hold float32 although the script asked for 16 bits, each with the dtype it asked for."""
-
-    def __init__(self) -> None:
-        self._asked: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        self._most = 1024
-
-    def __bool__(self) -> bool:
-        return bool(self._asked)
-
-    def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Note a tensor. Views of it, and parameters made from it, share its storage."""
-        with contextlib.suppress(RuntimeError):  # NotImplementedError, too: no storage, as in torch.func
-            reference = StorageWeakRef(tensor.untyped_storage())
-            self._asked[reference.cdata] = reference, dtype
-        if len(self._asked) > self._most:
-            self._asked = {key: value for key, value in self._asked.items() if not value[0].expired()}
-            self._most = max(1024, 2 * len(self._asked))
-
-    def find(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype that the script asked for, or else the dtype of the tensor."""
-        if tensor.dtype is not torch.float32 or not self._asked:
-            return tensor.dtype
-        with contextlib.suppress(RuntimeError):
-            known = self._asked.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-            # the address of a storage that is gone may belong to another one
-            if known is not None and not known[0].expired():
-                return known[1]
-        return tensor.dtype
 
 
 class _Mode(TorchFunctionMode):

@@ -150,7 +150,7 @@ def test_a_16_bit_model_is_no_script_without_mixed_precision(call):
     source = source.replace(step, "") + "for _ in range(2):\n    model(torch.ones(2, 4).bfloat16()).sum().backward()\n"
     code, out, _ = call(source + "    optimizer.step()\n")
     assert code == 0 and "as-is, bf16 weights on cpu" in out and "without mixed precision" not in out
-    assert "the script itself makes its weights bfloat16" in out
+    assert "the weights are bf16 by the script itself" in out
 
 
 LATE = """

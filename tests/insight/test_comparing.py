@@ -3,6 +3,7 @@ ones.
 
 Guards: insight/comparing/assessment, insight/comparing/campaign, insight/comparing/comparison.
 Guards: insight/comparing/exponents, insight/comparing/memory, insight/comparing/probes, insight/comparing/summary.
+Guards: insight/comparing/op_errors, insight/op_watch.
 Guards: insight/comparing/text, insight/runs, insight/record_checks, insight/notebook.
 """
 

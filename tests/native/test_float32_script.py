@@ -1,6 +1,6 @@
 """A script that asks for 16 bits runs in float32 as a reference, as if it had been written so, and torch is as before.
 
-Guards: native/float32_script, insight/comparing/campaign, insight/runs.
+Guards: native/float32_script, native/asked_dtypes, insight/comparing/campaign, insight/runs.
 """
 
 import copy
