@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     if recording.run.script_low:
         low = recording.run.script_low
         print(
-            f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and no"
-            " list acts on them; `amp-patch compare` shows what this loses"
+            f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and"
+            " lists do not act on them; `amp-patch compare` shows what this loses"
         )
     elif recording.run.is_native and not recording.run.low:
         print(
