@@ -496,7 +496,7 @@ def test_a_run_has_a_verdict(off, options, told):
         (1e-6, {"gained": 5e-6}, "not judged: O0 has learned nothing in these steps"),
         (5e-4, {"gained": 5e-4}, "worse than O0 (loss higher by 100% of what O0 gained)"),
         (
-            2e-5,
+            2e-4,
             {"gained": 5e-4, "first": 1e-4},
             "not judged: O0 has learned too little in these steps (its loss gained",
         ),
