@@ -200,8 +200,9 @@ class Campaign:
         reference = self._reference
         failed = self._train(reference, seed)
         if failed is not None and failed.was_widened:
-            self._not_float32 = str(failed).partition("\n")[0]
+            self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
             self._curves[reference].clear()
+            self._done -= 1
             if self._train(reference, seed) is not None:
                 self._not_float32 = ""  # the training fails anyway
         elif self._header is not None and is_in_float32(self._runs[reference]):

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...casting import cast_tree
+from ...casting import cast_tree, compiling
 from ...session import Session, current
 from ..naming import name_modules
 from ..recorder import describe_run
@@ -162,7 +162,7 @@ class _Calls:
         return self._number
 
     def _count(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled():
+        if compiling.is_dynamo_compiling() or not torch.is_grad_enabled():
             return
         if self._model is None:
             self._model = weakref.ref(module)
