@@ -30,12 +30,16 @@ class LowOps:
 
     def __init__(self) -> None:
         self._watch: OpWatch | None = None
+        self._session: Session | None = None
         self._seen: dict[tuple[str, str], OpErrorRecord] = {}
 
     def watch(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
         if self._watch is not None:
+            if self._session is session:
+                return
             self._watch.stop()
+        self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
         self._watch.start()
 

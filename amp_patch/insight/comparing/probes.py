@@ -73,7 +73,7 @@ class CurveProbe(Probe):
         if self._is_noise and self.run is None:
             _nudge(session, session.trained())
         self.run = describe_run(session)
-        self.stop()
+        self._pending.clear()
         self._calls.start()
         if session.device_type == "cpu":
             self._read_clock = time.process_time
@@ -147,14 +147,15 @@ class _Calls:
         self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
-        """Count from now on."""
-        self.stop()
-        self._handle = register_module_forward_pre_hook(self._count)
+        """Count from now on. Harmless twice: another hook would make torch.compile compile again."""
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._count)
 
     def stop(self) -> None:
         """Stop counting. Harmless twice."""
         if self._handle is not None:
             self._handle.remove()
+            self._handle = None
 
     def end_step(self) -> int:
         """Return the number so far. The next step may call another module first."""
