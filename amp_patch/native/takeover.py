@@ -167,8 +167,10 @@ class Takeover:
             session = find_session()
             if session is not None:
                 session.begin_region()
-            if not is_region_enabled(region) or has_own_amp():
+            if not is_region_enabled(region):
                 return original(region)
+            if has_own_amp():
+                return self._enter_beside_amp(original, region)
             # a checkpoint enters a region of its own in a backward pass
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
@@ -191,6 +193,16 @@ class Takeover:
                 enable_region(region, True)
 
         return enter
+
+    def _enter_beside_amp(self, original: Callable[..., Any], region: Any) -> Any:
+        """Enter a region of a script with its own amp. Only a run in float32 disables it."""
+        if not self._in_float32:
+            return original(region)
+        enable_region(region, False)
+        try:
+            return original(region)
+        finally:
+            enable_region(region, True)
 
     def _join_calls(self, session: NativeSession) -> None:
         """Apply module rules to the calls under way: the first region may begin inside of a `forward`."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch_state import find_changes
 
+import amp_patch as amp
 from amp_patch import insight
 from amp_patch.native.float32_script import Float32Script, as_written, find_asked_dtype
 
@@ -214,6 +215,22 @@ def test_a_reference_that_must_keep_16_bits_is_called_script_with_the_reason():
     assert (
         "script: there is no O0, since the script cannot run in float32: AssertionError: this kernel" in found.table()
     )
+
+
+def test_a_region_beside_initialize_is_in_float32_too():
+    results = []
+
+    def train():
+        model = nn.Linear(2, 2)
+        model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O4", verbosity=0)
+        with torch.autocast("cpu", LOW):
+            results.append(F.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype)
+        with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    assert not insight.compare(train, ["O0"], steps=1).failed
+    assert set(results) == {torch.float32}
 
 
 def test_tune_compares_with_float32_where_the_script_casts_by_itself():
