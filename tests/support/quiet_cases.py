@@ -19,7 +19,20 @@ from training import take_step
 
 import amp_patch as amp
 
-__all__ = ["CASES", "Case", "Given", "Layer", "Run", "case", "copy_of", "draw", "healthy", "linear", "moved"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Given",
+    "Layer",
+    "Run",
+    "case",
+    "copy_of",
+    "draw",
+    "gradients_of",
+    "healthy",
+    "linear",
+    "moved",
+]
 
 LOST, COLLAPSED, CANCELLED = "lost update", "collapsed", "cancelled"
 ZERO, STALE = "zero gradients", "stale copy"
@@ -175,3 +188,9 @@ def moved(tensors):
     return lambda: torch.cat(
         [(now.detach().float() - then).flatten() for now, then in zip(tensors, start, strict=True)]
     )
+
+
+def gradients_of(model):
+    """A function that returns the gradients of a model, without those that it has not got, as a flat tensor."""
+    weights = list(model.parameters())
+    return lambda: torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import swa_utils
 
+import amp_patch as amp
+
 
 def mlp(inputs=16, width=32, outputs=4, seed=0):
     return nn.Sequential(linear(inputs, width, seed=seed), nn.GELU(), linear(width, outputs, seed=seed + 1))
@@ -87,7 +89,7 @@ def policy_under_rmsprop(given):
     return given.start(model, optimizer, loss)
 
 
-@case("a matrix factorised by Adafactor in bfloat16, with a learning rate of 5e-4", LOST, "weight", rounding=0.15)
+@case("a network in bfloat16 under Adafactor with a learning rate of 5e-4", LOST, "weight", rounding=0.15)
 def network_under_adafactor(given):
     model = mlp(width=64)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=5e-4)
@@ -233,6 +235,19 @@ def end_of_a_schedule(given):
     return step, measure
 
 
+@case("a network at O3 with a learning rate of 1e-5: no masters", LOST, "weight", low=torch.float16)
+def network_at_o3(given):
+    model, x, y = mlp(), draw(64, 16), labels(64, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    weights = list(model.parameters())
+    if given.is_float32:
+        return lambda: given.descend(F.cross_entropy(model(x), y), optimizer), moved(weights)
+    amp.initialize(model, optimizer, opt_level="O2" if given.is_mended else "O3", loss_scale=128.0, verbosity=0)
+    if given.is_mended:
+        weights = list(amp.master_params(optimizer))
+    return lambda: given.take(F.cross_entropy(model(x).float(), y), optimizer), moved(weights)
+
+
 @case("the temperature of an actor-critic, a bfloat16 scalar under Adam", LOST)
 def entropy_temperature(given):
     actor, states = linear(8, 4), draw(64, 8)
@@ -343,6 +358,23 @@ def average_by_swa_utils(given):
     return step, moved(average.module)
 
 
+@case("an average of weights in bfloat16 by torch._foreach_lerp_", LOST, rounding=0.2)
+def average_of_all_at_once(given):
+    model, x, y = mlp(), draw(64, 16), labels(64, 4)
+    average = copy_of(model, given.kept)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step():
+        with given.autocast():
+            loss = F.cross_entropy(model(x), y)
+        given.descend(loss, optimizer)
+        weights = [p.detach().to(given.kept) for p in model.parameters()]
+        torch._foreach_lerp_(list(average.parameters()), weights, 0.001)  # HERE
+        return loss
+
+    return step, moved(average)
+
+
 # ---- statistics and counts -------------------------------------------------------------------------------------------
 
 
@@ -363,7 +395,7 @@ def running_statistics(given):
     return step, moved([net[1].running_var])
 
 
-@case("the observations' mean and variance in float16, moved by 1/n", LOST, "obs_mean", low=torch.float16, steps=4)
+@case("the observations' mean and variance in float16, moved by 1/n", LOST, "obs_", low=torch.float16, steps=4)
 def observation_statistics(given):
     policy = linear(6, 2)
     policy.register_buffer("obs_mean", torch.full((6,), 3.0, dtype=given.kept))
@@ -502,3 +534,59 @@ def learning_rate_tensor(given):
         return loss
 
     return step, lambda: lr.float() / start - 1
+
+
+@case("uses of a memory's rows in bfloat16: usage[rows] += 1", LOST, steps=4)
+def usage_of_a_memory(given):
+    memory, x = draw(32, 8), draw(8, 8)
+    model = linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    usage = torch.full((32,), 300.0, dtype=given.kept)  # from a checkpoint
+
+    def step():
+        similar = model(x) @ memory.T
+        rows = torch.arange(8) * 4
+        usage[rows] += 1  # HERE
+        weights = (similar - (usage / usage.sum()).float()).softmax(-1)
+        return given.descend((weights @ memory - x).square().mean(), optimizer)
+
+    return step, lambda: usage.float() - 300
+
+
+class Meter(nn.Module):
+    """A layer that counts what it has seen in a buffer."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = linear(8, 4)
+        self.register_buffer("frames_seen", torch.tensor(100_000.0, dtype=dtype))
+
+    def forward(self, x):
+        self.frames_seen = self.frames_seen + x.shape[0]
+        return self.layer(x)
+
+
+@case("frames counted by a buffer in bfloat16 that is bound anew", LOST, "frames_seen", steps=4)
+def frames_of_a_buffer(given):
+    model, x = nn.Sequential(Meter(given.kept), nn.Tanh(), linear(4, 1)), draw(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = model[0].frames_seen.float().clone()
+    return (
+        lambda: given.descend(model(x).square().mean(), optimizer),
+        lambda: model[0].frames_seen.float() - start,
+    )
+
+
+@case("the sum of rewards in bfloat16 by torch.add with out=", LOST, steps=4)
+def sum_of_rewards(given):
+    policy, states = linear(8, 4), draw(16, 8)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
+    returned = torch.full((16,), 500.0, dtype=given.kept)
+
+    def step():
+        logp = policy(states).log_softmax(-1)
+        reward = logp.detach().exp().amax(-1).to(given.kept)
+        torch.add(returned, reward, out=returned)  # HERE
+        return given.descend(-(logp.amax(-1) * reward).float().mean(), optimizer)
+
+    return step, lambda: returned.float() - 500
