@@ -41,6 +41,7 @@ class Overload(NamedTuple):
         moves_statistics: whether it writes running statistics, which it does not return.
         is_overwriting: whether it only writes its first argument, and does not read it.
         has_one_output: whether only the first of its outputs is for the caller.
+        is_pointwise: whether each element of its result depends on one element of each input.
     """
 
     packet: Any
@@ -52,6 +53,7 @@ class Overload(NamedTuple):
     is_overwriting: bool
     moves_statistics: bool
     has_one_output: bool
+    is_pointwise: bool
 
 
 @functools.cache
@@ -75,6 +77,7 @@ def find_overload(function: Any) -> Overload:
         is_overwriting=packet in OVERWRITES,
         moves_statistics=moves_statistics,
         has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
+        is_pointwise=torch.Tag.pointwise in function.tags,
     )
 
 
