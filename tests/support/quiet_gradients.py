@@ -2,8 +2,7 @@
 
 import torch
 from gpt import make_gpt
-from quiet_cases import STALE, ZERO, case, copy_of, draw, gradients_of, linear, moved
-from quiet_updates import labels, mlp
+from quiet_cases import STALE, ZERO, case, copy_of, draw, gradients_of, labels, linear, mlp, moved
 from torch import nn
 from torch.nn import functional as F
 

@@ -3,8 +3,7 @@
 import math
 
 import torch
-from quiet_cases import CANCELLED, COLLAPSED, Layer, case, draw, linear
-from quiet_updates import labels, mlp
+from quiet_cases import CANCELLED, COLLAPSED, Layer, Seen, case, draw, labels, linear, mlp, waves
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,27 +18,6 @@ def regress(given, model, compute_loss, lr=1e-3):
         return given.descend(loss, optimizer)
 
     return step
-
-
-def waves(positions, width, longest=10_000.0):
-    """Sines and cosines of positions, in float32: `[n]` to `[n, width]`."""
-    rates = longest ** (-torch.arange(width // 2, dtype=torch.float32) / (width // 2))
-    angles = positions.float()[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], -1)
-
-
-class Seen:
-    """Keeps the last tensor that it was given, for what a case measures."""
-
-    def __init__(self):
-        self.last = None
-
-    def keep(self, tensor):
-        self.last = tensor.detach().float()
-        return tensor
-
-    def read(self):
-        return self.last
 
 
 # ---- collapsed values ------------------------------------------------------------------------------------------------
