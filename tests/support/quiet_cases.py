@@ -19,7 +19,25 @@ from training import take_step
 
 import amp_patch as amp
 
-__all__ = ["CASES", "Case", "Given", "Layer", "Run", "case", "copy_of", "draw", "healthy", "linear", "moved"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Given",
+    "Layer",
+    "LoRA",
+    "Run",
+    "Seen",
+    "case",
+    "copy_of",
+    "draw",
+    "gradients_of",
+    "healthy",
+    "labels",
+    "linear",
+    "mlp",
+    "moved",
+    "waves",
+]
 
 LOST, COLLAPSED, CANCELLED = "lost update", "collapsed", "cancelled"
 ZERO, STALE = "zero gradients", "stale copy"
@@ -175,3 +193,53 @@ def moved(tensors):
     return lambda: torch.cat(
         [(now.detach().float() - then).flatten() for now, then in zip(tensors, start, strict=True)]
     )
+
+
+def gradients_of(model):
+    """A function that returns the gradients of a model, without those that it has not got, as a flat tensor."""
+    weights = list(model.parameters())
+    return lambda: torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
+
+
+def mlp(inputs=16, width=32, outputs=4, seed=0):
+    """A network of two linear layers."""
+    return nn.Sequential(linear(inputs, width, seed=seed), nn.GELU(), linear(width, outputs, seed=seed + 1))
+
+
+def labels(count, classes, seed=5):
+    """Classes drawn with a seed: int64 `[count]`."""
+    return torch.randint(classes, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def waves(positions, width, longest=10_000.0):
+    """Sines and cosines of positions, in float32: `[n]` to `[n, width]`."""
+    rates = longest ** (-torch.arange(width // 2, dtype=torch.float32) / (width // 2))
+    angles = positions.float()[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+class LoRA(nn.Module):
+    """A frozen float32 layer and two trained factors in another dtype."""
+
+    def __init__(self, base, rank, dtype):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Parameter(draw(rank, base.in_features, seed=7, factor=0.25).to(dtype))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=dtype))
+
+    def forward(self, x):
+        return self.base(x) + (x.to(self.lora_a.dtype) @ self.lora_a.T @ self.lora_b.T).to(x.dtype)
+
+
+class Seen:
+    """Keeps the last tensor that it was given, for what a case measures."""
+
+    def __init__(self):
+        self.last = None
+
+    def keep(self, tensor):
+        self.last = tensor.detach().float()
+        return tensor
+
+    def read(self):
+        return self.last

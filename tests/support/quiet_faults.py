@@ -8,8 +8,10 @@ import sys
 import warnings
 from typing import NamedTuple
 
+import quiet_counts
 import quiet_gradients
 import quiet_healthy
+import quiet_healthy_data
 import quiet_updates
 import quiet_values
 import torch
@@ -23,7 +25,7 @@ __all__ = ["CASES", "FAULTY", "HEALTHY", "check", "errors_of"]
 # Importing the modules has entered their cases.
 FAULTY = {name: entered for name, entered in CASES.items() if entered.cause is not None}
 HEALTHY = {name: entered for name, entered in CASES.items() if entered.cause is None}
-assert all((quiet_gradients, quiet_healthy, quiet_updates, quiet_values))
+assert all((quiet_counts, quiet_gradients, quiet_healthy, quiet_healthy_data, quiet_updates, quiet_values))
 
 
 class Errors(NamedTuple):
