@@ -35,7 +35,7 @@ class QuietRecord:
             gradients, the share that is not zero.
         descent: the stored change along the true one, <stored, true> / |true|^2: 1 is whole, 0 is nothing.
         error: the error of the result of `op`, relative to the result in float32 (root mean squares).
-        made_at: the line that made the values coarse, if it is not `site`.
+        used: the line at which the loss shows, if it is not `site`.
         rank: the rank of the process.
     """
 
@@ -56,5 +56,5 @@ class QuietRecord:
     kept: float | None = None
     descent: float | None = None
     error: float | None = None
-    made_at: str | None = absent("")
+    used: str | None = absent("")
     rank: int = 0

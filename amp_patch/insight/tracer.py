@@ -91,7 +91,14 @@ class Tracer(Recorder):
     def _records(self) -> list[Record]:
         """Return the faults so far, and last those that belong to the search for a loss scale."""
         steps = self._steps if self._keeps_steps else []
-        return [*self._faults, *self._finder.faults, *self._searches, *self._quiet.records(), *steps]
+        return [
+            *self._faults,
+            *self._finder.faults,
+            *self._searches,
+            *self._quiet.records(),
+            *self._finder.findings.records(),
+            *steps,
+        ]
 
     @property
     def faults(self) -> list[FaultRecord]:
@@ -168,7 +175,7 @@ class Tracer(Recorder):
             if is_skipped and not self._counts_skipped and self._last is not None:
                 self._last += 1
         super().step_ended(optimizer)
-        self._finder.step = self._count
+        self._finder.step = self._finder.findings.step = self._count
         if self._faults and self.is_recording:
             # No session that opens later is to be observed.
             self._last = 0
@@ -184,6 +191,7 @@ class Tracer(Recorder):
         seen.are_gradients_bad = bool(bad)
         seen.mended += map(finder.repair.holds, bad_gradients)
         seen.is_lost |= any(map(finder.repair.loses, bad_gradients))
+        finder.gradients.check_step(parameters, self._watched.names_of)
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
         seen.total += len(gradients)
         seen.reaching_gradients |= finder.storages.find_faults(gradients)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..casting import cast_tree
 from ..dtypes import PLAIN_CLASSES
 from ..torch_dispatch import clone
-from .ops import Op, compute_in_float32
+from .ops import Op, run_in_float32
 from .tensors import is_whole, storage_of, tensors_in
 
 
@@ -47,7 +47,12 @@ class Twins:
             del self._flat[id(tensor.untyped_storage())]
 
     def compute(self, op: Op) -> list[Tensor]:
-        """Return the results of an op in float32, with the twins of its inputs. See `compute_in_float32`."""
+        """Return the floating results of an op in float32, with the twins of its inputs; nothing if it cannot run."""
+        run = self.run(op)
+        return [] if run is None else run.floating_results()
+
+    def run(self, op: Op) -> Op | None:
+        """Return an op as it runs in float32, with the twins of its inputs. See `run_in_float32`."""
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)
@@ -58,7 +63,7 @@ class Twins:
             for given, earlier in zip(op.args, op.before, strict=True)
         ]
         kwargs = {name: cast_tree(value, take) for name, value in op.kwargs.items()}
-        return compute_in_float32(op._replace(before=args, kwargs=kwargs))
+        return run_in_float32(op._replace(before=args, kwargs=kwargs))
 
     def _has_twin(self, value: Any) -> bool:
         return any(self.find(tensor) is not None for tensor in tensors_in([value]))

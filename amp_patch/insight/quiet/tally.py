@@ -149,10 +149,10 @@ class Tally:
         tensors = self.tensors.setdefault(source.key, {})
         tensors.setdefault((name, 0 if name else number), _OfTensor()).add(step, change)
 
-    def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor) -> None:
+    def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor, name: str) -> None:
         """Count a weight decay that changes no element of a tensor."""
         source = Source(site, "mul_", optimizer, WEIGHT_DECAY)
-        self.add(step, source, Change(0.0, 1.0, tensor.numel(), 0), "", id(tensor.untyped_storage()), tensor.dtype)
+        self.add(step, source, Change(0.0, 1.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor.dtype)
 
     def records(self) -> list[QuietRecord]:
         """Return a record for each source that loses changes of at least one tensor."""
@@ -165,7 +165,7 @@ class Tally:
             if not lost:
                 continue
             together = sum(lost.values(), NOTHING)
-            worst, _ = min(lost, key=lambda name: lost[name].descent)
+            worst, _ = max(lost, key=lambda name: lost[name].changed - lost[name].kept)
             yield QuietRecord(
                 QuietCause.LOST_UPDATE,
                 step=min(tensors[name].first for name in lost),

@@ -86,6 +86,7 @@ class UpdateWatch:
         self._done: set[int] = set()  # ids of the storages that were followed in earlier steps
         self._is_full = False
         self._optimizer: Optimizer | None = None  # whose step runs
+        self._weights: set[int] = set()  # addresses of its storages
         self._tally = Tally()
         self.step = 0
 
@@ -104,6 +105,8 @@ class UpdateWatch:
         """Judge the gradients that were summed, and note that changes are the optimizer's from now on."""
         self._judge()
         self._optimizer = optimizer
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
         """Judge the changes since the last call."""
@@ -292,8 +295,10 @@ class UpdateWatch:
         if not isinstance(factor, float) or factor == 1:
             return
         for tensor in tensors_in([op.args[0]]):
-            if tensor.dtype in LOW_DTYPES and abs(factor - 1) < torch.finfo(tensor.dtype).eps / 4:
-                self._tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor)
+            is_weight = tensor.dtype in LOW_DTYPES and storage_of(tensor) in self._weights
+            if is_weight and abs(factor - 1) < torch.finfo(tensor.dtype).eps / 4:
+                name = self._name(tensor) or ""
+                self._tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
 
     def _restart(self, tensor: Tensor) -> None:
         """Take the values that a tensor has now as exact: random numbers cannot be drawn again."""
