@@ -23,7 +23,7 @@ from .scripts import ScriptRunner, Watched, add_script, describe_command, write_
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, Recording, remedies
+    from ..insight import FaultRecord, QuietRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
 FURTHER = 10
@@ -37,8 +37,8 @@ _ROUNDS = 5  # the most lists that are tried, each with more entries than the on
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
-        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit; 2 the script could"
-        " not be checked"
+        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
+        " quietly in 16 bits; 2 the script could not be checked"
     )
     parser.add_argument(
         "--steps",
@@ -90,6 +90,11 @@ class _TracedRun:
         return sorted(pairs, key=lambda pair: _order(pair[0]))
 
     @property
+    def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
+        """What 16 bits lose although every value is finite, each with its recording. Ranks lose the same."""
+        return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
+
+    @property
     def _searches(self) -> "list[FaultRecord]":
         """The faults of steps that were skipped while a dynamic loss scale came down. All ranks skip the same steps."""
         return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
@@ -112,6 +117,13 @@ class _TracedRun:
         if self._searches:
             print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
 
+    def print_quiet(self) -> None:
+        """Print what is lost quietly."""
+        from ..insight import format_quiet
+
+        for lost, recording in self.quiet:
+            print(f"\n{format_quiet(lost, recording.run)}", flush=True)
+
     def report_none(self) -> int:
         """Print that no fault was found, or why nothing could be checked. Return the exit code."""
         if self.are_all_skipped:
@@ -120,8 +132,9 @@ class _TracedRun:
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
             print(f"every value fits, in {count_of(fitting, 'step')}", flush=True)
+            self.print_quiet()
             if not self.is_interrupted:
-                return 0
+                return FAULT if self.quiet else 0
         if self.is_interrupted:
             raise KeyboardInterrupt
         print_error(self._prog, "failed", self._describe_end())
@@ -178,6 +191,7 @@ def _trace(arguments: argparse.Namespace) -> int:
         print(format_fault(fault, recording.run), flush=True)
         for line in describe_further([fault for fault, _ in faults]):
             print(line, flush=True)
+        traced.print_quiet()
     if arguments.json is not None and traced.watched.recordings:
         write_all(traced.watched.recordings, arguments.json)  # last, since it may fail
     if not faults:

@@ -285,7 +285,8 @@ def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
     gaps = values.diff()
     if not bool(values.isfinite().all()) or float(gaps.max()) > 1.01 * float(gaps.min()):
         return None
-    return stored.unique().numel() / values.numel()
+    distinct: int = stored.unique().numel()
+    return distinct / values.numel()
 
 
 def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
