@@ -92,7 +92,7 @@ class NativeSession(Session):
         if not self._steps_taken and not self._steps_skipped:  # by the end of the first step, all models were called
             self.bindings.tell_unused_rules()
         if self.bindings.regions is not None:
-            self.bindings.regions.look_again()
+            self.bindings.regions.mark_stale()
         if is_skipped:
             self._steps_skipped += 1
             self._skipped.add(id(optimizer))
@@ -104,7 +104,7 @@ class NativeSession(Session):
         """Prepare for a block of torch.autocast, enabled or not."""
         self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
-            self.bindings.regions.look_again()
+            self.bindings.regions.mark_stale()
 
     def note_region(self, low: torch.dtype) -> None:
         """Remember the dtype of an enabled block of torch.autocast."""

@@ -153,7 +153,7 @@ class Bindings:
             self._models.append(binding)
             binding.bind(float32_data)
             if self.regions is not None:
-                binding.keep_rules(self.regions)
+                binding.apply_rules(self.regions)
             self._watch(binding, model, self._connect_flags)
         if models and not self._meets_models:
             self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
@@ -203,12 +203,12 @@ class Bindings:
         """
         # a new list, because a caller may be going through the last one
         self.gradients.all_flags = [binding.flags for binding in self._optimizers]
-        of_models = {}
+        model_parameters = {}
         for bound in self._models:
             for parameter in bound.parameters():
                 if parameter.is_leaf:  # not a tensor that functional_call has put in its place, which holds a graph
-                    of_models[id(parameter)] = parameter
-        self.gradients.of_models = list(of_models.values())
+                    model_parameters[id(parameter)] = parameter
+        self.gradients.model_parameters = list(model_parameters.values())
         holders: dict[int, list[OverflowFlags]] = {}
         for binding in self.optimizers():
             binding.flags.partners = []

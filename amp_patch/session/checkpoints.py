@@ -46,7 +46,7 @@ def _present_parameters(original: Callable[..., Any], bindings: Bindings) -> Cal
             for binding in _bound(bindings, optimizers):
                 stack.enter_context(binding.paused())
                 init_optim_state(binding.optimizer)
-                stack.enter_context(binding.groups.presented())
+                stack.enter_context(binding.groups.without_masters())
             return original(model, optimizers, info)
 
     return get_optim_state_dict

@@ -93,7 +93,7 @@ class Installer:
         if self._scales or self._model_dtype is not None:
             self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
         if self._has_masters:
-            _add_step_hook(StepHook(self._bindings.masters.mark_updated, of_bound=False), undo)
+            _add_step_hook(StepHook(self._bindings.masters.mark_updated, marks_bound=False), undo)
         patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()

@@ -136,7 +136,7 @@ class Session:
         """
         if self._overflow_group is None and not self.scale_updates.groups:
             self._decide_together(group)
-            self.scale_updates.give_scales(group, 0)
+            self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
         """Undo everything. Harmless twice.
