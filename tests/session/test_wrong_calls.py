@@ -30,7 +30,7 @@ WITHOUT_SESSION = [
     (lambda: amp.initialize(["O1"]), T, "not str: pass the model"),
     (lambda: amp.initialize(OPTIMIZER, MODEL), T, "not SGD: models come first"),
     (lambda: amp.initialize(MODEL, MODEL), T, "not Linear: pass the optimizer of its parameters"),
-    (lambda: amp.initialize(MODEL, MODEL.parameters()), T, "not Parameter: make one of the parameters"),
+    (lambda: amp.initialize(MODEL, MODEL.parameters()), T, "not Parameter: make an optimizer of the parameters"),
     (lambda: amp.initialize(MODEL, torch.optim.SGD), T, "the class SGD"),
     (lambda: amp.initialize(MODEL, scheduler), T, "not StepLR: pass the optimizer of this StepLR"),
     (lambda: start(opt_level=1), P, "opt_level 1 .*Did you mean 'O1'"),
