@@ -76,6 +76,7 @@ def uninstall() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    # imports a part at its first use
     return _finder.get_part(name)
 
 

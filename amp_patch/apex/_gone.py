@@ -94,6 +94,7 @@ def describe(name: str) -> tuple[str, str] | None:
     Returns None for names that Apex never had, and for names that the stand-in has.
     """
     parts = {**_GONE, **COMPILED}
+    # the longest first, because parts are inside other parts
     for part in sorted(parts, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
             return part, parts[part]

@@ -29,7 +29,8 @@ from .replacement import WITHOUT_OVERRIDES, OpFunction, PrepareCall, PreparedCal
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
-_NAMED_RESULTS = frozenset({"out", "dtype", "out_dtype"})
+# keyword arguments that decide the dtype of the result
+_RESULT_OPTIONS = frozenset({"out", "dtype", "out_dtype"})
 _ATTENTION = "scaled_dot_product_attention"
 
 
@@ -57,8 +58,8 @@ class Float32Products:
         self.longest_attention = longest_attention
         self._replacements = Replacements()
         self._thread = threading.local()  # its `frame` is the frame of the product that this thread computes
-        self._cast = make_plain_cast(low, device_type)
-        self._widen = make_plain_cast(torch.float32, device_type)
+        self._to_low = make_plain_cast(low, device_type)
+        self._to_float32 = make_plain_cast(torch.float32, device_type)
         self._round_weight: TensorCast = self._round
         if cache is not None:
             self._round_weight = cache.make_cast(self._round)
@@ -80,18 +81,18 @@ class Float32Products:
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Return a tensor as float32, rounded to the low dtype. Return a tensor that cannot be cast as it is."""
-        rounded = self._cast(tensor)
+        rounded = self._to_low(tensor)
         if rounded.dtype is self.low:
-            return self._widen(rounded)
+            return self._to_float32(rounded)
         return rounded
 
-    def _narrow(self, result: Any) -> Any:
+    def _round_result(self, result: Any) -> Any:
         """Return a result with its float32 tensors cast to the low dtype."""
         if result.__class__ is Tensor:
             if result.dtype is torch.float32:
-                return self._cast(result)
+                return self._to_low(result)
             return result
-        return cast_nested(result, lambda tensor: self._cast(tensor) if tensor.dtype is torch.float32 else tensor)
+        return cast_nested(result, lambda tensor: self._to_low(tensor) if tensor.dtype is torch.float32 else tensor)
 
     # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
@@ -102,13 +103,15 @@ class Float32Products:
                 yield Patch(owner, name, self._run_unlisted)
 
     def _run_unlisted(self, original: OpFunction) -> OpFunction:
+        """Return the replacement of a product that no list names, the same one for every name of it."""
+
         def make() -> OpFunction:
             public = PublicOp(getattr(original, "__name__", ""), original)
-            return public.set_replacement(self.run_low(original, public))
+            return public.set_replacement(self.run_low_in_float32(original, public))
 
         return self._replacements.get("product", original, make)
 
-    def run_low(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
+    def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its operands have the low dtype.
 
         A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. A product
@@ -120,12 +123,12 @@ class Float32Products:
         low, device_type, min_operands = self.low, self.device_type, 2
         if op_lists.is_without_kernel(name):
             min_operands = 1
-        compute = self._compute(original, None)
+        compute = self._make_compute(original, None)
         if name.endswith("_") and not name.endswith("__"):  # as in Tensor.addmm_
-            compute = self._compute_in_place(original)
+            compute = self._make_compute_in_place(original)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            if kwargs and not _NAMED_RESULTS.isdisjoint(kwargs):
+            if kwargs and not _RESULT_OPTIONS.isdisjoint(kwargs):
                 return original, args, kwargs
             operands = 0
             for value in (*args, *kwargs.values()):
@@ -160,46 +163,47 @@ class Float32Products:
 
         return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _compute(self, original: OpFunction, cast: TensorCast | None) -> OpFunction:
+    def _make_compute(self, original: OpFunction, cast: TensorCast | None) -> OpFunction:
         """Return a function that applies `cast` to every tensor, converts low tensors to float32, calls `original`, and
         rounds the result.
 
         Products that `original` itself calls run unchanged. That may be `original` once more, because torch.export
         calls an op again by its public name.
         """
-        low, widen, thread = self.low, self._widen, self._thread
+        low, to_float32, thread = self.low, self._to_float32, self._thread
 
-        def operand(tensor: Tensor) -> Tensor:
+        def convert(tensor: Tensor) -> Tensor:
             if cast is not None:
                 tensor = cast(tensor)
             if tensor.dtype is low:
-                return widen(tensor)
+                return to_float32(tensor)
             return tensor
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
-                operands, kwargs = cast_arguments(args, kwargs, operand)
-                return self._narrow(original(*operands, **kwargs))
+                operands, kwargs = cast_arguments(args, kwargs, convert)
+                return self._round_result(original(*operands, **kwargs))
             outer = getattr(thread, "frame", None)
             if outer is not None and is_running(outer):  # not a frame that an interrupt has ended before its `finally`
                 return original(*args, **kwargs)
             thread.frame = sys._getframe()
             try:
-                operands, kwargs = cast_arguments(args, kwargs, operand)
-                return self._narrow(original(*operands, **kwargs))
+                operands, kwargs = cast_arguments(args, kwargs, convert)
+                return self._round_result(original(*operands, **kwargs))
             finally:
                 thread.frame = None
 
         return compute
 
-    def _compute_in_place(self, original: OpFunction) -> OpFunction:
-        widen = self._widen
+    def _make_compute_in_place(self, original: OpFunction) -> OpFunction:
+        """Return a function that runs an in-place op on float32 copies, and copies the result to its target."""
+        to_float32 = self._to_float32
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             if not args:  # the target is a keyword argument
                 return original(**kwargs)
-            widened = widen(args[0])
-            operands, kwargs = cast_arguments(args[1:], kwargs, widen)
+            widened = to_float32(args[0])
+            operands, kwargs = cast_arguments(args[1:], kwargs, to_float32)
             original(widened, *operands, **kwargs)
             return args[0].copy_(widened)
 
@@ -208,26 +212,26 @@ class Float32Products:
     # ---- whitelisted products ----------------------------------------------------------------------------------------
 
     def round_operands(
-        self, original: OpFunction, low: OpFunction, in_region: Callable[..., PreparedCall]
+        self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
         """Return the `prepare` of a whitelisted product: round all tensors, compute in float32, and round the result.
 
-        With an opaque operand, cast the tensors to the low dtype and call `low`, because an opaque operand does not
+        With an opaque operand, cast the tensors to the low dtype and call `low_op`, because an opaque operand does not
         support a second cast.
 
         Args:
             original: torch's function.
-            low: the op that takes 16-bit operands.
+            low_op: the op that takes 16-bit operands.
             in_region: prepares a call of the op in a region.
         """
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
-        compute = self._compute(original, self.to_operand)
+        compute = self._make_compute(original, self.to_operand)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and kwargs.get("out") is not None:
-                return low, args, kwargs
+                return low_op, args, kwargs
             if mode is not Mode.BY_LISTS:
-                return in_region(low, args, kwargs, mode)
+                return in_region(low_op, args, kwargs, mode)
             count, has_opaque = 0, False
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor):
@@ -237,16 +241,17 @@ class Float32Products:
                     for tensor in tensors_in(value):
                         count += 1
                         has_opaque |= tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor)
+            # a call with one tensor multiplies nothing, so it only needs the cast
             if count < 2 or has_opaque or "out_dtype" in kwargs:
-                return (low, *cast_arguments(args, kwargs, to_low))
+                return (low_op, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
 
         return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
-        """Cast a tensor to the low dtype, or a weight to float32 values that are rounded to the low dtype. The cache
-        holds these for weights.
+        """Cast a tensor to the low dtype. A parameter becomes a float32 tensor, rounded to the low dtype: this is how
+        the cache holds it, so it needs no second cast.
         """
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)
-        return self._cast(tensor)
+        return self._to_low(tensor)

@@ -144,7 +144,7 @@ class OpCasts:
         if self.autocast is not None:
             original = self.autocast.run_without(original, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
-            kernel, original = original, self.in_float32.run_low(original)
+            kernel, original = original, self.in_float32.run_low_in_float32(original)
             if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
                 prepare = self.in_float32.round_operands(kernel, original, self._in_region)
                 return replace(original, prepare, self.switch, public, NEVER)

@@ -25,8 +25,8 @@ class Installer:
     """The patches of a session.
 
     Args:
-        casts, oplists: None at levels that do not cast at ops.
-        products: the replacements of products, or None.
+        casts, oplists: make the replacements of listed ops. None at levels that patch no ops.
+        products: makes the replacements of products, or None if products are left alone.
         registered: functions that the user registered.
 
     Attributes:

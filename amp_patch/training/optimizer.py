@@ -162,7 +162,9 @@ class OptimizerBinding:
             self._is_bound = True
 
     def copy_masters_to_parameters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Adds no master: the groups may be `presented`."""
+        """Copy the masters of this optimizer to their parameters. Does not add masters, so it may be called inside
+        `Groups.without_masters`.
+        """
         pairs = self.groups.pairs()
         if pairs:
             self._masters.copy_to_parameters(pairs)

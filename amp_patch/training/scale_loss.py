@@ -26,7 +26,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     Args:
         all_flags: the overflow flags of the optimizers that the script has passed for this loss.
         gradients: all gradients of the session.
-        is_delayed: leave the gradients scaled and unchecked.
+        is_delayed: leave the gradients scaled and unchecked when the block ends.
     """
 
     def __init__(

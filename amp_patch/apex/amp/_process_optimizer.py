@@ -32,6 +32,7 @@ class AmpOptimizerState:
     @property
     def already_patched(self) -> bool:
         """Whether the next `step()` will be skipped. Waits for the device."""
+        # Apex skipped a step by patching `step`
         return self._view.is_next_step_skipped()
 
     @property

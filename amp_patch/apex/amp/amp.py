@@ -69,7 +69,7 @@ def init(
         patch_again(session)
         _amp_state.handle = handle = AmpHandle(session)
         return handle
-    if session is not None:
+    if session is not None:  # the session of an earlier `init`
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
     # casts_inside=False: as in Apex, rules of functions do not apply to the ops in their bodies

@@ -75,6 +75,7 @@ class Properties:
         """Set the options to the properties of a policy."""
         self.options.update({name: getattr(policy, name) for name in OPTIONS if name != "enabled"})
         self.enabled = True
+        # scripts compare the option with this text
         if policy.loss_scale == parse_loss_scale("dynamic"):
             self.loss_scale = "dynamic"
 

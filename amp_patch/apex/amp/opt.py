@@ -27,9 +27,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss times its scale. The first loss after a step uses the first scaler, the second the second,
-        ...
-        """
+        """Yield the loss times its scale. The losses of a step use the scalers in their order."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -47,7 +45,7 @@ class OptimWrapper:
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0
         if closure is not None:
-            # Apex raised this class, too
+            # not a class of `amp_patch.errors`, because Apex raised NotImplementedError
             raise NotImplementedError(
                 "step(closure) does not work where a step may be skipped: call step() without a closure"
             )

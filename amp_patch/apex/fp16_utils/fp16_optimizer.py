@@ -160,7 +160,7 @@ class FP16_Optimizer:
         overflow.
         """
         if self.overflow:
-            return -1
+            return -1  # as in Apex
         return torch.nn.utils.clip_grad_norm_(
             [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
         )

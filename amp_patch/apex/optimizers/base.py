@@ -151,6 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ---- copies and checkpoints --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        # torch's Optimizer keeps only defaults, state and groups
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,6 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return a saved state in the layout of this optimizer, with missing options filled in from the defaults."""
         groups = []
         for group in state_dict["param_groups"]:
+            # options of torch's optimizers that Apex's formulas do not have
             for name in ("maximize", "amsgrad", "lr_decay"):
                 if group.get(name):
                     own = type(self).__name__

@@ -103,6 +103,7 @@ class FP16_Optimizer(_FP16Optimizer):
 
     def _count_good_steps(self) -> None:
         """Copy the counters to the scaler, because the script may have changed the attributes."""
+        # Apex counted from the last overflow
         good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
             self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})

@@ -1,4 +1,4 @@
-"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has none."""
+"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has no NovoGrad."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from .base import FusedOptimizer, Work
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad. `updates.novograd_` has the formula.
 
-    Unlike in Apex, other parameters may have gradients in each step.
+    The set of parameters that have gradients may change from step to step, which Apex did not allow.
 
     In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
     (n,). The first is for 16-bit parameters of the group, the second for all others. Both have the order of the group,
@@ -95,6 +95,7 @@ class FusedNovoGrad(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in Apex's layout. The second moments are copies."""
         saved = super().state_dict()
+        # the second moments move from the state of the parameters to the groups
         state = {
             key: {name: value for name, value in entry.items() if name != "exp_avg_sq"}
             for key, entry in saved["state"].items()

@@ -84,6 +84,7 @@ class SyncBatchNorm(BatchNormBase):
         count = x.new_tensor([x.numel() / x.size(1)])
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
+        # torch's BatchNorm raises this error, too: a single value has no variance
         if total <= 1:
             raise ValueError(
                 f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all"

@@ -51,6 +51,7 @@ class FusedAdam(optimizers.FusedAdam):
 
     def _options_of_step(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         options = super()._options_of_step(group, step)
+        # correct the bias in the step size, and keep `adam_` from correcting the moments
         if options["corrects_bias"]:
             beta1, beta2 = group["betas"]
             options["lr"] *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
