@@ -131,11 +131,11 @@ class OpCasts:
             self.by_torch.let_go()
 
     def _wrap(self, rule: OpRule, original: OpFunction) -> OpFunction:
-        is_torchs = _is_torchs(original)
+        is_of_torch = _is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
-        name = getattr(original, "__name__", "") if is_torchs else ""
-        public = PublicOp(name, original if is_torchs else None, takes_lists=rule.reads_first)
-        if self.casts_inside and not is_torchs and rule.runs_in:
+        name = getattr(original, "__name__", "") if is_of_torch else ""
+        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.reads_first)
+        if self.casts_inside and not is_of_torch and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
         return public.set_replacement(self._replace(rule, original, name, public))
 
@@ -164,7 +164,7 @@ class OpCasts:
         }[rule]
         general = replace(original, make_prepare(original), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
-            return self._weighted(original, general)
+            return self._replace_weighted(original, general)
         return general
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class OpCasts:
 
         return prepare
 
-    def _weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
+    def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
         """Return a faster replacement for whitelisted ops with (input, weight, bias, ...). It handles the usual calls
         in one frame, and looks up weight and bias in the cache itself. All other calls go to `general`, the replacement
         by `replace`, which gives the same results.
@@ -435,7 +435,7 @@ def _prepare_nothing(original: OpFunction) -> PrepareCall:
     return lambda args, kwargs, mode: (original, args, kwargs)
 
 
-def _is_torchs(original: OpFunction) -> bool:
+def _is_of_torch(original: OpFunction) -> bool:
     """Return whether a function is torch's."""
     module = getattr(original, "__module__", None)
     if module is None:  # as for methods of tensors in C
