@@ -1,7 +1,7 @@
 """`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
 
-torch's attention is one autograd node, and has no double backward. So is it here (`_LowAttention`), unless a function
-transform, tracer or compiler records the call.
+torch's attention is one autograd node without a double backward. Here it is one, too (`_LowAttention`), unless a
+function transform, tracer or compiler records the call.
 """
 
 import math
@@ -53,9 +53,8 @@ class Attention:
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        If torch would use its flash kernel for the 16-bit operands, 16-bit values are saved for backward, as that
-        kernel
-        does: the operands and the result. Otherwise torch's function saves float32 values.
+        If torch would use its flash kernel for the 16-bit operands, this saves the same for backward as that kernel:
+        the operands and the result, in 16 bits. Otherwise torch's function saves float32 values.
         """
         query, key, value = self.query, self.key, self.value
         options = (self.attn_mask, self.dropout_p, self.is_causal)

@@ -29,7 +29,7 @@ PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
 """Returns the call to make in place of an op called with these arguments, in that mode. The mode is never OFF."""
 
 NEVER = object()
-"""For `no_cast_dtype`: no call skips `prepare`."""
+"""As the `no_cast_dtype` of `replace`: no call skips `prepare`."""
 
 
 def replace(
@@ -150,17 +150,19 @@ class PublicOp:
 
 
 def _dispatches_by_name(original: OpFunction) -> bool:
-    """Return whether torch's function passes overrides the function that it finds under its own public name, which is
-    the replacement.
+    """Return whether torch's function, when it calls overrides, looks up its own public name and passes them the
+    function
+    that it finds there: the replacement.
 
-    Methods in C and undecorated functions in Python do. So `hand_over` calls them, and torch decides how the arguments
-    are passed, and which of several names is used (`Tensor.matmul` for `@`).
+    Methods in C and undecorated functions in Python do so. Then `hand_over` simply calls them, and torch decides how
+    the arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
     return type(original) is types.MethodDescriptorType
 
 
+# ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
     | {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
@@ -168,6 +170,7 @@ _TAKE_LISTS = frozenset(
 
 
 def _have_overrides_in_lists(values: Sequence[Any]) -> bool:
+    """Return whether one of the values, or of the items of lists and tuples among them, has an override."""
     for value in values:
         if (value.__class__ is list or value.__class__ is tuple) and has_torch_function(value):
             return True

@@ -17,8 +17,9 @@ from .scale_updates import ScaleUpdates
 def zero_masters(
     original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
-    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`. Otherwise
-    the next step would use those gradients, and an overflow in them would skip it.
+    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`.
+
+    Without this, the next step would use gradients that the script has zeroed, or would be skipped for them.
     """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:

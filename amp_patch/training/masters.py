@@ -175,8 +175,8 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or the values kept for a buffer, except for
-        elements that have changed since.
+        """Return the float32 values of a 16-bit tensor: its master, or the values that are kept for a buffer. Elements
+        of a buffer that have changed since then get their present values.
         """
         master = self.get(tensor)
         if master is not None:
