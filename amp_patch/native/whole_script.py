@@ -99,7 +99,7 @@ class WholeScript:
         self._thread.region, self._thread.began_in_inference = region, self._thread.inference_depth > 0
 
     def close(self) -> None:
-        """Leave the region for good, in this thread."""
+        """Leave the region of this thread. Harmless if it has none."""
         self.come_back()
         region, self._thread.region = self._thread.region, None
         if region is not None:
@@ -122,7 +122,7 @@ class WholeScript:
     # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _run_outside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Run `original` with the region disabled. Under it, a backward pass would cast gradients of float32 ops."""
+        """Run `original` with the region disabled. In it, a backward pass would cast gradients of float32 ops."""
 
         @functools.wraps(original)
         def outside(*args: Any, **kwargs: Any) -> Any:

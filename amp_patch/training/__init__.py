@@ -39,8 +39,8 @@ A step is skipped if a flag is set that belongs to a dynamic scaler. The host re
    with masters (`GradientSums._move_unscaled`); from a block without this optimizer at such a level
    (`GradientSums._unscale_unchecked`); or of a parameter that a script has put into a group of this optimizer
    (`GradientSums._unscale_unchecked`, `OptimizerBinding._on_parameters_put_in`).
-8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the ones that the script put
-   in their place hold inf or NaN: `OverflowFlags.check_at_step`.
+8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the gradients that the script
+   put in their place hold inf or NaN: `OverflowFlags.check_at_step`.
 9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
 
 A step is taken although a gradient holds inf or NaN if

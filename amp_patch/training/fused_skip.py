@@ -68,8 +68,8 @@ def _get_function(step: Callable[..., Any]) -> Any:
 
 
 class DeviceSkip:
-    """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there. Those of torch's
-    fused optimizers do, and those of optimizers of amp_patch.apex that have a `step_by_flag`.
+    """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there. torch's fused
+    optimizers have such kernels, and so have optimizers of amp_patch.apex with a `step_by_flag`.
 
     If a subclass or a hook adds code around such a step, the answer is no, because that code would run although the
     step is skipped.

@@ -75,7 +75,7 @@ class OverflowFlags:
         return found_inf
 
     def clear(self) -> None:
-        """Begin anew after a step, taken or skipped."""
+        """Forget all flags after a step, taken or skipped."""
         self.found_inf = {}
         self.state = OptState.READY
         self.was_zeroed = False

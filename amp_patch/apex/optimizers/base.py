@@ -101,7 +101,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             moments.append(moment)
         return moments
 
-    # ---- masters of its own ------------------------------------------------------------------------------------------
+    # ---- masters in the state ----------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Return whether the optimizer updates a float32 copy of a parameter, the entry `master` of its state."""

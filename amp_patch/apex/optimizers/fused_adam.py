@@ -51,7 +51,7 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError(
                 f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
             )
-        # no key for clipping unless it is asked for: Apex's state dicts of today have none
+        # the key exists only if clipping was requested, because state dicts of today's Apex do not have it
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
