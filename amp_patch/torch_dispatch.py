@@ -21,7 +21,7 @@ count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
-def as_called() -> AbstractContextManager[None]:
+def restore_caller_state() -> AbstractContextManager[None]:
     """Return a block with the thread-local state of the code that called the op.
 
     A dispatch mode runs below autocast. Without it: no mode sees regions of torch.autocast, so no list is offered for
@@ -44,7 +44,7 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
 # Without one: such casts are not counted, or a report has a row without a result.
 TO_COPY = _aten._to_copy
 COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
-WITHOUT_KERNEL = frozenset(
+COMPUTES_NOTHING = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
     | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}
     | {_aten._fused_sdp_choice}
@@ -58,7 +58,7 @@ OVERWRITES = frozenset(
 
 
 # The smallest and the largest element, and a copy. They run for every op; as overloads of aten, no list patches them.
-find_range = _aten.aminmax.default
+aminmax = _aten.aminmax.default
 clone = _aten.clone.default
 
 

@@ -72,7 +72,7 @@ class Float32Products:
         """Return whether torch's function of that name may be computed in float32."""
         if not self.takes_all:
             return name == _ATTENTION
-        return op_lists.is_product(name) or op_lists.is_without_kernel(name)
+        return op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def let_go(self) -> None:
         """Drop all replacements."""
@@ -97,7 +97,7 @@ class Float32Products:
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
         """Yield a patch for each product and each op without a 16-bit kernel, except `taken` (owner id, name)."""
-        for owner, name in op_lists.find_products(self.device_type):
+        for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
 
@@ -118,7 +118,7 @@ class Float32Products:
             return self._run_short(original, self.longest_attention, public)
         name = getattr(original, "__name__", "")
         low, device_type, fewest = self.low, self.device_type, 2
-        if op_lists.is_without_kernel(name):
+        if op_lists.is_without_cpu_kernel(name):
             fewest = 1
         compute = self._compute(original, None)
         if name.endswith("_") and not name.endswith("__"):

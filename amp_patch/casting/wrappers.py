@@ -131,7 +131,7 @@ class OpCasts:
         is_torchs = _is_torchs(original)
         # Names identify only torch's functions: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_torchs else ""
-        public = PublicOp(name, original if is_torchs else None, takes_lists=rule.reads_first)
+        public = PublicOp(name, original if is_torchs else None, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_torchs and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, ALWAYS)
         return public.lead_to(self._replace(rule, original, name, public))
@@ -286,7 +286,7 @@ class OpCasts:
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
         else:
             cast, in_region = self.to_float, run_in_region(original, Mode.FLOAT32, self.switch)
-        honours_dtype = "dtype" in rule.exempt
+        honours_dtype = "dtype" in rule.opt_outs
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs.get("out") is not None:

@@ -85,9 +85,9 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    exempt = max((rule.exempt for rule in rules), key=len, default=())
-    if exempt:
-        arguments = " or ".join(f"{argument}=" for argument in exempt)
+    opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
+    if opt_outs:
+        arguments = " or ".join(f"{argument}=" for argument in opt_outs)
         yield f"A call with {arguments} runs as it was written."
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
@@ -95,7 +95,7 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
             f"\nThis is a product: if the device has no {low} instructions, values are rounded to {low}, then"
             " multiplied and added in float32 (compute: auto, native or float32)."
         )
-    elif config.op_lists.is_without_kernel(name):
+    elif config.op_lists.is_without_cpu_kernel(name):
         yield f"\nCPUs have no {low} kernel: there the op runs in float32, and the result is rounded (compute)."
 
 
