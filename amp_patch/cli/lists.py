@@ -17,7 +17,7 @@ TASKS = {
     "explain": lists_explain,
     "init": lists_init,
 }
-"""The module of each task. It has `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns an exit code."""
+"""The module of each task, with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns an exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
