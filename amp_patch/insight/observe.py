@@ -24,11 +24,11 @@ from ..session import Session
 from ..torch_dispatch import (
     TO_COPY,
     TorchDispatchMode,
-    restore_caller_state,
     count_nodes,
     get_current_node,
     get_node_number,
     leave_mode,
+    restore_caller_state,
 )
 from .faults import FaultFinder
 from .folding import Folding, OpCall

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import COPIES, OVERWRITES, COMPUTES_NOTHING, clone, find_written, is_mutable
+from ..torch_dispatch import COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})

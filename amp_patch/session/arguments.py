@@ -256,7 +256,7 @@ def choose_policy(
 ) -> Policy:
     """Return the policy of the arguments. Settings of a command (`amp-patch run`) come before them."""
     make = make_policy if has_models else _presets.make_policy_without_model
-    level, overrides, dropped = in_force.settings.lay_over(opt_level, arguments)
+    level, overrides, dropped = in_force.settings.override(opt_level, arguments)
     is_replaced = level != opt_level
     if is_replaced and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
         dropped.append("lists")

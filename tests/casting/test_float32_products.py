@@ -20,7 +20,8 @@ from amp_patch import hardware
 from amp_patch.config import product_names
 
 SPELLINGS = {
-    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name) for owner, name in product_names.find_float32_spellings("cuda")
+    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name)
+    for owner, name in product_names.find_float32_spellings("cuda")
 }
 CASTING = {torch.float16: "O1", torch.bfloat16: "O4"}
 CAST = {torch.float16: "O2", torch.bfloat16: "O5"}
