@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Watcher:
-    """Base class of listeners, with a method for each event. Exceptions propagate to the code that raised the event.
+    """Base class of watchers. It has a method for each event, which does nothing.
 
-    A bound optimizer is one that the session has prepared.
+    An exception in such a method propagates to the caller of `tell`. A *bound* optimizer was passed to `initialize`.
     """
 
     def session_opened(self, session: Any) -> None:
@@ -65,7 +65,8 @@ _local = threading.local()
 def count_watching_modes() -> int:
     """Return the number of TorchDispatchModes in this thread that belong to watchers.
 
-    Casts must not change because of them, as they do under other dispatch modes.
+    Under other dispatch modes, a session casts weights at each use instead of taking stored copies. Modes of watchers
+    must not have this effect, because they only observe.
     """
     return getattr(_local, "modes", 0)
 

@@ -50,6 +50,7 @@ class UndoStack:
                 self._callbacks[-1]()
             except Exception as error:
                 errors.append(error)
+            # only now, so that an interrupt above leaves the callback on the stack
             self._callbacks.pop()
         if errors:
             raise errors[0]

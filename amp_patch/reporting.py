@@ -128,7 +128,7 @@ def say_on_every_rank(message: str, *args: object) -> None:
 
 
 def warn(message: str) -> None:
-    """Issue a Python warning that points at the line that called the package. It names the rank in a distributed run."""
+    """Issue a Python warning at the line that called the package. In a distributed run, it names the rank."""
     rank = find_rank()
     if rank is not None:
         message = f"rank {rank}: {message}"

@@ -35,7 +35,8 @@ def restore_caller_state() -> AbstractContextManager[None]:
 def find_backward(node: Any) -> Callable[..., Any] | None:
     """Return the `backward` that the node of a torch.autograd.Function calls, or None for torch's own nodes.
 
-    If torch drops the name, None for all: a fault in such a function is then reported at the line of its forward pass.
+    If torch drops the attribute, this returns None for all nodes, and a fault in such a function would be reported at
+    the line of its forward pass.
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return backward if callable(backward) else None
@@ -67,7 +68,7 @@ clone = _aten.clone.default
 def find_written(function: Any) -> frozenset[int]:
     """Return the positions of the arguments that an op writes to.
 
-    Without it, an in-place op would be blamed for a bad value that its argument had before.
+    Without the schema, an in-place op would be blamed for a bad value that its argument had before.
     """
     written = set()
     for index, argument in enumerate(function._schema.arguments):

@@ -171,10 +171,7 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
 
 
 def remove_global_hooks(*removed: Callable[..., Any]) -> None:
-    """Remove forward pre-hooks and registration hooks that are registered for all modules. See `remove_hook`.
-
-    Does nothing if they are not registered.
-    """
+    """Remove forward pre-hooks and registration hooks of all modules, if they are registered. See `remove_hook`."""
     module = torch.nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_module_registration_hooks):
         for key, hook in list(hooks.items()):
@@ -252,9 +249,8 @@ def mark_step_called(optimizer: Optimizer) -> None:
 
 # ---- autograd and tracing --------------------------------------------------------------------------------------------
 
-# These show whether torch.jit.trace or a transform of torch.func is active. Both must see a cast of each weight, and no
-# stored copy. Without them, traces would contain weights as constants, and transforms would compute no gradients of
-# weights.
+# These show whether torch.jit.trace or a transform of torch.func is active. Both must see casts of weights, not stored
+# copies. Without them, traces would contain weights as constants, and transforms would give weights no gradients.
 get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 peek_interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 

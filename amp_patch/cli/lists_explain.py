@@ -90,7 +90,7 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    # spellings may follow several rules; the longest row of one contains those of the others
+    # the spellings may follow several rules; the longest tuple contains the arguments of the others
     opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
     if opt_outs:
         arguments = " or ".join(f"{argument}=" for argument in opt_outs)

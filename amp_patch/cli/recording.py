@@ -105,7 +105,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, **optio
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
         elif marker is None:
-            options["on_plain_step"] = str  # called for its lack of effect: nothing is reported
+            options["on_plain_step"] = str  # `str` ignores the message, so nothing is reported
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_print_once, marker)
         native.start(takeover, is_watched=folder is not None)
@@ -128,7 +128,7 @@ def _print_once(marker: str | None, line: str) -> None:
     if marker is None or find_rank():
         return
     with contextlib.suppress(FileExistsError):  # another process has printed
-        # without a marker, which another user's or a removed folder cannot get, several processes may print
+        # If the folder was removed, or belongs to another user, there is no marker, and several processes may print.
         with contextlib.suppress(PermissionError, FileNotFoundError):
             Path(marker).open("x").close()
         print(line, file=sys.stderr, flush=True)

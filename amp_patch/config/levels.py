@@ -47,7 +47,7 @@ class Level:
 
     @property
     def fits_autocast(self) -> bool:
-        """Whether a script with torch.autocast can run at the level. Its regions cast ops, and never a whole model."""
+        """Whether a script with torch.autocast can run at the level: regions cast ops, and never a whole model."""
         return self.is_plain or self.patches_functions
 
     @property

@@ -85,8 +85,8 @@ class Diagnostics:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        # the keys of a dict, because they are ordered and unique: a file that several files extend is read several
-        # times, and reports the same errors each time
+        # The keys of a dict, because they are ordered and unique: a file with an error is read again for each file that
+        # extends it, and reports the same error each time.
         self._problems: dict[ListProblem, None] = {}
 
     def __enter__(self) -> None:
@@ -219,7 +219,7 @@ class OpEntry:
         path, line, column: the location of the name.
         since, until: the first version of torch that the entry applies to, and the first later one that it does not
             apply to; empty for no bound.
-        is_optional: torch may lack the op; without it, a missing op is an error.
+        is_optional: torch may lack the op. If False, a missing op is an error.
     """
 
     op: str

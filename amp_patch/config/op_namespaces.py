@@ -85,7 +85,7 @@ ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in g
 
 OPERATORS = frozenset(name for name in ALIASES_OF if name.startswith("__")) | {SET_ITEM}
 
-# Functions that a cast itself calls, so patching them would never end, and functions that are no computation.
+# Functions that a cast itself calls, so that their patches would call themselves, and functions that compute nothing.
 NEVER_LISTED = frozenset(
     {
         *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
@@ -93,7 +93,7 @@ NEVER_LISTED = frozenset(
     }
 )
 
-# Functions that read a tensor and return a number, a tuple, a list or a handle, so a cast of the tensor has no use.
+# Functions that read a tensor and return a number, a tuple, a list or a handle, so that casting the tensor is useless.
 _ACCESSORS = (
     "item tolist numpy size stride dim ndimension numel nelement element_size storage_offset storage storage_type",
     "untyped_storage data_ptr get_device dim_order sparse_dim dense_dim has_names retain_grad register_hook",

@@ -185,7 +185,7 @@ def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, An
         try:
             result[name] = parsers[name](_plain(node))
         except AmpError as error:
-            line, column = _find_fault(node, parsers[name])
+            line, column = _locate_fault(node, parsers[name])
             raise PolicyError(_with_name(error, name, name), path, line, column) from None
     return result
 
@@ -199,7 +199,7 @@ def _plain(node: Node) -> Any:
     return node.value
 
 
-def _find_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
+def _locate_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
     """Return the line and column to report for a value that `parse` refuses.
 
     In a mapping, such as a dynamic `loss_scale`, this is the first key that `parse` refuses when it stands alone.
@@ -214,6 +214,7 @@ def _find_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
 
 
 def _is_null(node: Node) -> bool:
+    """Return whether a value is empty, or a word for null that is not in quotes."""
     return isinstance(node.value, str) and not node.quoted and node.value.lower() in ("", "null", "~", "none")
 
 

@@ -1,4 +1,4 @@
-"""Examines the machine: versions of packages, devices and the 16-bit dtypes that are fast on them, and package `apex`.
+"""Examines the machine: versions of packages, devices, the 16-bit dtypes that are fast on them, the package `apex`.
 
 torch is imported only when devices are examined, because the doctor reads scripts without it.
 """

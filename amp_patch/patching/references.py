@@ -39,22 +39,23 @@ def redirect(
     """
     models = list(models)
     replacements: dict[int, Callable[..., Any]] = {}
-    for _, own in functions:
-        replacements.update(own)
+    for _, patched in functions:
+        replacements.update(patched)
     if not replacements:
         return []
     # replacements of an earlier session become originals first, so that the search below finds them
     _rewrite(_search_for_retired(), models, with_modules=False)
     search = Search(replacements, _packages_of(replacements.values()))
     search.run(models, with_modules=with_modules)
-    for patcher, own in functions:
-        patcher.redirect([exchange for function, exchange in search.result.exchanges if function in own])
+    for patcher, patched in functions:
+        patcher.redirect([exchange for function, exchange in search.result.exchanges if function in patched])
     return search.find_unreplaced()
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first. Then redirect references to their replacements that programs have made since.
+    """Undo the patchers, last one first. Then restore the references to replacements that no patcher has recorded.
 
+    The program has made such references while the functions were patched: `from torch import exp`, or a copied model.
     If an interrupt cuts it short, call it again.
     """
     for patcher in reversed(patchers):

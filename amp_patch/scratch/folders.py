@@ -96,13 +96,14 @@ class Folders:
         files = os.path.join(root, "files")
         if keep and os.path.isdir(files):
             _prune(files)
-            here = files + os.path.realpath(os.curdir)
-            # The copy of the working directory takes the place of the folder, so the folder is renamed first.
+            in_working_directory = files + os.path.realpath(os.curdir)
+            # The files of the working directory become the folder of the run, so that folder is renamed first.
             renamed = root + ".part"
             os.rename(root, renamed)
-            here, files = here.replace(root, renamed, 1), files.replace(root, renamed, 1)
-            if os.path.isdir(here):
-                os.rename(here, root)
+            in_working_directory = in_working_directory.replace(root, renamed, 1)
+            files = files.replace(root, renamed, 1)
+            if os.path.isdir(in_working_directory):
+                os.rename(in_working_directory, root)
             _prune(files)
             if os.path.isdir(files):
                 os.makedirs(root, exist_ok=True)

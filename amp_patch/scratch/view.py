@@ -58,7 +58,7 @@ class View:
     """Maps a script's paths to the paths to read and to write.
 
     Args:
-        root: the absolute path of the folder of this run. The layer and the marks are in it.
+        root: the absolute path of the folder of this run, which contains the upper layer and the marks.
         shared: folders that are not redirected: caches, and folders of the command itself.
     """
 
@@ -66,7 +66,7 @@ class View:
         self.root = os.path.realpath(root)
         self.files = os.path.join(self.root, "files")
         self._gone = os.path.join(self.root, "gone")
-        self._part_folder = os.path.join(self.root, "parts")
+        self._part_folder = os.path.join(self.root, "parts")  # for copies that are not complete yet
         self._marks: frozenset[str] = frozenset()  # the names in the folder `gone`, as they were last listed
         self._listed_at = 0  # the mtime of the folder when they were listed; 0: list them again at the next use
         outside = {*_SYSTEM, *shared, *map(os.path.realpath, shared)}
@@ -88,8 +88,8 @@ class View:
 
     def is_shared(self, path: str) -> bool:
         """Return whether an absolute path is in a shared folder, or in the folder of the run itself."""
-        whole = path + os.sep
-        return whole.startswith(self._shared) or whole.startswith(self.root + os.sep)
+        as_folder = path + os.sep  # so that /data does not seem to be in /dat, and a folder is in itself
+        return as_folder.startswith(self._shared) or as_folder.startswith(self.root + os.sep)
 
     def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location:
         """Return the location of a script's path.
@@ -108,11 +108,12 @@ class View:
             text = os.path.join(self.to_script_path(folder), text)
         elif self.to_script_path(text) is not text:
             text, is_valid_outside = self.to_script_path(text), False
-        whole = os.path.normpath(text)
-        if self.is_shared(whole):
-            return Location(whole, path if is_valid_outside else text, True)
-        located, is_in_lower = self._resolve(text, follow)
-        return Location(located, path if is_valid_outside and is_in_lower else located, self.is_shared(located))
+        normalized = os.path.normpath(text)
+        if self.is_shared(normalized):
+            return Location(normalized, path if is_valid_outside else text, True)
+        located, has_only_lower_links = self._resolve(text, follow)
+        given = path if is_valid_outside and has_only_lower_links else located
+        return Location(located, given, self.is_shared(located))
 
     def path_of(self, descriptor: int) -> str:
         """Return the path of an open folder, as the script sees it."""
@@ -126,35 +127,36 @@ class View:
     def _resolve(self, text: str, follow: bool) -> tuple[str, bool]:
         """Return the located path of an absolute path, and whether all links in it are of the lower layer."""
         parts = _PART.findall(text)[::-1]  # the parts that are not resolved yet, the next one last
-        done, links, is_in_lower = "", 0, True
-        # Whether the upper layer may have something at `done`. Below a folder that it does not have, it has nothing,
-        # which saves a look-up for each part.
+        resolved, links, has_only_lower_links = "", 0, True
+        # Whether the upper layer may have something at `resolved`. Below a folder that it does not have, it has
+        # nothing, which saves a look-up for each part.
         may_be_in_upper = True
         while parts:
             part = parts.pop()
             if part == ".":
                 continue
             if part == "..":
-                self.check_folder(done or os.sep, text)
-                done, may_be_in_upper = os.path.dirname(done).rstrip(os.sep), True
+                self.check_folder(resolved or os.sep, text)
+                resolved, may_be_in_upper = os.path.dirname(resolved).rstrip(os.sep), True
                 continue
-            done += os.sep + part
+            resolved += os.sep + part
+            # a slash at the end of a path means the folder behind a link, whatever `follow` says
             if not parts and not follow and not text.endswith(os.sep):
                 break
-            target, may_be_in_upper = self._read_link(done, may_be_in_upper)
+            target, may_be_in_upper = self._read_link(resolved, may_be_in_upper)
             if target is None:
                 continue
             links += 1
             if links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
-            is_in_lower = is_in_lower and not may_be_in_upper
+            has_only_lower_links = has_only_lower_links and not may_be_in_upper
             # the target takes the place of the link: relative to its folder, or from the root
-            done = os.path.dirname(done).rstrip(os.sep)
+            resolved = os.path.dirname(resolved).rstrip(os.sep)
             if os.path.isabs(target):
-                target, done = self.to_script_path(target), ""
+                target, resolved = self.to_script_path(target), ""
             may_be_in_upper = True
             parts += _PART.findall(target)[::-1]
-        return done or os.sep, is_in_lower
+        return resolved or os.sep, has_only_lower_links
 
     def _read_link(self, path: str, may_be_in_upper: bool) -> tuple[str | None, bool]:
         """Return the target of a link, or None for anything else, and whether the upper layer has something there."""
