@@ -111,8 +111,8 @@ class ScriptRunner:
     Args:
         arguments: the parsed arguments that `add_script` declared.
         is_quiet: hide the output of the script, unless it fails.
-        is_repeated: these runs come on top of the one that the user asked for. Each writes its files to a folder of its
-            own, unless --in-place is given.
+        is_repeated: the runs only serve the command, so each writes its files to a scratch folder of its own, unless
+            --in-place is given.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False) -> None:
@@ -170,8 +170,8 @@ class ScriptRunner:
         Raises NoRegionError if a level or lists were given, and the script used neither amp nor torch.autocast.
         """
         ranks = find_ranks()
-        make_folder = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
-        with make_folder as folder, self._redirect(run, folder) as scratch:
+        run_folder = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
+        with run_folder as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
             # a run in float32 casts nothing, so it gets no region around the whole script
@@ -213,7 +213,7 @@ class ScriptRunner:
             elif log is not None:
                 self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             recorded = _read(folder)
-            # if there is a recording, only some process of the script trained without amp
+            # no error if another process of the script made a recording: one of them may well train in float32
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
         return WatchedRun(code, [steps for steps, _ in recorded], [recording for _, recording in recorded])

@@ -66,7 +66,7 @@ def load_mapping(path: Path, error_class: ErrorClass, data: bytes | None = None)
     text = _decode(path, error_class, data)
     try:
         return _Reader(path, error_class, text).read()
-    except AmpError:  # raised above, with a line; a subclass of ValueError, so it must not reach the last handler
+    except AmpError:  # the reader's own errors, which are ValueErrors too, must not reach the last handler
         raise
     except yaml.YAMLError as exc:
         problem, line, column = _explain_syntax(exc, text)
