@@ -10,10 +10,10 @@ from ..casting import cast_tree
 from ..torch_dispatch import get_node_number, is_random
 from ..torch_private import get_version
 from .ops import Op
-from .repair import Twins
 from .rules import short
 from .short_dtypes import TINY
 from .tensors import is_finite, read_largest, storage_of, tensors_in
+from .twins import Twins
 from .written import Written
 
 _FEWEST = 16  # as many ops are kept however large they are
