@@ -482,7 +482,7 @@ def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
-PATH_TAKERS: tuple[tuple[object, str, int, str, str], ...] = (
+PATH_FUNCTIONS: tuple[tuple[object, str, int, str, str], ...] = (
     (torch._C.PyTorchFileWriter, "__init__", 1, "file_name", "write"),
     (torch._C.PyTorchFileReader, "__init__", 1, "file_name", "read"),
     (torch._C.ScriptModule, "save", 1, "filename", "write"),
@@ -493,6 +493,6 @@ PATH_TAKERS: tuple[tuple[object, str, int, str, str], ...] = (
 )
 """Functions that open a file by its path in C++, for torch.save, torch.load(mmap=True), torch.jit and profiles.
 
-Each row has the fields of `scratch.libraries.Taker`: owner, name, position of the path, name of the path, and how the
+Each row has the fields of `scratch.libraries.PathFunction`: owner, name, position of the path, name of the path, and how the
 file is used. Without them, repeated runs of a script would overwrite the files that it writes with torch.save.
 """

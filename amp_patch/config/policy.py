@@ -56,10 +56,9 @@ def _setting(default: float, is_allowed: Callable[[float], bool], allowed: str) 
 class DynamicScale:
     """How a dynamic loss scale moves: the settings of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
-    Names and defaults are those of torch.amp and Megatron-LM.
-
     Attributes:
-        init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts there.
+        init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts at that
+            bound.
         growth_factor: the scale is multiplied by it after `growth_interval` steps in a row without an overflow.
         backoff_factor: the scale is multiplied by it at an overflow, after `hysteresis` - 1 earlier overflows since the
             scale last grew, or since the start.

@@ -12,7 +12,7 @@ from .view import View
 READ, WRITE, UPDATE, MAP = "read", "write", "update", "map"
 
 
-class Taker(NamedTuple):
+class PathFunction(NamedTuple):
     """A function that takes a path.
 
     Attributes:
@@ -31,55 +31,55 @@ class Taker(NamedTuple):
     how: str
 
 
-def _of_torch() -> list[Taker]:
+def _of_torch() -> list[PathFunction]:
     from .. import torch_private
 
-    return [Taker(*fields) for fields in torch_private.PATH_TAKERS]
+    return [PathFunction(*fields) for fields in torch_private.PATH_FUNCTIONS]
 
 
-def _of_safetensors() -> list[Taker]:
+def _of_safetensors() -> list[PathFunction]:
     package = importlib.import_module("safetensors")
     return [
-        Taker(package, "serialize_file", 1, "filename", WRITE),
-        Taker(package, "safe_open", 0, "filename", READ),
+        PathFunction(package, "serialize_file", 1, "filename", WRITE),
+        PathFunction(package, "safe_open", 0, "filename", READ),
     ]
 
 
-def _of_tokenizers() -> list[Taker]:
+def _of_tokenizers() -> list[PathFunction]:
     tokenizer = importlib.import_module("tokenizers").Tokenizer
-    return [Taker(tokenizer, "save", 1, "path", WRITE), Taker(tokenizer, "from_file", 0, "path", READ)]
+    return [PathFunction(tokenizer, "save", 1, "path", WRITE), PathFunction(tokenizer, "from_file", 0, "path", READ)]
 
 
-def _of_sqlite() -> list[Taker]:
-    return [Taker(importlib.import_module("sqlite3"), "connect", 0, "database", UPDATE)]
+def _of_sqlite() -> list[PathFunction]:
+    return [PathFunction(importlib.import_module("sqlite3"), "connect", 0, "database", UPDATE)]
 
 
-TAKERS: dict[str, Callable[[], list[Taker]]] = {
+PATH_FUNCTIONS: dict[str, Callable[[], list[PathFunction]]] = {
     "torch": _of_torch,
     "safetensors": _of_safetensors,
     "tokenizers": _of_tokenizers,
     "sqlite3": _of_sqlite,
 }
-"""For each package, the function that returns its takers. It is called after the package is imported."""
+"""For each package, the function that returns its path functions. It is called after the package is imported."""
 
 _SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")
 """The suffixes of the files that SQLite keeps beside a database."""
 
 
-def wrap(taker: Taker, original: Callable[..., Any], view: View) -> Callable[..., Any]:
+def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) -> Callable[..., Any]:
     """Return a function that calls `original` with the redirected path."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        how = taker.how
+        how = path_function.how
         if how == MAP:
-            is_shared = kwargs.get("shared", args[taker.position + 1 : taker.position + 2] == (True,))
+            is_shared = kwargs.get("shared", args[path_function.position + 1 : path_function.position + 2] == (True,))
             how = UPDATE if is_shared else READ
-        if len(args) > taker.position:
-            path = _redirect_path(view, args[taker.position], how, kwargs.get("uri"))
-            args = (*args[: taker.position], path, *args[taker.position + 1 :])
-        elif taker.keyword in kwargs:
-            kwargs[taker.keyword] = _redirect_path(view, kwargs[taker.keyword], how, kwargs.get("uri"))
+        if len(args) > path_function.position:
+            path = _redirect_path(view, args[path_function.position], how, kwargs.get("uri"))
+            args = (*args[: path_function.position], path, *args[path_function.position + 1 :])
+        elif path_function.keyword in kwargs:
+            kwargs[path_function.keyword] = _redirect_path(view, kwargs[path_function.keyword], how, kwargs.get("uri"))
         return original(*args, **kwargs)
 
     return call

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .guard import guard
-from .libraries import TAKERS, Taker, wrap
+from .libraries import PATH_FUNCTIONS, PathFunction, wrap
 from .system import Redirected
 from .view import View, make_folders
 
@@ -157,7 +157,7 @@ def _find_holders() -> Iterator[Any]:
 
 
 def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
-    """Replace the functions in `TAKERS`: at once in packages that are imported already, else after their import."""
+    """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import."""
     try:
         import wrapt
     except ImportError:  # in a Python of another installation that the script has started
@@ -166,27 +166,27 @@ def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
     is_undone: list[bool] = []
     undo.callback(is_undone.append, True)
 
-    def make_hook(find_takers: Callable[[], list[Taker]]) -> Callable[[object], None]:
-        def replace_takers(_: object) -> None:
+    def make_hook(find_functions: Callable[[], list[PathFunction]]) -> Callable[[object], None]:
+        def replace_functions(_: object) -> None:
             if not is_undone:
-                for taker in find_takers():
-                    _replace_taker(taker, view, undo)
+                for path_function in find_functions():
+                    _replace_path_function(path_function, view, undo)
 
-        return replace_takers
+        return replace_functions
 
-    for package, find_takers in TAKERS.items():
-        wrapt.register_post_import_hook(make_hook(find_takers), package)
+    for package, find_functions in PATH_FUNCTIONS.items():
+        wrapt.register_post_import_hook(make_hook(find_functions), package)
 
 
-def _replace_taker(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
+def _replace_path_function(path_function: PathFunction, view: View, undo: contextlib.ExitStack) -> None:
     """Replace a function that takes a path by a wrapper that passes it the redirected path."""
-    original = getattr(taker.owner, taker.name)
-    replacement: Any = wrap(taker, original, view)
-    if not isinstance(taker.owner, type):
-        _swap(taker.owner, taker.name, replacement, undo)
+    original = getattr(path_function.owner, path_function.name)
+    replacement: Any = wrap(path_function, original, view)
+    if not isinstance(path_function.owner, type):
+        _swap(path_function.owner, path_function.name, replacement, undo)
         _swap_references([replacement], undo)
         return
     # as a class attribute, a builtin is not bound to instances, while the wrapper, a Python function, would be
     if isinstance(original, types.BuiltinFunctionType):
         replacement = staticmethod(replacement)
-    _swap(taker.owner, taker.name, replacement, undo)
+    _swap(path_function.owner, path_function.name, replacement, undo)
