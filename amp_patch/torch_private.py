@@ -493,6 +493,6 @@ PATH_FUNCTIONS: tuple[tuple[object, str, int, str, str], ...] = (
 )
 """Functions that open a file by its path in C++, for torch.save, torch.load(mmap=True), torch.jit and profiles.
 
-Each row has the fields of `scratch.libraries.PathFunction`: owner, name, position of the path, name of the path, and how the
+Each row has the fields of `scratch.libraries.PathFunction`: owner, name, position and name of the path, and how the
 file is used. Without them, repeated runs of a script would overwrite the files that it writes with torch.save.
 """
