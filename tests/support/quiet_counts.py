@@ -3,7 +3,7 @@
 import math
 
 import torch
-from quiet_cases import LOST, case, copy_of, draw, labels, linear, mlp, moved
+from quiet_cases import LOST, Layer, case, copy_of, draw, labels, linear, mlp, moved
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import swa_utils
@@ -103,21 +103,24 @@ def average_of_all_at_once(given):
 # ---- statistics and counts -------------------------------------------------------------------------------------------
 
 
-@case("running statistics of a batch norm in a .bfloat16() model with a momentum of 0.001", LOST, "running_", steps=6)
+@case("running statistics of a batch norm in bfloat16 with a momentum of 0.001", LOST, "running_", steps=6)
 def running_statistics(given):
-    net = nn.Sequential(linear(8, 16, bias=1.0), nn.BatchNorm1d(16, momentum=0.001), nn.ReLU(), linear(16, 2))
-    net.to(given.low)
-    if given.is_mended:
-        net[1].float()
+    norm = nn.BatchNorm1d(16, momentum=0.001, affine=False).to(given.kept)
+
+    def run(self, x):
+        h = self.norm(self.first(x).to(given.kept))
+        return self.last(torch.relu(h).float())
+
+    net = Layer(run, first=linear(8, 16, bias=1.0), norm=norm, last=linear(16, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    x, y = draw(64, 8), labels(64, 2)
+    x, y = draw(64, 8) * 2 + 1, labels(64, 2)
 
     def step():
-        h = net[0]((x * 2 + 1).to(given.low)).to(net[1].weight.dtype)
-        logits = net[3](torch.relu(net[1](h)).to(given.low))
-        return given.descend(F.cross_entropy(logits.float(), y), optimizer)
+        with given.autocast():
+            loss = F.cross_entropy(net(x).float(), y)
+        return given.descend(loss, optimizer)
 
-    return step, moved([net[1].running_var])
+    return step, moved([norm.running_var])
 
 
 @case("the observations' mean and variance in float16, moved by 1/n", LOST, "obs_", low=torch.float16, steps=4)

@@ -116,7 +116,7 @@ def recomputed_block(given):
 @healthy("a .bfloat16() model under Adam with a learning rate of 0.02, whose updates are kept", rounding=0.15)
 def large_updates(given):
     model = mlp().to(given.low)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.9, 0.95))
     x, y = draw(64, 16).to(given.low), labels(64, 4)
     return lambda: given.descend(F.cross_entropy(model(x).float(), y), optimizer), moved(model)
 
@@ -124,7 +124,7 @@ def large_updates(given):
 @healthy("a .bfloat16() model whose warmup begins with a learning rate of zero", rounding=0.15)
 def warmup_from_zero(given):
     model = mlp().to(given.low)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: min(count, 1.0))
     x, y = draw(64, 16).to(given.low), labels(64, 4)
 
@@ -199,10 +199,10 @@ def target_copied_hard(given):
 
 @healthy("a batch norm in float32 in a .bfloat16() model, with a momentum of 0.001", rounding=0.02, steps=5)
 def batch_norm_in_float32(given):
-    net = nn.Sequential(linear(8, 16, bias=1.0), nn.BatchNorm1d(16, momentum=0.001), nn.ReLU(), linear(16, 2))
+    net = nn.Sequential(linear(8, 16), nn.BatchNorm1d(16, momentum=0.001), nn.ReLU(), linear(16, 2))
     net.to(given.low)
     net[1].float()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02, betas=(0.9, 0.95))
     x, y = (draw(64, 8) * 2 + 1).to(given.low), labels(64, 2)
 
     def step():
@@ -249,7 +249,7 @@ def masters_by_hand(given):
 @healthy("gradients of four micro-batches that are summed in bfloat16", rounding=0.05)
 def few_micro_batches(given):
     model = mlp().to(given.low)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.9, 0.95))
     x, y = draw(64, 16).to(given.low), labels(64, 4)
 
     def step():
@@ -265,8 +265,8 @@ def few_micro_batches(given):
 
 @healthy("running statistics in bfloat16 with the default momentum of 0.1", rounding=0.02)
 def batch_norm_of_large_momentum(given):
-    net = nn.Sequential(linear(8, 16, bias=1.0), nn.BatchNorm1d(16), nn.ReLU(), linear(16, 2)).to(given.low)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    net = nn.Sequential(linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), linear(16, 2)).to(given.low)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02, betas=(0.9, 0.95))
     x, y = (draw(64, 8) * 3 + 1).to(given.low), labels(64, 2)
     measure = moved([net[1].running_var])
     return lambda: given.descend(F.cross_entropy(net(x).float(), y), optimizer), measure

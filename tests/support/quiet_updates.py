@@ -14,10 +14,13 @@ def classify(model, x, y, given):
     return lambda: F.cross_entropy(model(x.to(given.low)).float(), y)
 
 
+WEIGHTS = ("weight", "bias")
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-@case("a language model fine-tuned in .bfloat16() by AdamW with a learning rate of 1e-5", LOST, "weight", rounding=0.15)
+@case("a language model fine-tuned in .bfloat16() by AdamW with a learning rate of 1e-5", LOST, WEIGHTS, rounding=0.15)
 def finetuned_language_model(given):
     model = make_gpt(width=32, tokens=40)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -26,28 +29,28 @@ def finetuned_language_model(given):
     return given.start(model, optimizer, lambda: F.cross_entropy(model(batch).flatten(0, 1).float(), following))
 
 
-@case("an image classifier in bfloat16 under Adam with foreach=True", LOST, "weight", rounding=0.15)
+@case("an image classifier in bfloat16 under Adam with foreach=True", LOST, WEIGHTS, rounding=0.15)
 def classifier_under_foreach(given):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), linear(8 * 36, 4))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-5, foreach=True)
     return given.start(model, optimizer, classify(model, draw(16, 3, 8, 8), labels(16, 4), given))
 
 
-@case("a network in bfloat16 under AdamW with fused=True", LOST, "weight", rounding=0.15)
+@case("a network in bfloat16 under AdamW with fused=True", LOST, WEIGHTS, rounding=0.15)
 def network_under_fused(given):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     return given.start(model, optimizer, classify(model, draw(64, 16), labels(64, 4), given))
 
 
-@case("a convolutional network in bfloat16 under SGD with momentum", LOST, "weight", steps=4)
+@case("a convolutional network in bfloat16 under SGD with momentum", LOST, WEIGHTS, steps=4)
 def convolutions_under_momentum(given):
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), linear(128, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
     return given.start(model, optimizer, classify(model, draw(32, 1, 8, 8), labels(32, 4), given))
 
 
-@case("a regression in .half() under SGD with foreach=False", LOST, "weight", low=torch.float16)
+@case("a regression in .half() under SGD with foreach=False", LOST, WEIGHTS, low=torch.float16)
 def regression_in_half(given):
     model, x = mlp(outputs=1), draw(64, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=2e-5, foreach=False)
@@ -65,7 +68,7 @@ def recommender_under_adagrad(given):
     return given.start(model, optimizer, lambda: F.mse_loss(model(pairs), rating))
 
 
-@case("a policy in bfloat16 under RMSprop", LOST, "weight", rounding=0.15)
+@case("a policy in bfloat16 under RMSprop", LOST, WEIGHTS, rounding=0.15)
 def policy_under_rmsprop(given):
     model = nn.Sequential(linear(8, 32), nn.Tanh(), linear(32, 4))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=7e-6)
@@ -78,7 +81,7 @@ def policy_under_rmsprop(given):
     return given.start(model, optimizer, loss)
 
 
-@case("a network in bfloat16 under Adafactor with a learning rate of 5e-4", LOST, "weight", rounding=0.15)
+@case("a network in bfloat16 under Adafactor with a learning rate of 5e-4", LOST, WEIGHTS, rounding=0.15)
 def network_under_adafactor(given):
     model = mlp(width=64)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=5e-4)
@@ -101,7 +104,7 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(weight.grad, 0.01)
 
 
-@case("a network in bfloat16 under an optimizer of the user: Lion", LOST, "weight", rounding=0.25, lost=0.5)
+@case("a network in bfloat16 under an optimizer of the user: Lion", LOST, WEIGHTS, rounding=0.25, lost=0.5)
 def network_under_lion(given):
     model = mlp()
     optimizer = Lion(model.parameters(), lr=1e-5)
@@ -168,7 +171,7 @@ def head_in_bfloat16(given):
 @case("weight decay that is never applied in bfloat16, while the gradient part is kept", LOST, "table.weight", steps=4)
 def weight_decay(given):
     model = Layer(lambda self, rows: self.head(self.table(rows)), table=nn.Embedding(400, 8), head=linear(8, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     rows, y = labels(32, 20), labels(32, 2, seed=6)
     run, _ = given.start(model, optimizer, lambda: F.cross_entropy(model(rows).float(), y))
     weight = optimizer.param_groups[0]["params"][0]  # the master, if there is one
@@ -195,7 +198,7 @@ def second_moment(given):
     return step, lambda: spike[0]()
 
 
-@case("the end of a cosine schedule in bfloat16: the last learning rates change nothing", LOST, "weight", steps=8)
+@case("the end of a cosine schedule in bfloat16: the last learning rates change nothing", LOST, WEIGHTS, steps=8)
 def end_of_a_schedule(given):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -211,7 +214,7 @@ def end_of_a_schedule(given):
     return step, measure
 
 
-@case("a network at O3 with a learning rate of 1e-5: no masters", LOST, "weight", low=torch.float16)
+@case("a network at O3 with a learning rate of 1e-5: no masters", LOST, WEIGHTS, low=torch.float16)
 def network_at_o3(given):
     model, x, y = mlp(), draw(64, 16), labels(64, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -242,16 +245,16 @@ def entropy_temperature(given):
     return step, moved([log_alpha])
 
 
-@case("gradients of 600 micro-batches that are summed in bfloat16", LOST, "bias", steps=2, proof=1)
+@case("gradients of micro-batches summed in bfloat16, a long one before 120 short ones", LOST, "bias", steps=2, proof=1)
 def micro_batches(given):
     model = linear(4, 2).to(given.kept)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    x = draw(600, 4).to(given.kept)
+    x = draw(256 + 120, 4).to(given.kept)
 
     def step():
         optimizer.zero_grad()
-        for micro in x.split(1):
-            loss = (model(micro).float() + 1.0).sum() / 600
+        for micro in x.split([256] + [1] * 120):
+            loss = (model(micro).float() + 1.0).sum() / 512
             loss.backward()
         optimizer.step()
         return loss
