@@ -45,7 +45,8 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
 # Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
 # would not be counted, or a report would have a row for an op without a result.
 TO_COPY = _aten._to_copy
-COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
+COPY = _aten.copy_
+COPIES = frozenset({TO_COPY, COPY, _aten._foreach_copy_})
 COMPUTES_NOTHING = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
     | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}

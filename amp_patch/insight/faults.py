@@ -100,10 +100,10 @@ class FaultFinder:
         self.storages = Storages()
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
-        self.values = ValueWatch(self.storages, self.findings)
         self.gradients = GradientWatch(self.findings)
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
+        self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
 
     def watch(self, session: Session, running: ModuleStack) -> None:

@@ -83,6 +83,10 @@ class Recent:
         while self._size > _LARGEST and len(self._forward) > _FEWEST:
             self._size -= self._forward.popleft().size
 
+    def find(self, written: Written) -> Op | None:
+        """Return the op of the forward pass with a record, or None if it is no longer kept."""
+        return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
+
     def find_blame(self, op: Op, index: int) -> Blame | None:
         """Compute an op again with all ops that it depends on in float32; return None if its result still does not fit.
 

@@ -56,7 +56,9 @@ class Twins:
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)
-            return tensor if twin is None else clone(twin)
+            if twin is None:
+                return tensor
+            return clone(twin) if tensor.is_floating_point() else twin.to(tensor.dtype)
 
         args = [
             cast_tree(given, take) if self._has_twin(given) else earlier

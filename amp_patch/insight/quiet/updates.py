@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from ...casting import cast_tree
 from ...dtypes import LOW_DTYPES
-from ...torch_dispatch import clone, get_current_node, is_random
+from ...torch_dispatch import COPY, clone, get_current_node, is_random
 from ..ops import Op, Overload
 from ..sites import Site, find_site
 from ..tensors import storage_of, tensors_in
 from ..twins import Twins
-from .tally import Change, Source, Tally, compare_change
+from .tally import GRADIENTS, WEIGHTS, Change, Source, Tally, compare_change
 
 BUDGET = 2**25
 """The most elements that are followed at a time. In each step other tensors are followed, until all were."""
@@ -32,6 +32,10 @@ _FOLLOWED = frozenset(
     | {"scatter_add", "masked_fill", "where", "index_copy", "cumsum"}
 )
 """Ops beside the pointwise ones whose results are followed outside of backward passes."""
+
+
+_SUMS = frozenset({"index_add_", "scatter_add_", "index_put_", "put_", "scatter_reduce_", "_index_put_impl_"})
+"""Ops that may add many values to one element: what is lost in them is lost within one call."""
 
 
 class _Followed(NamedTuple):
@@ -81,7 +85,7 @@ class UpdateWatch:
         self._roots: dict[int, Tensor] = {}  # by the id of the storage of a result: the older tensor it comes from
         self._made: dict[int, tuple[Any, Source]] = {}  # such results
         self._successors: list[_Successor] = []
-        self._young: set[int] = set()  # addresses of the storages that were made in this step
+        self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET
         self._done: set[int] = set()  # ids of the storages that were followed in earlier steps
         self._is_full = False
@@ -145,7 +149,7 @@ class UpdateWatch:
             if role:
                 source = replace(source, role=role)
             name = name or self._name(followed.shown) or ""
-            self._tally.add(self.step, source, change, name, key, followed.tensor.dtype)
+            self._tally.add(self.step, source, change, name, key, followed.tensor)
 
     def _name_of_optimizer(self) -> dict[int, tuple[str, str]]:
         """Return the role and the name of each tensor of the optimizer whose step runs, by the id of its storage."""
@@ -157,7 +161,7 @@ class UpdateWatch:
                 if not isinstance(weight, Tensor) or not storage_of(weight):
                     continue
                 name = self._name(weight) or f"parameter of shape {tuple(weight.shape)}"
-                names[id(weight.untyped_storage())] = ("weights", name)
+                names[id(weight.untyped_storage())] = (WEIGHTS, name)
                 for key, value in self._optimizer.state.get(weight, {}).items():
                     if isinstance(value, Tensor) and storage_of(value):
                         names[id(value.untyped_storage())] = (str(key), f"{key} of {name}")
@@ -190,7 +194,12 @@ class UpdateWatch:
         written = list(_written_by(overload, args, kwargs))
         if written:
             targets = [tensor for tensor in written if tensor.dtype in LOW_DTYPES]
-            if not any(self._is_old(tensor) or self._twins.find(tensor) is not None for tensor in targets):
+            is_summed = node is not None or overload.name in _SUMS
+            is_known = any(self._is_old(tensor) or self._twins.find(tensor) is not None for tensor in targets)
+            if not targets or not (is_known or is_summed):
+                return None
+            if overload.packet is COPY and self._is_refreshed(args[0], args[1]):
+                self._forget(args[0])
                 return None
         elif not self._may_succeed(overload, args, kwargs):
             return None
@@ -200,20 +209,24 @@ class UpdateWatch:
                 self._forget(tensor)
             return None
         for tensor in written:
-            self._begin(tensor, site, overload.name, is_sum=node is not None)
+            self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
         return site
+
+    def _is_refreshed(self, target: Tensor, source: Tensor) -> bool:
+        """Return whether a tensor gets the values of a wider one that outlives the step: that one loses nothing."""
+        return source.dtype not in LOW_DTYPES and source.is_floating_point() and self._is_old(source)
 
     def note(self, op: Op, site: Site | None) -> None:
         """Follow an op that has run, if `prepare` has returned its line."""
-        if not op.overload.written:
-            self._note_young(op)
         if site is not None:
             self._follow(op, site)
 
-    def _note_young(self, op: Op) -> None:
+    def note_young(self, op: Op) -> None:
         """Note the storages that an op has made. A view has the storage of an argument."""
+        if op.overload.written:
+            return
         for tensor in op.outputs():
-            if tensor.dtype in LOW_DTYPES:
+            if tensor.is_floating_point():
                 address = storage_of(tensor)
                 if all(storage_of(given) != address for given in op.inputs()):
                     self._young.add(address)
@@ -235,13 +248,14 @@ class UpdateWatch:
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
-    def _begin(self, tensor: Tensor, site: Site, op: str, *, is_sum: bool) -> None:
+    def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
         """Keep the values of a tensor that is about to be changed for the first time in this step."""
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._followed or (not is_sum and not self._is_old(tensor)) or self._name(tensor) is None:
+        is_judged = is_gradient or is_sum or self._is_old(tensor)
+        if key in self._followed or not is_judged or self._name(tensor) is None:
             return
         size = storage.nbytes() // tensor.element_size()
         if key in self._done or size > self._left:
@@ -250,13 +264,14 @@ class UpdateWatch:
         self._left -= size
         flat = tensor.detach().as_strided((size,), (1,), 0)
         self._twins.put(flat, flat.float())
-        self._followed[key] = _Followed(flat, clone(flat), tensor.detach(), self._make_source(site, op, is_sum=is_sum))
+        source = replace(self._make_source(site, op, is_gradient=is_gradient), is_sum=is_sum)
+        self._followed[key] = _Followed(flat, clone(flat), tensor.detach(), source)
 
-    def _make_source(self, site: Site, op: str, *, is_sum: bool) -> Source:
+    def _make_source(self, site: Site, op: str, *, is_gradient: bool) -> Source:
         optimizer = ""
         if site.by == "optimizer" or self._optimizer is not None:
             optimizer = "" if self._optimizer is None else type(self._optimizer).__name__
-        role = "gradients" if is_sum else ""
+        role = GRADIENTS if is_gradient else ""
         return Source(site.place, op, optimizer, role, self._find_module())
 
     def _forget(self, tensor: Tensor) -> None:
@@ -366,7 +381,7 @@ class UpdateWatch:
             if root is not None:
                 key = id(output.untyped_storage())
                 self._roots[key] = root
-                source = self._make_source(site, op.overload.name, is_sum=False)
+                source = self._make_source(site, op.overload.name, is_gradient=False)
                 self._made[key] = weakref.ref(output.untyped_storage()), source
                 return
 
@@ -385,7 +400,7 @@ class UpdateWatch:
             if successor.storage() is storage and successor.source.site:
                 self._successors.remove(successor)
                 name = self._name(tensor) or ""
-                self._tally.add(self.step - 1, successor.source, successor.change, name, 0, tensor.dtype)
+                self._tally.add(self.step - 1, successor.source, successor.change, name, 0, tensor)
                 return
 
 

@@ -5,14 +5,14 @@ coarse, as long as no weight takes part, up to an op that small errors upset.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dtypes import LOW_DTYPES
-from ...torch_dispatch import TO_COPY
+from ...torch_dispatch import TO_COPY, is_random
 from ..folding import OpCall
 from ..ops import Op, run_in_float32
 from ..quiet_record import QuietCause
@@ -22,7 +22,7 @@ from ..twins import Twins
 from ..written import Written
 from .findings import Findings, Place
 
-LARGEST_ROOT, LARGEST_RESULT = 2**18, 2**22
+LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
 """The most elements of values that are followed, and of results of theirs: more than positions and times have."""
 
 DISTINCT = 0.75
@@ -36,6 +36,9 @@ MISMATCHED = 0.01
 
 DROWNED = 0.125
 """A difference is lost in rounding if the error of its operands is larger than this part of it."""
+
+UNLIKE = 0.25
+"""A result is lost in rounding if it differs by more than this part from the one without rounding before it."""
 
 _ROUNDING = 0.2
 """The root mean square of rounding errors, divided by that of the values and by `torch.finfo(dtype).eps`."""
@@ -71,11 +74,13 @@ class ValueWatch:
 
     Args:
         storages: which op wrote a storage last.
+        find_op: returns the op of a record, as long as it is kept.
         findings: receives what is found.
     """
 
-    def __init__(self, storages: Storages, findings: Findings) -> None:
+    def __init__(self, storages: Storages, find_op: Callable[[Written], Op | None], findings: Findings) -> None:
         self._storages = storages
+        self._find_op = find_op
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
@@ -97,8 +102,8 @@ class ValueWatch:
             self._check_phase(op, call)
         elif name in _DIFFERENCES and made:
             self._check_difference(op, call, made[0])
-        elif name == "log" and made:
-            self._check_log(op, call, made[0])
+        elif name == "log" and made and (dtype := self._find_coarse(op.inputs()[0])) is not None:
+            self._check_unrounded(op, call, dtype)
         if name in _KEEPS_COARSE:
             self._pass_on_coarse(op, made)
 
@@ -125,7 +130,7 @@ class ValueWatch:
         return True
 
     def _put(self, tensor: Tensor, exact: Tensor, root: _Root) -> None:
-        if storage_of(tensor) and tensor.is_floating_point():
+        if storage_of(tensor):
             self._exact.put(tensor, exact)
             self._roots[id(tensor.untyped_storage())] = root
 
@@ -146,8 +151,8 @@ class ValueWatch:
             or sum(each.numel() for each in outputs) > LARGEST_RESULT
         ):
             return
-        is_wide = all(not tensor.is_floating_point() for tensor in outputs)
-        if not is_wide and not op.overload.is_pointwise and op.overload.name.rstrip("_") not in _FOLLOWED:
+        is_integral = all(not tensor.is_floating_point() for tensor in outputs)
+        if not is_integral and not op.overload.is_pointwise and op.overload.name.rstrip("_") not in _FOLLOWED:
             return
         if op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1:
             return
@@ -157,10 +162,9 @@ class ValueWatch:
         for tensor, exact in zip(outputs, run.outputs(), strict=False):
             if tensor.shape != exact.shape:
                 continue
-            if tensor.is_floating_point():
-                self._put(tensor, exact, root)
-            elif tensor.numel():
-                share = float((tensor != exact).float().mean())
+            self._put(tensor, exact, root)
+            if not tensor.is_floating_point() and tensor.numel():
+                share = _find_mismatch(tensor, exact)
                 if share > MISMATCHED:
                     self._findings.add(QuietCause.COLLAPSED, root.place, root.dtype, error=share, used=call.site.place)
 
@@ -205,11 +209,15 @@ class ValueWatch:
         operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
         dtypes = [self._find_coarse(tensor) for tensor in operands]
         dtype = next((each for each in dtypes if each is not None), None)
-        if dtype is None or not written.largest:
+        # An update of a tensor, such as x.add_(y) or x + alpha * y, is `UpdateWatch`'s.
+        if dtype is None or "alpha" in op.kwargs or (op.overload.written and not torch.is_grad_enabled()):
             return
-        numbers = [abs(float(value)) for value in op.args if isinstance(value, (int, float)) and value is not True]
+        if len(operands) == 1 or not written.largest:
+            if written.largest * _NEAR <= abs(_number_in(op)):
+                self._check_unrounded(op, call, dtype)
+            return
         sources = [self._storages.find(tensor) for tensor in operands]
-        largest = max([*numbers[:1], *(known.largest for known in sources if known is not None)], default=0.0)
+        largest = max((known.largest for known in sources if known is not None), default=0.0)
         is_known = all(known is not None for known in sources)
         if is_known and written.largest * _NEAR > largest:
             return
@@ -219,12 +227,35 @@ class ValueWatch:
                 roundings.append(_ROUNDING * torch.finfo(coarse).eps * _size(tensor))
         self._report(op, call, dtype, math.hypot(*roundings))
 
-    def _check_log(self, op: Op, call: OpCall, written: Written) -> None:
-        """Report a logarithm of numbers near 1 that were rounded."""
-        (given,) = op.inputs()[:1]
-        dtype = self._find_coarse(given)
-        if dtype is not None and not _is_simple(given):
-            self._report(op, call, dtype, _ROUNDING * torch.finfo(dtype).eps)
+    def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
+        """Report a result that differs if the ops just before are not rounded: 1 - exp(-x), or log(1 + x)."""
+        twins = Twins()
+        for tensor in op.inputs():
+            self._widen(tensor, twins, 2)
+        exact = twins.compute(op) if twins else []
+        result = op.outputs()[0]
+        if not exact or exact[0].shape != result.shape or not exact[0].count_nonzero():
+            return
+        error = _relative(result, exact[0])
+        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        if error > UNLIKE:
+            self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
+        else:
+            self._findings.pass_over(QuietCause.CANCELLED, place)
+
+    def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
+        """Store what a tensor would be if the ops that made it had run in float32."""
+        known = self._storages.find(tensor)
+        op = None if known is None else self._find_op(known)
+        if op is None or is_random(op.function) or op.overload.written:
+            return
+        if depth:
+            for given in op.inputs():
+                self._widen(given, twins, depth - 1)
+        results = twins.compute(op)
+        for made, exact in zip(op.floating_results(), results, strict=False):
+            if made.shape == exact.shape:
+                twins.put(made, exact)
 
     def _report(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float) -> None:
         size = _size(op.outputs()[0])
@@ -233,6 +264,11 @@ class ValueWatch:
             self._findings.add(QuietCause.CANCELLED, place, dtype, error=rounding / size)
         else:
             self._findings.pass_over(QuietCause.CANCELLED, place)
+
+
+def _number_in(op: Op) -> float:
+    """Return the number that an op adds to a tensor, or inf if it adds a tensor."""
+    return next((float(value) for value in op.args if isinstance(value, (int, float))), math.inf)
 
 
 def _make_in_float32(op: Op) -> Tensor | None:
@@ -250,6 +286,15 @@ def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
     if not bool(values.isfinite().all()) or float(gaps.max()) > 1.01 * float(gaps.min()):
         return None
     return stored.unique().numel() / values.numel()
+
+
+def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
+    """Return the share of elements that differ; of a mask, relative to its rarer value."""
+    count, differing = tensor.numel(), int((tensor != exact).sum())
+    if tensor.dtype is torch.bool:
+        held = int(exact.sum())
+        count = min(held, count - held) or count
+    return differing / count
 
 
 def _relative(tensor: Tensor, exact: Tensor) -> float:

@@ -46,8 +46,9 @@ class QuietWatch(WatchingMode):
             with self._busy():
                 site = self.updates.prepare(overload, args, kwargs)
         result = func(*args, **kwargs)
-        if is_given_low or any(tensor.dtype in LOW_DTYPES for tensor in tensors_in([result])):
-            op = Op(overload, func, args, args, kwargs, result, None)
+        op = Op(overload, func, args, args, kwargs, result, None)
+        self.updates.note_young(op)
+        if is_given_low or any(tensor.dtype in LOW_DTYPES for tensor in op.outputs()):
             with self._busy():
                 self.updates.note(op, site)
                 self.copies.note(op)
