@@ -73,7 +73,7 @@ class Float32Products:
         """Return whether torch's function of that name may be computed in float32."""
         if not self.covers_all:
             return name == _ATTENTION
-        return op_lists.is_product(name) or op_lists.is_without_kernel(name)
+        return op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def let_go(self) -> None:
         """Drop all replacements."""
@@ -98,7 +98,7 @@ class Float32Products:
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
         """Yield a patch for each product and each op without a 16-bit kernel. Leave out `taken`: (owner id, name)."""
-        for owner, name in op_lists.find_products(self.device_type):
+        for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
 
@@ -121,7 +121,7 @@ class Float32Products:
             return self._run_short_attention(original, self.longest_attention, public)
         name = getattr(original, "__name__", "")
         low, device_type, min_operands = self.low, self.device_type, 2
-        if op_lists.is_without_kernel(name):
+        if op_lists.is_without_cpu_kernel(name):
             min_operands = 1
         compute = self._make_compute(original, None)
         if name.endswith("_") and not name.endswith("__"):  # as in Tensor.addmm_

@@ -134,7 +134,7 @@ class OpCasts:
         is_of_torch = _is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_of_torch else ""
-        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.reads_first)
+        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_of_torch and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
         return public.set_replacement(self._replace(rule, original, name, public))
@@ -290,7 +290,7 @@ class OpCasts:
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
         else:
             cast, in_region = self.to_float, run_in_region(original, Mode.FLOAT32, self.switch)
-        is_dtype_exempt = "dtype" in rule.exempt
+        is_dtype_exempt = "dtype" in rule.opt_outs
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs.get("out") is not None:

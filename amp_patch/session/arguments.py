@@ -259,7 +259,7 @@ def choose_policy(
 ) -> Policy:
     """Return the policy that the arguments ask for. Settings of a command (`amp-patch run`) take precedence."""
     make = make_policy if has_models else _presets.make_policy_without_model
-    level, overrides, dropped = in_force.settings.lay_over(opt_level, arguments)
+    level, overrides, dropped = in_force.settings.override(opt_level, arguments)
     is_replaced = level != opt_level  # a command runs the script at another level
     if is_replaced and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
         dropped.append("lists")

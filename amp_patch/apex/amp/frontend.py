@@ -161,7 +161,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
             f"opt_level {opt_level!r} is not one of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or"
             f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
-    level, overrides, dropped = in_force.settings.lay_over(opt_level, given)
+    level, overrides, dropped = in_force.settings.override(opt_level, given)
     policy = make_policy(level, {**overrides, **bounds})
     if level != opt_level:
         maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
