@@ -206,7 +206,13 @@ def _trace(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and traced.watched.recordings:
         write_all(traced.watched.recordings, arguments.json)  # after the report, because writing may fail
     if not faults:
-        return traced.report_none()
+        code = traced.report_none()
+        if code != FAULT or repeating_runner is None:
+            return code
+        try:
+            return _fix_quiet(repeating_runner, arguments, traced)
+        finally:
+            repeating_runner.print_files()
     if traced.is_interrupted:
         raise KeyboardInterrupt
     if repeating_runner is None:
@@ -218,7 +224,11 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _run_traced(
-    runner: ScriptRunner, arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()
+    runner: ScriptRunner,
+    arguments: argparse.Namespace,
+    first: int,
+    last: int | None,
+    settings: Settings | None = None,
 ) -> _TracedRun:
     """Run the script under a tracer that checks the steps from `first` up to, but not including, `last`."""
     from ..insight.runs import Run
@@ -231,7 +241,7 @@ def _run_traced(
         "counts_skipped": arguments.steps is not None,
     }
     # The files that repeated runs write go to a folder of this name. One name for all, so that the last run's are kept.
-    run = Run("tracer:Tracer", options, Settings(None, lists), name="last-run")
+    run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults))
     return _TracedRun(watched, first, arguments.parser.prog)
 
@@ -262,7 +272,7 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
         first, end = arguments.steps or (0, last)
         write_file(path, _format_list(remedy, describe_command(arguments)))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
-        traced = _run_traced(runner, arguments, first, end, (str(path),))
+        traced = _run_traced(runner, arguments, first, end, Settings(None, (str(path),)))
         if not traced.faults:
             return _report_fixed(traced, path, arguments)
         fault, recording = traced.faults[0]
@@ -313,7 +323,8 @@ def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace)
     code = traced.report_none()
     if code != 0:
         return code
-    if not _agrees_with_float32(path, arguments, max(traced.watched.steps)):
+    settings = Settings(None, (str(path),))
+    if not _agrees_with_float32(path.name, settings, arguments, max(traced.watched.steps)):
         return FAULT
     print(
         f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
@@ -323,18 +334,46 @@ def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace)
     return 0
 
 
-def _agrees_with_float32(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
-    """Train with a list and in float32, both without a tracer. Print the losses, and return whether they agree.
+def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:
+    """Run the script at the level that keeps what is lost quietly. Return 0 if that level is enough."""
+    from ..insight import find_level, format_quiet
 
-    Returns True if there is nothing to compare: then it prints the reason, and the list still counts as enough.
+    levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
+    level = next(filter(None, levels), "")
+    if not level:
+        print("\nno list was written: no list keeps what is lost here, but an edit of the script does", flush=True)
+        return FAULT
+    print(f"\nno list keeps what is lost; the script runs again at {level}", flush=True)
+    first, last = arguments.steps or (0, max(traced.watched.steps))
+    again = _run_traced(runner, arguments, first, last, Settings(level))
+    name = f'opt_level="{level}"'
+    if again.faults or again.quiet:
+        left = [format_quiet(lost, recording.run) for lost, recording in again.quiet]
+        print("\n".join([f"{name} is not enough", *left[:1]]), flush=True)
+        return FAULT
+    code = again.report_none()
+    if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
+        return code or FAULT
+    print(f"{name} is enough for these steps", flush=True)
+    return 0
+
+
+def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:
+    """Train with a repair and in float32, both without a tracer. Print the losses, and return whether they agree.
+
+    Returns True if there is nothing to compare: then it prints the reason, and the repair still counts as enough.
+
+    Args:
+        name: the name of the repair, for messages.
+        settings: what it changes.
     """
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError
 
     runner, curves = ScriptRunner(arguments, is_quiet=True, is_repeated=True), []
-    for settings in (Settings(None, (str(path),)), Settings(config.levels.find_plain_level().name)):
+    for each in (settings, Settings(config.levels.find_plain_level().name)):
         try:
-            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, settings, seed=0))
+            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, each, seed=0))
         except (RunFailedError, NoRegionError) as error:
             print(f"not compared with float32: {error}", flush=True)
             return True
@@ -345,9 +384,9 @@ def _agrees_with_float32(path: Path, arguments: argparse.Namespace, steps: int) 
     repaired, plain = curves
     reason = agreement.find_disagreement(repaired, plain)
     if reason:
-        print(f"{path.name} is not enough: every value fits, but {reason}", flush=True)
+        print(f"{name} is not enough: every value fits, but {reason}", flush=True)
         return False
-    moves = f"{agreement.describe_losses(repaired)} with {path.name}, {agreement.describe_losses(plain)} in float32"
+    moves = f"{agreement.describe_losses(repaired)} with {name}, {agreement.describe_losses(plain)} in float32"
     print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)
     return True
 

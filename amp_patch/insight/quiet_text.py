@@ -113,6 +113,13 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 # ---- remedies --------------------------------------------------------------------------------------------------------
 
 
+def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
+    """Return the level that keeps what an optimizer loses in 16 bits; "" if no level does, or none was asked for."""
+    if not lost.role or _is_native(run):
+        return ""
+    return levels.find_master_level(spell_out(lost.dtype or "")).name
+
+
 def _is_native(run: RunRecord | None) -> bool:
     return run is not None and run.is_native
 
