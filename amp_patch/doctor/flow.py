@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from .script import Script
@@ -73,6 +74,18 @@ class Flow:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._functions = {node.name: node for node in script.nodes if isinstance(node, _FUNCTIONS)}
+        self._calls: dict[str, list[ast.Call]] = {}
+        for call in script.calls:
+            self._calls.setdefault(function_of(call), []).append(call)
+        self._assigned: dict[str, list[ast.expr]] = {}
+        for target, value in script.assignments:
+            self._assigned.setdefault(target, []).append(value)
+        self._bound = set[tuple[ast.AST, str]]()
+        for node in script.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._bound.add((script.frame(node), node.id))
+            elif isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+                self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
         """Return the 16-bit dtype that a value may have at the node `at`, or None."""
@@ -80,6 +93,8 @@ class Flow:
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
             return None
+        # bfloat16 first, which loses more
+        low.sort(key=lambda origin: origin.dtype != "bfloat16")
         return Verdict(low[0].dtype, low[0].node, is_certain=len(low) == len(origins))
 
     # ---- dtypes as values --------------------------------------------------------------------------------------------
@@ -126,8 +141,8 @@ class Flow:
             if not isinstance(table, ast.Dict):
                 continue
             for key, value in zip(table.keys, table.values, strict=True):
-                is_other = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
-                if not is_other or key.value == node.slice.value:
+                is_known = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
+                if not is_known or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
                     dtypes += self.find_dtypes(value, depth + 1)
         return dtypes
 
@@ -158,31 +173,26 @@ class Flow:
         if not isinstance(name, ast.Name):
             return None
         frame = self._script.frame(name)
-        while frame is not self._script.tree and not self._binds(frame, name.id):
+        while frame is not self._script.tree and (frame, name.id) not in self._bound:
             frame = self._script.frame(frame)
         return frame
-
-    def _binds(self, frame: ast.AST, name: str) -> bool:
-        if isinstance(frame, (*_FUNCTIONS, ast.Lambda)) and any(arg.arg == name for arg in _arguments(frame)):
-            return True
-        stores = (node for node in ast.walk(frame) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        return any(node.id == name and self._script.frame(node) is frame for node in stores)
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
         """Return the values of a name: what is assigned to it, the default of an argument, and what callers pass."""
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
         scope = self._scope_of(node)
-        values = []
-        for target, value in self._script.assignments:
-            is_here = scope is None or self._script.frame(value) is scope
-            if target == text_of(node) and is_here:
-                values.append(value)
+        values = self._find_assigned(text_of(node), scope)
         if isinstance(scope, _FUNCTIONS):
             values += self._find_passed(scope, text_of(node))
         if isinstance(node, ast.Attribute):
             values += self._find_fields(node.attr)
         return values
+
+    def _find_assigned(self, name: str, scope: ast.AST | None) -> list[ast.expr]:
+        """Return the values that are assigned to a name in its scope."""
+        values = self._assigned.get(name, ())
+        return [value for value in values if scope is None or self._script.frame(value) is scope]
 
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
         """Yield the defaults of an attribute in bodies of classes, as in dataclasses, and of an argument `--name`."""
@@ -191,8 +201,8 @@ class Flow:
                 for statement in outer.body:
                     if isinstance(statement, ast.AnnAssign) and text_of(statement.target) == name and statement.value:
                         yield statement.value
-        for call in self._script.calls:
-            flag = call.args[0] if call.args and function_of(call) == "add_argument" else None
+        for call in self._calls.get("add_argument", ()):
+            flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
                 # a user may choose another
                 yield from (argument_of(call, "default") or flag, flag)
@@ -205,13 +215,16 @@ class Flow:
         for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
             if default is not None:
                 defaults[argument.arg] = default
-        index = None
-        if name in names:
-            index = names.index(name) - (names[0] in ("self", "cls"))
-        elif name not in defaults:
+        is_method = names[:1] in (["self"], ["cls"])
+        if is_method:
+            # `x.to(dtype)` seldom calls the method `to` of the script's own class
+            if function.name in (*_CASTS, *_CASTS_TO):
+                return
+            names = names[1:]
+        if name not in names and name not in defaults:
             return
-        calls = [call for call in self._script.calls if function_of(call) == function.name]
-        passed = [argument_of(call, name, index) for call in calls]
+        index = names.index(name) if name in names else None
+        passed = [argument_of(call, name, index) for call in self._calls.get(function.name, ())]
         yield from (value for value in passed if value is not None)
         # without a call in the script, or for a call that leaves it out
         if name in defaults and not (passed and all(passed)):
@@ -312,19 +325,26 @@ class Flow:
     def _find_events(self, node: ast.expr) -> Iterator[ast.expr]:
         """Yield the values that are assigned to a name, and the statements that cast it in place (`model.half()`)."""
         name, scope = text_of(node), self._scope_of(node)
-        for target, value in self._script.assignments:
-            if target == name and (scope is None or self._script.frame(value) is scope):
-                yield value
+        yield from self._find_assigned(name, scope)
+        for call, chain in self._casts_in_place:
+            if text_of(chain) == name and (scope is None or self._scope_of(chain) is scope):
+                yield call
+
+    @cached_property
+    def _casts_in_place(self) -> list[tuple[ast.Call, ast.expr]]:
+        """Each statement that casts an object, such as `model.half().cuda()`, with the object."""
+        casts = []
         for call in self._script.calls:
             if not isinstance(self._script.parent(call), ast.Expr):
                 continue
             chain: ast.expr = call
-            casts = False
+            is_cast = False
             while isinstance(chain, ast.Call) and isinstance(chain.func, ast.Attribute):
-                casts = casts or self._find_cast(chain) is not None
+                is_cast = is_cast or self._find_cast(chain) is not None
                 chain = chain.func.value
-            if casts and text_of(chain) == name and (scope is None or self._scope_of(chain) is scope):
-                yield call
+            if is_cast:
+                casts.append((call, chain))
+        return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
         """Return whether an event may not happen before `at`: it is on an arm that does not hold `at`."""

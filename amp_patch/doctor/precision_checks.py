@@ -13,17 +13,13 @@ from .tree import argument_of, function_of, names_in, text_of
 _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
 """A script without these words has nothing in 16 bits of its own making."""
 
-_HAS_MASTERS = re.compile(
+_KEEPS_UPDATES = re.compile(
     r"deepspeed|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
-    r"|stochastic_round|FP16_Optimizer|Float16Optimizer",
+    r"|stochastic_round|FP16_?Optimizer|Float16Optimizer"
+    r"|get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
-"""Names in scripts whose optimizer steps on float32 weights, or makes up for rounding."""
-
-_ADAPTERS = re.compile(
-    r"get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params"
-)
-"""Names in scripts that train float32 weights beside frozen 16-bit ones."""
+"""Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
 
 _LARGEST = {"float16": 2048, "bfloat16": 256}
 """The number up to which a dtype holds all whole numbers."""
@@ -52,11 +48,16 @@ def _grade(verdict: Verdict, message: str) -> tuple[Severity, str]:
     "AMP601",
     "an optimizer that steps on 16-bit weights",
     bad="""
+        import torch
+
         model = Net().to(torch.bfloat16)  # AMP601
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         optimizer.step()
     """,
     good="""
+        import torch
+        import amp_patch as amp
+
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
@@ -67,24 +68,22 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     """torch's optimizers round each update to the dtype of the weight. bfloat16 loses every update below 0.2 % of the
     weight, float16 below 0.02 %. A fine-tuning learns less than in float32, or nothing, and no message says so.
     """
-    if not _may_be_low(script) or _HAS_MASTERS.search(script.text) or _ADAPTERS.search(script.text):
+    if not _may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
         return
     yield from _find_true_precisions(script)
     flow = Flow(script)
     told = set[ast.AST]()
-    for optimizer in _find_optimizers(script):
-        if _is_given_to_amp(script, optimizer):
+    for optimizer in script.calls:
+        if not _class_of(script, optimizer) or _is_given_to_amp(script, optimizer):
             continue
         for model in _find_trained(script, argument_of(optimizer, "params", 0)):
             verdict = flow.judge(model, _last_step_of(script, optimizer))
             if verdict is None or verdict.node in told or _is_kept(script, flow, model):
                 continue
             told.add(verdict.node)
-            severity, message = _grade(
-                verdict,
-                f"{function_of(optimizer)} steps on the {verdict.dtype} weights of {text_of(model)}: updates below"
-                f" {_LOST_SHARE[verdict.dtype]} of a weight are lost",
-            )
+            message = f"{_class_of(script, optimizer)} steps on the {verdict.dtype} weights of {text_of(model)}"
+            message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
+            severity, message = _grade(verdict, message)
             level = _LEVELS[verdict.dtype]
             advice = f'Leave the model in float32, and call amp.initialize at "{level}", or use torch.autocast.'
             yield Fault(verdict.node, severity, message, advice)
@@ -103,15 +102,14 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
 
 
-def _find_optimizers(script: Script) -> Iterator[ast.Call]:
-    """Yield the calls that make an optimizer of torch.optim."""
-    for call in script.calls:
-        for name in script.names.resolve(call.func):
-            module, _, kind = name.rpartition(".")
-            if module.startswith("torch.optim") and kind[:1].isupper() and "lr_scheduler" not in module:
-                if "swa_utils" not in module:
-                    yield call
-                break
+def _class_of(script: Script, call: ast.Call) -> str:
+    """Return the name of the class of torch.optim that a call makes an optimizer of, or ""."""
+    for name in sorted(script.names.resolve(call.func)):
+        module, _, kind = name.rpartition(".")
+        is_of_torch = module.startswith("torch.optim") and not module.endswith(("lr_scheduler", "swa_utils"))
+        if is_of_torch and kind[:1].isupper():
+            return kind
+    return ""
 
 
 def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
@@ -151,7 +149,7 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
 
 
 def _is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether a model is frozen, or a part of it cast to float32: then the optimizer may hold no 16-bit weight."""
+    """Return whether a model is frozen, or a part of it is float32: the optimizer may hold no 16-bit weight."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
         part = text_of(receiver)
@@ -162,6 +160,10 @@ def _is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
         if part != name and (function_of(call) == "float" or "float32" in flow.find_dtypes(argument_of(call, "", 0))):
             return True
     for target, value in script.assignments:
+        if target == name and "requires_grad_" in {
+            function_of(part) for part in ast.walk(value) if isinstance(part, ast.Call)
+        }:
+            return True
         if target.endswith(".requires_grad") and isinstance(value, ast.Constant) and value.value is False:
             return True
         if target.endswith(".data") and ("float(" in text_of(value) or "float32" in text_of(value)):
@@ -186,8 +188,8 @@ def _is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what it was
-    at the start.
+    """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what
+    it was at the start.
     """
     if not _may_be_low(script):
         return
@@ -195,8 +197,8 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
     for target, value in script.assignments:
         makers = {function_of(node) for node in ast.walk(value) if isinstance(node, ast.Call)}
         averages = "AveragedModel" in makers
-        update = value if averages else _find_average_update(script, target)
-        if update is None or not (averages or "deepcopy" in makers):
+        is_moved = averages or ("deepcopy" in makers and _is_averaged(script, target))
+        if not is_moved:
             continue
         # casts in place may follow the copy
         casts = [
@@ -215,19 +217,19 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
 _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")
 
 
-def _find_average_update(script: Script, name: str) -> ast.AST | None:
-    """Return the statement that moves the parameters of a copy, or None for a copy that stays as it is."""
+def _is_averaged(script: Script, name: str) -> bool:
+    """Return whether a loop, or a call of torch._foreach_*, moves the parameters of a copy."""
     for node in script.nodes:
         if isinstance(node, (ast.For, ast.AsyncFor)) and name in names_in(node.iter):
             moved = (part for part in ast.walk(node.target) if isinstance(part, ast.Name))
             names = {part.id for part in moved}
-            for inner in ast.walk(node):
-                if _moves(inner, names):
-                    return inner
-        is_foreach = isinstance(node, ast.Call) and function_of(node).startswith("_foreach_")
-        if is_foreach and any(name in names_in(argument) for argument in node.args[:1]):  # type: ignore[attr-defined]
-            return node
-    return None
+            if any(_moves(inner, names) for inner in ast.walk(node)):
+                return True
+        elif isinstance(node, ast.Call) and node.args and function_of(node).startswith("_foreach_"):
+            is_own = name in names_in(node.args[0])
+            if is_own:
+                return True
+    return False
 
 
 def _moves(node: ast.AST, names: set[str]) -> bool:
@@ -272,9 +274,8 @@ def grows_in_low(script: Script) -> Iterator[Fault]:
         return
     flow = Flow(script)
     for target, value in _find_made(script):
-        change = _find_growth(script, target, value)
-        verdict = flow.judge(value, value) if change is not None else None
-        if verdict is not None:
+        verdict = flow.judge(value, value)
+        if verdict is not None and _grows(script, target, value):
             message = f"{target} grows in {verdict.dtype}, where a count stops at {_LARGEST[verdict.dtype]}"
             severity, message = _grade(verdict, message)
             yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
@@ -288,7 +289,7 @@ def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
     for call, receiver in script.method_calls("register_buffer"):
         name, tensor = argument_of(call, "name", 0), argument_of(call, "tensor", 1)
         if isinstance(name, ast.Constant) and tensor is not None and _is_from(script, tensor, _FACTORIES):
-            yield f"{text_of(receiver)}.{name.value}", tensor
+            yield f"{text_of(receiver)}.{name.value!s}", tensor
 
 
 def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
@@ -302,8 +303,8 @@ def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> boo
     return False
 
 
-def _find_growth(script: Script, target: str, made: ast.expr) -> ast.AST | None:
-    """Return the statement of a loop, or of another function for an attribute, that adds to a tensor; or None."""
+def _grows(script: Script, target: str, made: ast.expr) -> bool:
+    """Return whether a loop, or for an attribute another function, adds to a tensor."""
     for node in script.nodes:
         if isinstance(node, ast.AugAssign):
             grows = isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
@@ -319,8 +320,8 @@ def _find_growth(script: Script, target: str, made: ast.expr) -> ast.AST | None:
             continue
         # in another function, an attribute outlives each call
         if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
-            return node
-    return None
+            return True
+    return False
 
 
 def _root(node: ast.expr) -> str:
@@ -390,8 +391,19 @@ def _counts(script: Script, node: ast.expr, cast: ast.Call) -> bool:
     if isinstance(node, (ast.Name, ast.Attribute)):
         names.append(text_of(node))
     if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
+        if _is_scaled_down(script, node):
+            return False
         return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _COUNTING)
     return any(_is_from(script, value, _COUNTING) for value in (node, *_own_values(script, node)))
+
+
+def _is_scaled_down(script: Script, node: ast.expr) -> bool:
+    """Return whether a name is divided, or subtracted from another value, as timesteps from 0 to 1 are."""
+    parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
+    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
+        return True
+    changes = (part for part in script.nodes if isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div))
+    return any(text_of(change.target) == text_of(node) for change in changes)
 
 
 def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:

@@ -16,7 +16,6 @@ _OLD_REGIONS = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cp
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
 _DEFAULTS = {"cuda": "float16", "cpu": "bfloat16"}
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
-_NO_SCALER = re.compile(r"GradScaler\((?:[^()]*,)?\s*enabled=False\s*\)")
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
 
 
@@ -84,13 +83,13 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
     """float16 has no numbers below 6e-8. Gradients below that become zero unless the loss is scaled, and their weights
     are not trained.
     """
-    # a scaler that is off scales nothing
-    if "autocast" not in script.text or _SCALES.search(_NO_SCALER.sub("", script.text).replace("scaler = \n", "")):
+    has_dead_scaler = _has_dead_scaler(script)
+    if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_dead_scaler):
         return
     flow = Flow(script)
     for region in _find_regions(script):
         loss = _find_backward(script, region)
-        if loss is None or _is_scaled(script, loss):
+        if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
             continue
         dtypes = _dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
@@ -101,6 +100,13 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
             yield Fault(region.call, "warning", message, advice)
         else:
             yield Fault(region.call, "note", f"if the dtype is float16: {message}", advice)
+
+
+def _has_dead_scaler(script: Script) -> bool:
+    """Return whether each GradScaler of the script is made with `enabled=False`, and there is one."""
+    scalers = [call for call in script.calls if function_of(call).endswith("GradScaler")]
+    enabled = [argument_of(call, "enabled") for call in scalers]
+    return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
 
 
 def _dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:

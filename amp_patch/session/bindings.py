@@ -358,7 +358,8 @@ def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
     Only for torch's own `step`, which rounds each update to the weight's dtype. Other optimizers may keep masters, or
     round stochastically.
     """
-    if not type(binding.optimizer).step.__module__.startswith("torch.optim."):
+    step = getattr(type(binding.optimizer), "step", None)
+    if not getattr(step, "__module__", "").startswith("torch.optim."):
         return []
     return [
         weight
