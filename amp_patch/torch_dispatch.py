@@ -43,7 +43,8 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
 # Ops that copy tensors to another dtype, and ops that return a new tensor without computing its values.
 # Without one: such casts are not counted, or a report has a row without a result.
 TO_COPY = _aten._to_copy
-COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
+COPY = _aten.copy_
+COPIES = frozenset({TO_COPY, COPY, _aten._foreach_copy_})
 WITHOUT_KERNEL = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
     | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}

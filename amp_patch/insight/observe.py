@@ -17,13 +17,11 @@ from torch import Tensor
 from ..casting import Mode, compiling
 from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES
-from ..events import add_watching_modes
 from ..interrupts import UndoStack
 from ..patching import references
 from ..session import Session
 from ..torch_dispatch import (
     TO_COPY,
-    TorchDispatchMode,
     as_called,
     count_nodes,
     get_current_node,
@@ -37,6 +35,7 @@ from .ops import Op, compute_in_float32, find_overload
 from .rules import RuleFinder, short, spelled
 from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .tensors import address_of, storage_of, tensors_in
+from .watching import WatchingMode
 
 
 class _ThreadState(threading.local):
@@ -114,6 +113,10 @@ class Observer:
         if self.is_on and self._local.is_paused:
             self._local.is_below, self._local.is_paused = True, False
             self._below.__enter__()
+
+    def find_module(self) -> str:
+        """Return the name of the innermost module that is running in this thread, "" outside of all modules."""
+        return self._running.here()
 
     def end_step(self) -> None:
         """Forget the nodes and storages of the step."""
@@ -298,21 +301,12 @@ class Observer:
         return torch.is_grad_enabled() and (bool(self._running.here()) or is_under_checkpoint())
 
 
-class _Below(TorchDispatchMode):
+class _Below(WatchingMode):
     """Shows every op to an observer after it has run."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
-
-    def __enter__(self) -> "_Below":
-        add_watching_modes(1)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        add_watching_modes(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)

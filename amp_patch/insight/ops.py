@@ -41,6 +41,7 @@ class Overload(NamedTuple):
         moves_statistics: whether it writes running statistics, which it does not return.
         is_overwriting: whether it only writes its first argument, and does not read it.
         has_one_output: whether only the first of its outputs is for the caller.
+        is_pointwise: whether each element of its result depends on one element of each input.
     """
 
     packet: Any
@@ -52,6 +53,7 @@ class Overload(NamedTuple):
     is_overwriting: bool
     moves_statistics: bool
     has_one_output: bool
+    is_pointwise: bool
 
 
 @functools.cache
@@ -75,6 +77,7 @@ def find_overload(function: Any) -> Overload:
         is_overwriting=packet in OVERWRITES,
         moves_statistics=moves_statistics,
         has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
+        is_pointwise=torch.Tag.pointwise in function.tags,
     )
 
 
@@ -99,6 +102,10 @@ class Op(NamedTuple):
     def inputs(self) -> list[Tensor]:
         """Return the tensors among its arguments."""
         return [*tensors_in(self.args), *tensors_in(self.kwargs.values())]
+
+    def before_inputs(self) -> list[Tensor]:
+        """Return the tensors among its arguments as they were before the call."""
+        return [*tensors_in(self.before), *tensors_in(self.kwargs.values())]
 
     def outputs(self) -> list[Tensor]:
         """Return the tensors in its result."""
@@ -127,8 +134,8 @@ def find_factor(op: Op, output: Tensor) -> float:
     return 1.0
 
 
-def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
+def run_in_float32(op: Op) -> Op | None:
+    """Return an op as it runs on its inputs in float32, or None if it cannot run so."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -147,8 +154,14 @@ def compute_in_float32(op: Op) -> list[Tensor]:
         kwargs["out"] = out.new_empty(0)  # torch resizes it, and the tensor of the run stays as it is
     args = [widen(value) for value in op.before]
     with random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()
-    return []
+        return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs))
+    return None
+
+
+def compute_in_float32(op: Op) -> list[Tensor]:
+    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
+    run = run_in_float32(op)
+    return [] if run is None else run.floating_results()
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:

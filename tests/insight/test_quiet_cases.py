@@ -1,0 +1,17 @@
+"""Each script of the corpus of quiet losses is what it says: the faulty lose something that the same script in float32
+does not, without inf or NaN, and lose nothing once they are mended; the healthy agree with float32.
+
+Guards: tests/support/quiet_faults.py.
+"""
+
+import pytest
+from quiet_faults import CASES, FAULTY, HEALTHY, check
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_what_it_says(name):
+    assert check(CASES[name]) == ""
+
+
+def test_there_are_enough():
+    assert len(FAULTY) >= 40 and len(HEALTHY) >= 20
