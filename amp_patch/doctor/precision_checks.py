@@ -276,7 +276,7 @@ def grows_in_low(script: Script) -> Iterator[Fault]:
     for target, value in _find_made(script):
         verdict = flow.judge(value, value)
         if verdict is not None and _grows(script, target, value):
-            message = f"{target} grows in {verdict.dtype}, where a count stops at {_LARGEST[verdict.dtype]}"
+            message = f"{target} grows in {verdict.dtype}, where counting by one stops at {_LARGEST[verdict.dtype]}"
             severity, message = _grade(verdict, message)
             yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
 
@@ -360,7 +360,7 @@ _COUNTING = ("torch.arange",)
 )
 def positions_in_low(script: Script) -> Iterator[Fault]:
     """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Of larger ones, several become the same number:
-    257 and 258, or timesteps 997 to 1001 and 1000. Tables of sines and rotary angles made of them repeat.
+    256 and 257, or the timesteps 998 to 1002 in bfloat16. Tables of sines and rotary angles made of them repeat.
     """
     if not _may_be_low(script):
         return
