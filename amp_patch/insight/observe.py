@@ -22,11 +22,11 @@ from ..patching import references
 from ..session import Session
 from ..torch_dispatch import (
     TO_COPY,
-    as_called,
     count_nodes,
     get_current_node,
     get_node_number,
     leave_mode,
+    restore_caller_state,
 )
 from .faults import FaultFinder
 from .folding import Folding, OpCall
@@ -271,7 +271,7 @@ class Observer:
                 return None
             call = OpCall(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
-            with as_called():
+            with restore_caller_state():
                 call.is_reached = self._is_reached()
             call.names_dtype = cast is not None and not site.by and names_dtype()
         call.casts = int(cast is not None)

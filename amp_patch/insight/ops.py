@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import COPIES, OVERWRITES, WITHOUT_KERNEL, clone, find_written, is_mutable
+from ..torch_dispatch import COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
@@ -71,7 +71,7 @@ def find_overload(function: Any) -> Overload:
         packet,
         name,
         is_copy=packet in COPIES,
-        is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
+        is_silent=function.namespace in _SILENT or packet in COMPUTES_NOTHING or function.is_view,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
         written=written,
         is_overwriting=packet in OVERWRITES,

@@ -34,7 +34,7 @@ class QuietRecord:
         kept: the share of elements whose change is not lost. Of collapsed values, the share that stays distinct. Of
             gradients, the share that is not zero.
         descent: the stored change along the true one, <stored, true> / |true|^2: 1 is whole, 0 is nothing.
-        error: the error of the result of `op`, relative to the result in float32 (root mean squares).
+        error: the error of the change, or of the result of `op`, relative to float32 (root mean squares).
         used: the line at which the loss shows, if it is not `site`.
         rank: the rank of the process.
     """

@@ -20,13 +20,16 @@ class Place(NamedTuple):
 
 @dataclass
 class _Finding:
-    """What was found at one place.
+    """What was found at one line.
 
     Attributes:
+        place: where it was found first.
+        dtype: the 16-bit dtype.
         steps: the steps in which it was found.
         passed: the steps in which it was looked for, and not found.
     """
 
+    place: Place
     dtype: torch.dtype | None = None
     steps: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
@@ -45,7 +48,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.step = 0
-        self._known: dict[tuple[QuietCause, Place], _Finding] = {}
+        self._known: dict[tuple[QuietCause, str], _Finding] = {}  # by the line
 
     def add(
         self,
@@ -59,8 +62,9 @@ class Findings:
         tensor: str = "",
     ) -> None:
         """Note that something was found in this step. The worst values stay."""
-        finding = self._known.setdefault((cause, place), _Finding(dtype))
-        finding.dtype = dtype
+        finding = self._known.setdefault((cause, place.site), _Finding(place))
+        if not finding.steps:
+            finding.place, finding.dtype = place, dtype
         finding.steps.add(self.step)
         if kept is not None:
             finding.kept = kept if finding.kept is None else min(kept, finding.kept)
@@ -71,14 +75,22 @@ class Findings:
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:
         """Note that something was looked for in this step, and not found."""
-        self._known.setdefault((cause, place), _Finding()).passed.add(self.step)
+        self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each place. A finding that comes late or seldom is training that has converged."""
+        """Return a record for each line.
+
+        A difference that is lost late or seldom is one of a training that has converged. A line that only uses values
+        which another line has made coarse is named by that one.
+        """
         return list(self._records())
 
     def _records(self) -> Iterator[QuietRecord]:
-        for (cause, place), finding in self._known.items():
+        used = {(cause, finding.used) for (cause, _), finding in self._known.items()}
+        for (cause, site), finding in self._known.items():
+            place = finding.place
+            if (cause, site) in used:
+                continue
             only_passed = finding.passed - finding.steps
             if not finding.steps or len(finding.steps) < len(only_passed):
                 continue

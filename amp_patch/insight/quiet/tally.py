@@ -234,4 +234,5 @@ class Tally:
                 dtype=dtype,
                 kept=together.share,
                 descent=together.descent,
+                error=together.error,
             )

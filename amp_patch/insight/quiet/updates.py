@@ -7,7 +7,7 @@ the stored change is compared with the true one.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -359,11 +359,10 @@ class UpdateWatch:
 
     def _widen(self, tensor: Tensor) -> Tensor:
         twin = self._twins.find(tensor)
-        if twin is not None:
-            return clone(twin)
-        if tensor.dtype in LOW_DTYPES:
+        if twin is None and tensor.dtype in LOW_DTYPES:
             return tensor.float()
-        return clone(tensor)  # the op may write it
+        copy: Tensor = clone(tensor if twin is None else twin)  # the op may write it
+        return copy
 
     # ---- tensors that are replaced -----------------------------------------------------------------------------------
 
@@ -411,5 +410,6 @@ def _written_by(overload: Overload, args: Sequence[Any], kwargs: dict[str, Any])
         yield out
 
 
-def _strides(tensor: Tensor) -> Iterable[int]:
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of the same shape."""
     return torch.empty(tensor.shape, device="meta").stride()

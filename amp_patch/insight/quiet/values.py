@@ -285,7 +285,7 @@ def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
     gaps = values.diff()
     if not bool(values.isfinite().all()) or float(gaps.max()) > 1.01 * float(gaps.min()):
         return None
-    return stored.unique().numel() / values.numel()
+    return float(stored.unique().numel()) / float(values.numel())
 
 
 def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
