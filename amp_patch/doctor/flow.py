@@ -224,7 +224,10 @@ class Flow:
         if name not in names and name not in defaults:
             return
         index = names.index(name) if name in names else None
-        passed = [argument_of(call, name, index) for call in self._calls.get(function.name, ())]
+        called, holder = function.name, self._script.parent(function)
+        if called == "__init__" and isinstance(holder, ast.ClassDef):
+            called = holder.name
+        passed = [argument_of(call, name, index) for call in self._calls.get(called, ())]
         yield from (value for value in passed if value is not None)
         # without a call in the script, or for a call that leaves it out
         if name in defaults and not (passed and all(passed)):

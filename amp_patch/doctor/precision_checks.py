@@ -14,12 +14,15 @@ _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
 """A script without these words has nothing in 16 bits of its own making."""
 
 _KEEPS_UPDATES = re.compile(
-    r"deepspeed|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
+    r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
     r"|stochastic_round|FP16_?Optimizer|Float16Optimizer"
     r"|get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
 """Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
+
+_TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
+"""Trainers whose optimizer is AdamW of torch, on the weights as they are."""
 
 _LARGEST = {"float16": 2048, "bfloat16": 256}
 """The number up to which a dtype holds all whole numbers."""
@@ -73,15 +76,13 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     yield from _find_true_precisions(script)
     flow = Flow(script)
     told = set[ast.AST]()
-    for optimizer in script.calls:
-        if not _class_of(script, optimizer) or _is_given_to_amp(script, optimizer):
-            continue
-        for model in _find_trained(script, argument_of(optimizer, "params", 0)):
-            verdict = flow.judge(model, _last_step_of(script, optimizer))
+    for who, trainer, models in _find_trainers(script):
+        for model in models:
+            verdict = flow.judge(model, trainer)
             if verdict is None or verdict.node in told or _is_kept(script, flow, model):
                 continue
             told.add(verdict.node)
-            message = f"{_class_of(script, optimizer)} steps on the {verdict.dtype} weights of {text_of(model)}"
+            message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
             severity, message = _grade(verdict, message)
             level = _LEVELS[verdict.dtype]
@@ -100,6 +101,25 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
             mixed = str(precision.value).replace("true", "mixed")
             advice = f"Write precision={mixed!r}, or use amp_patch.integrations.lightning at a level with masters."
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
+
+
+def _find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
+    """Yield the name of each optimizer of torch.optim, its last step, and the models that it may train.
+
+    Also yields each trainer of transformers or trl that trains: it makes such an optimizer itself.
+    """
+    trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
+    for call in script.calls:
+        name = _class_of(script, call)
+        if name and not _is_given_to_amp(script, call):
+            yield name, _last_step_of(script, call), list(_find_trained(script, argument_of(call, "params", 0)))
+        makers = script.names.resolve(call.func)
+        model = argument_of(call, "model", 0)
+        if model is None or not any(_TRAINER.match(maker) for maker in makers):
+            continue
+        targets = {assignment.target for assignment in script.assignments if assignment.value is call}
+        if targets & trained:
+            yield function_of(call), call, [model]
 
 
 def _class_of(script: Script, call: ast.Call) -> str:
@@ -144,6 +164,7 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
     """Return the last step in the function that makes the optimizer, or the call that makes it."""
     frame = script.frame(optimizer)
+    # a model that is cast after its training, to be served, is trained in float32
     steps = [call for call, _ in script.method_calls("step") if script.frame(call) is frame]
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
@@ -235,6 +256,7 @@ def _is_averaged(script: Script, name: str) -> bool:
 def _moves(node: ast.AST, names: set[str]) -> bool:
     """Return whether a node changes a tensor of these names by a part of another."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        # also in a chain: average.mul_(decay).add_(parameter)
         is_own = bool(names_in(node.func.value) & names)
         return is_own and (node.func.attr in _AVERAGING or (node.func.attr == "copy_" and _is_sum(node.args)))
     if isinstance(node, ast.Assign):
@@ -391,6 +413,7 @@ def _counts(script: Script, node: ast.expr, cast: ast.Call) -> bool:
     if isinstance(node, (ast.Name, ast.Attribute)):
         names.append(text_of(node))
     if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
+        # timesteps from 0 to 1 are no whole numbers
         if _is_scaled_down(script, node):
             return False
         return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _COUNTING)
@@ -417,6 +440,7 @@ def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
         while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_COUNTING):
             value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
         if isinstance(value, ast.Call):
+            # arange(end), or arange(start, end, step)
             ends = value.args[:2] if len(value.args) > 1 else value.args
             numbers = [
                 end.value for end in ends if isinstance(end, ast.Constant) and isinstance(end.value, (int, float))

@@ -132,6 +132,7 @@ def _find_backward(script: Script, region: Region) -> ast.expr | None:
     if isinstance(function, ast.FunctionDef):
         if _is_without_gradients(script, function):
             return None
+        # the loss may go backward where the function with the region is called
         frames.add(function)
         calls = [call for call in script.calls if function_of(call) == function.name]
         frames |= {script.frame(call) for call in calls if not _is_without_gradients(script, call)}
@@ -164,6 +165,7 @@ def _is_scaled(script: Script, loss: ast.expr) -> bool:
                 continue
             for factor in (product.left, product.right):
                 is_large = isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float))
+                # a smaller factor is the weight of a term, and no scale
                 if is_large and factor.value > 1:  # type: ignore[attr-defined]
                     return True
                 if any("scale" in name.lower() for name in names_in(factor)):
@@ -209,9 +211,9 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
 def _has_training_loop(script: Script, body: ast.AST) -> bool:
     """Return whether a region holds a loop with steps of an optimizer, or calls a function that does."""
     steps = [call for call, receiver in script.method_calls("step") if _is_step(script, call, receiver)]
-    held = [step for step in steps if _is_in_loop_within(script, step, body)]
-    if held:
+    if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
+    # with autocast(...): train()
     called = {function_of(call) for call in ast.walk(body) if isinstance(call, ast.Call)}
     functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef) and node.name in called]
     return any(_is_in_loop_within(script, step, function) for step in steps for function in functions)

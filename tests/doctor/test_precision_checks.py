@@ -67,6 +67,12 @@ SURE = {
     "model, optimizer = accelerator.prepare(model, optimizer)\noptimizer.step()\n",
     "parameters-in-a-variable": "from torch.optim import AdamW\nmodel = Net().half()  # AMP601\n"
     "params = [p for p in model.parameters() if p.requires_grad]\noptimizer = AdamW([{'params': params}])\n",
+    "class-of-the-script": "class Trainer:\n    def __init__(self, model):\n        self.model = model\n"
+    "        self.optimizer = torch.optim.SGD(self.model.parameters())\n"
+    "trainer = Trainer(Net().half())  # AMP601\n",
+    "trainer-of-transformers": "from transformers import AutoModel, Trainer\n"
+    "model = AutoModel.from_pretrained(name, dtype='bfloat16')  # AMP601\n"
+    "trainer = Trainer(model=model, args=args)\ntrainer.train()\n",
     "lightning": "from lightning import Trainer\ntrainer = Trainer(precision='bf16-true')  # AMP601\n",
     # float16 without a scale
     "old-autocast": "from torch.cuda.amp import autocast\nwith autocast():  # AMP602\n    loss = model(x)\n" + STEP,
@@ -134,6 +140,9 @@ HEALTHY = {
     "model = get_peft_model(model, config)\n" + ADAM,
     "masters-by-hand": "model = Net().half()\ncopies = [p.detach().clone().float() for p in model.parameters()]\n"
     "optimizer = torch.optim.SGD(copies)\n" + STEP,
+    "trainer-that-evaluates": "from transformers import AutoModel, Trainer\n"
+    "model = AutoModel.from_pretrained(name, dtype='bfloat16')\n"
+    "trainer = Trainer(model=model)\ntrainer.evaluate()\n",
     "deepspeed": "import deepspeed\nmodel = Net().half()\n" + ADAM + "deepspeed.initialize(model=model)\n",
     "optimizer-of-another-package": "from torchao.optim import AdamW8bit\nmodel = Net().bfloat16()\n"
     "optimizer = AdamW8bit(model.parameters(), bf16_stochastic_round=True)\n" + STEP,
