@@ -53,6 +53,10 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
+# Ops whose result is their argument under another name, beside those that torch calls views.
+# Without one, its argument would be taken for a tensor that the op has made.
+ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
+
 # Ops that overwrite their first argument without reading it. If one is missing here, the uninitialized memory that it
 # is about to overwrite would be checked for faults.
 OVERWRITES = frozenset(

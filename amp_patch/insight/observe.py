@@ -32,6 +32,7 @@ from .faults import FaultFinder
 from .folding import Folding, OpCall
 from .naming import ModuleStack
 from .ops import Op, compute_in_float32, find_overload
+from .quiet.watch import QuietWatch
 from .rules import RuleFinder, short, spelled
 from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .tensors import address_of, storage_of, tensors_in
@@ -60,9 +61,16 @@ class Observer:
         session: whose ops are observed.
         folding: counts the calls.
         finder: looks at the values that ops compute; None: nothing does.
+        quiet: looks at the changes of 16-bit tensors; None: nothing does.
     """
 
-    def __init__(self, session: Session, folding: Folding, finder: FaultFinder | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        folding: Folding,
+        finder: FaultFinder | None = None,
+        quiet: QuietWatch | None = None,
+    ) -> None:
         self._switch = session.switch
         self._has_casts = session.casts is not None
         self._patcher = session.patcher
@@ -70,6 +78,7 @@ class Observer:
         self._running = ModuleStack(session.models)
         self._folding = folding
         self.finder = finder
+        self.quiet = quiet
         if finder is not None:
             finder.watch(session, self._running)
         self._local = _ThreadState()
@@ -310,9 +319,11 @@ class _Below(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)
-        before = args
+        before, site = args, None
         if observer.finder is not None:
             before = observer.finder.prepare(overload, args)
+        if observer.quiet is not None:
+            site = observer.quiet.prepare(overload, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -320,7 +331,10 @@ class _Below(WatchingMode):
                 observer.note_overflow(Op(overload, func, args, before, kwargs, None, get_current_node()))
             raise
         if observer.is_on:
-            observer.note(Op(overload, func, args, before, kwargs, result, get_current_node()))
+            op = Op(overload, func, args, before, kwargs, result, get_current_node())
+            observer.note(op)
+            if observer.quiet is not None:
+                observer.quiet.note(op, site)
         return result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
+from ..torch_dispatch import ALIASES, COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
@@ -36,6 +36,7 @@ class Overload(NamedTuple):
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
         is_silent: whether it computes no number, like a view or an empty tensor.
+        is_alias: whether its result has the storage of an argument.
         is_in_bulk: whether it works on many tensors at once, or with other processes.
         written: positions of the arguments that it writes.
         moves_statistics: whether it writes running statistics, which it does not return.
@@ -48,6 +49,7 @@ class Overload(NamedTuple):
     name: str
     is_copy: bool
     is_silent: bool
+    is_alias: bool
     is_in_bulk: bool
     written: frozenset[int]
     is_overwriting: bool
@@ -72,6 +74,7 @@ def find_overload(function: Any) -> Overload:
         name,
         is_copy=packet in COPIES,
         is_silent=function.namespace in _SILENT or packet in COMPUTES_NOTHING or function.is_view,
+        is_alias=function.is_view or packet in ALIASES,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
         written=written,
         is_overwriting=packet in OVERWRITES,

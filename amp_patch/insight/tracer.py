@@ -81,7 +81,7 @@ class Tracer(Recorder):
         self._are_weights_finite = False
         self._scale: float | None = None  # of the last `scale_loss` block
         self._seen = SeenInStep()
-        self._quiet = QuietWatch(lambda: self._watched, self._find_module)
+        self._quiet: QuietWatch = QuietWatch(lambda: self._watched, self._find_module)
 
     @property
     def _watched(self) -> Session:
@@ -153,9 +153,9 @@ class Tracer(Recorder):
         super().step_begun(optimizer)
         self._stepping = id(optimizer)
         if self.is_recording:
-            self._quiet.begin_step(optimizer)
             self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
             self._look_at_size(optimizer)
+            self._quiet.begin_step(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Finish the faults of the step, and end the run if there are any."""
@@ -262,11 +262,6 @@ class Tracer(Recorder):
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()
 
-    def _observe(self, session: Session) -> None:
-        # Below the mode of the observer, whose own ops are not the script's.
-        self._quiet.__enter__()
-        super()._observe(session)
-
     def _step_faults(self) -> StepFaults:
         has_grown = self._loss.is_beyond(_GROWN_LOSS) or self._largest_weight.is_beyond(_GROWN_WEIGHTS)
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
@@ -277,7 +272,8 @@ class Tracer(Recorder):
         A script may change its weights by hand, or end between two steps.
         """
         if not self.is_recording:
-            self._leave()
+            super().stop()
+            leave_mode(self._quiet)
             return
         trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
         if self._finder.faults and self._seen.is_loss_seen and trained:
@@ -289,12 +285,7 @@ class Tracer(Recorder):
         else:
             self._finder.faults = self._step_faults().add_fixes(self._finder.faults)
         self._quiet.end_step(None, self._count)
-        self._leave()
-
-    def _leave(self) -> None:
-        """Leave the modes of this thread."""
         super().stop()
-        leave_mode(self._quiet)
 
     def _make_unseen(self) -> FaultRecord:
         """Return the record of a gradient that is not finite although no op that was seen made it so."""

@@ -1,7 +1,10 @@
-"""Each script of the corpus of quiet losses is what it says: the faulty lose something that the same script in float32
-does not, without inf or NaN, and lose nothing once they are mended; the healthy agree with float32.
+"""`trace` names what each faulty script loses quietly, at its line or tensor and with its cause, and nothing else.
 
-Guards: tests/support/quiet_faults.py.
+Each script is what it says: the faulty lose something that the same script in float32 does not, without inf or NaN, and
+lose nothing once they are mended; the healthy agree with float32, and no alarm is raised.
+
+Guards: insight/quiet/watch, insight/quiet/updates, insight/quiet/tally, insight/quiet/values, insight/quiet/gradients.
+Guards: insight/quiet/copies, insight/quiet/findings, insight/twins.
 """
 
 import pytest

@@ -78,6 +78,12 @@ def check(entered: Case) -> str:
     faults = [fault for fault in recording.of(amp.insight.FaultRecord) if not fault.is_search]
     if faults:
         wrong.append(f"not quiet: {faults[0].value} at {faults[0].site}")
+    found = [(lost.cause, lost.tensor or lost.site) for lost in recording.quiet]
+    is_right = any(lost.cause == entered.cause and entered.is_named(lost.tensor, lost.site) for lost in recording.quiet)
+    if entered.cause is None and found:
+        wrong.append(f"a false alarm: {found}")
+    if entered.cause is not None and not is_right:
+        wrong.append(f"not found, but {found}")
     return "; ".join(wrong)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import LOW_DTYPES
+from ...session import current
 from ...torch_dispatch import TO_COPY, get_current_node
 from ..ops import Op
 from ..quiet_record import QuietCause, QuietRecord
@@ -60,11 +61,9 @@ class CopyWatch:
 
     def note(self, op: Op) -> None:
         """Note an op that has run."""
-        if get_current_node() is not None:
-            return
         if op.overload.packet is TO_COPY:
             self._note_cast(op)
-        elif self._copies and not op.overload.is_silent:
+        elif self._copies and not op.overload.is_silent and get_current_node() is None:
             for tensor in op.inputs():
                 if tensor.dtype in LOW_DTYPES and storage_of(tensor):
                     self._check(op, tensor)
@@ -85,8 +84,11 @@ class CopyWatch:
         if known is None or known.storage() is not storage or weight is None:
             self._copies.pop(id(storage), None)
             return
-        if weight.numel() * tensor.element_size() != storage.nbytes() or _is_alike(weight, tensor):
+        if weight.numel() * tensor.element_size() != storage.nbytes():
             return
+        with current.without_casts():
+            if _is_alike(weight, tensor):
+                return
         site = find_site()
         if site.by == "amp":
             return

@@ -121,16 +121,19 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
     """Return how a tensor changed, and how it would have in float32; None if it would not. Waits for the device."""
-    true, done = exact.double() - before.double(), stored.double() - before.double()
-    fits = true.isfinite() & done.isfinite()
-    true, done = torch.where(fits, true, 0.0), torch.where(fits, done, 0.0)
-    is_changed = true != 0
-    products = [(true * done).sum(), (true * true).sum(), (done * done).sum()]
-    kept = is_changed & (done != 0)
-    sums = torch.stack([*products, is_changed.sum(), kept.sum()]).tolist()
-    if not sums[1] or not sums[3]:
-        return None
-    return Change(sums[0], sums[1], sums[2], int(sums[3]), int(sums[4]))
+    earlier = before.float()
+    true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
+    change = _add_up(true, done)
+    if not math.isfinite(change.along + change.true + change.stored):
+        fits = true.isfinite() & done.isfinite()
+        change = _add_up(torch.where(fits, true, 0.0), torch.where(fits, done, 0.0))
+    return change if change.true else None
+
+
+def _add_up(true: Tensor, done: Tensor) -> Change:
+    along, of_true, of_done = torch.stack([true.dot(done), true.dot(true), done.dot(done)]).tolist()
+    kept = true.logical_and(done)
+    return Change(along, of_true, of_done, int(true.count_nonzero()), int(kept.count_nonzero()))
 
 
 @dataclass

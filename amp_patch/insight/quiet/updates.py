@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ...casting import cast_tree
 from ...dtypes import LOW_DTYPES
+from ...session import current
 from ...torch_dispatch import COPY, clone, get_current_node, is_random
 from ..ops import Op, Overload
 from ..sites import Site, find_site
@@ -124,7 +125,7 @@ class UpdateWatch:
         self.step += 1
 
     def _judge(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), current.without_casts():
             self._judge_changes()
             self._keep_successors()
         self._followed.clear()
@@ -186,8 +187,6 @@ class UpdateWatch:
 
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
         """Copy the tensors that an op is about to change. Return its line if it is to be followed, else None."""
-        if overload.is_silent:
-            return None
         node = get_current_node()
         if node is not None and "AccumulateGrad" not in node.name():
             return None
@@ -208,28 +207,19 @@ class UpdateWatch:
             for tensor in written:
                 self._forget(tensor)
             return None
-        for tensor in written:
-            self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
+        with current.without_casts():
+            for tensor in written:
+                self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
         return site
 
     def _is_refreshed(self, target: Tensor, source: Tensor) -> bool:
         """Return whether a tensor gets the values of a wider one that outlives the step: that one loses nothing."""
         return source.dtype not in LOW_DTYPES and source.is_floating_point() and self._is_old(source)
 
-    def note(self, op: Op, site: Site | None) -> None:
-        """Follow an op that has run, if `prepare` has returned its line."""
-        if site is not None:
-            self._follow(op, site)
-
     def note_young(self, op: Op) -> None:
-        """Note the storages that an op has made. A view has the storage of an argument."""
-        if op.overload.written:
-            return
-        for tensor in op.outputs():
-            if tensor.is_floating_point():
-                address = storage_of(tensor)
-                if all(storage_of(given) != address for given in op.inputs()):
-                    self._young.add(address)
+        """Note the storages that an op has made."""
+        if not op.overload.written and not op.overload.is_alias:
+            self._young.update(storage_of(tensor) for tensor in op.outputs() if tensor.is_floating_point())
 
     def _may_succeed(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether a result may come to take the place of a tensor that outlives the step."""
@@ -280,7 +270,7 @@ class UpdateWatch:
             self._followed.pop(id(tensor.untyped_storage()), None)
             self._twins.drop(tensor)
 
-    def _follow(self, op: Op, site: Site) -> None:
+    def follow(self, op: Op, site: Site) -> None:
         """Run an op in float32 on the twins of its inputs, and keep the results as twins of its results."""
         self._note_decay(op, site)
         if op.overload.is_in_bulk:

@@ -1,7 +1,6 @@
-"""`QuietWatch`: the dispatch mode that shows the ops of a run to those that look for quiet losses."""
+"""`QuietWatch`: shows the ops of a run to those that look for quiet losses."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +8,11 @@ from torch.optim import Optimizer
 
 from ...dtypes import LOW_DTYPES
 from ...session import Session, current
+from ...torch_dispatch import leave_mode
 from ..naming import name_tensors
-from ..ops import Op, find_overload
+from ..ops import Op, Overload, find_overload
 from ..quiet_record import QuietRecord
+from ..sites import Site
 from ..tensors import storage_of, tensors_in
 from ..watching import WatchingMode
 from .copies import CopyWatch
@@ -19,7 +20,9 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Looks at ops that have 16-bit tensors, also those of optimizers. It changes no value, and waits for the device.
+    """Looks at ops that have 16-bit tensors. It changes no value, and waits for the device.
+
+    Outside of optimizer steps an `Observer` shows it the ops. In a step the watch is a dispatch mode of its own.
 
     Args:
         get_session: returns the session whose models are trained.
@@ -32,47 +35,37 @@ class QuietWatch(WatchingMode):
         self._names: dict[int, str | None] = {}  # by the address of the storage, until the step ends
         self.updates = UpdateWatch(self._find_name, find_module)
         self.copies = CopyWatch(self._find_name, find_module)
-        self._is_busy = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
-        if self._is_busy:
-            return func(*args, **kwargs)
-        overload = find_overload(func)
-        site = None
-        is_given_low = any(tensor.dtype in LOW_DTYPES for tensor in tensors_in(given))
-        if is_given_low:
-            with self._busy():
-                site = self.updates.prepare(overload, args, kwargs)
+        kwargs, overload = kwargs or {}, find_overload(func)
+        site = self.prepare(overload, args, kwargs)
         result = func(*args, **kwargs)
-        op = Op(overload, func, args, args, kwargs, result, None)
-        self.updates.note_young(op)
-        if is_given_low or any(tensor.dtype in LOW_DTYPES for tensor in op.outputs()):
-            with self._busy():
-                self.updates.note(op, site)
-                self.copies.note(op)
+        self.note(Op(overload, func, args, args, kwargs, result, None), site)
         return result
 
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Return a block whose ops are the watch's own: it does not look at them, and no list acts on them."""
-        self._is_busy = True
-        try:
+    def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
+        """Prepare for an op that is about to run. Return its line if its results are to be computed in float32."""
+        if overload.is_silent or not any(tensor.dtype in LOW_DTYPES for tensor in tensors_in((args, kwargs))):
+            return None
+        return self.updates.prepare(overload, args, kwargs)
+
+    def note(self, op: Op, site: Site | None) -> None:
+        """Look at an op that has run. `site` is what `prepare` has returned."""
+        self.updates.note_young(op)
+        if site is not None:
             with current.without_casts():
-                yield
-        finally:
-            self._is_busy = False
+                self.updates.follow(op, site)
+        self.copies.note(op)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer's step begins."""
-        with self._busy():
-            self.updates.begin_step(optimizer)
+        """Note that an optimizer's step begins, and watch its ops."""
+        self.updates.begin_step(optimizer)
+        self.__enter__()
 
     def end_step(self, optimizer: Optimizer | None, step: int) -> None:
-        """Judge what has changed since the last step. `step` is the number of the next step."""
-        with self._busy():
-            self.updates.end_step(optimizer)
+        """Judge the changes since the last step. `step` is the number of the next step."""
+        leave_mode(self)
+        self.updates.end_step(optimizer)
         self._names.clear()
         self.updates.step = self.copies.step = step
 
