@@ -8,7 +8,14 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - registers their rules
+from . import (  # noqa: F401 - registers their rules
+    checkpoint_checks,
+    import_checks,
+    loss_checks,
+    precision_checks,
+    region_checks,
+    setup_checks,
+)
 from .documents import Document
 from .rules import RULES, Finding, Selection
 from .script import Script, expect
@@ -16,7 +23,7 @@ from .script import Script, expect
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 _SUFFIXES = (".py", ".ipynb")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
-_MAY_HAVE_FAULTS = re.compile(r"amp|apex|backward\(")
+_MAY_HAVE_FAULTS = re.compile(r"amp|apex|autocast|backward\(|half|float16|[bf]p?16")
 """The words of which one is in every script in which a rule can find a fault."""
 
 _EVERY_CODE = "*"

@@ -93,6 +93,23 @@ class Script(Tree):
                 yield call, function.value
 
     @cached_property
+    def identifiers(self) -> str:
+        """The names, attributes, imports and keywords in the code, a line each. Comments and texts are left out."""
+        words = set[str]()
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                words.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, (ast.arg, ast.keyword)):
+                words.add(str(node.arg))
+            elif isinstance(node, ast.alias):
+                words.add(f"{node.name} {node.asname}")
+            elif isinstance(node, ast.ImportFrom):
+                words.add(str(node.module))
+        return "\n".join(sorted(words))
+
+    @cached_property
     def uses_amp(self) -> bool:
         """Whether the script calls amp, of Apex or of this package."""
         return "amp" in self.text and bool(self.calls_of(*_AMP))

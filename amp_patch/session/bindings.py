@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
-from ..config import ModuleRule, Policy
+from ..config import ModuleRule, Policy, levels
+from ..dtypes import LOW_DTYPES, is_opaque
 from ..errors import OptimizerError, did_you_mean
 from ..reporting import warn
+from ..tables import count_of
 from ..training import (
     GradientSums,
     Masters,
@@ -183,6 +185,28 @@ class Bindings:
         for bound in added:
             if not bound.groups.is_empty():
                 bound.flags.state = OptState.UNCHECKED
+        self._warn_of_lost_updates(added)
+
+    def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
+        """Warn once of all 16-bit weights that new optimizers step on."""
+        weights: list[Tensor] = []
+        names: list[str] = []
+        for binding in added:
+            low = _find_low_weights(binding)
+            if low:
+                weights += low
+                names.append(type(binding.optimizer).__name__)
+        if not weights:
+            return
+        remedy = "Call .float() on their model"
+        if not self._policy.as_level().keeps_small_updates:
+            with_masters = [level.name for level in levels.read_levels() if level.has_masters]
+            remedy = f"Use {' or '.join(with_masters)}, which keep float32 masters"
+        shown = ", ".join(self.names_of(weights[:3])) + (", ..." if len(weights) > 3 else "")
+        warn(
+            f"small updates of {count_of(len(weights), 'weight')} in 16 bits ({shown}) will be lost:"
+            f" {' and '.join(names)} steps on them without float32 masters. {remedy}."
+        )
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Call a method of this object when a bound model or optimizer is gone."""
@@ -331,6 +355,22 @@ class Bindings:
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):
                 self.gradients.mark_zeroed(binding.flags)
+
+
+def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
+    """Return the trained 16-bit weights in an optimizer that have no master. Quantized weights do not count.
+
+    Only for torch's own `step`, which rounds each update to the weight's dtype. Other optimizers may keep masters, or
+    round stochastically.
+    """
+    step = getattr(type(binding.optimizer), "step", None)
+    if not getattr(step, "__module__", "").startswith("torch.optim."):
+        return []
+    return [
+        weight
+        for weight in binding.groups.parameters()
+        if weight.requires_grad and weight.dtype in LOW_DTYPES and not is_opaque(weight)
+    ]
 
 
 def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:
