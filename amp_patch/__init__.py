@@ -66,7 +66,10 @@ __all__ = [
 
 
 class _Package(types.ModuleType):
-    """This package, whose function `session` has the name of one of its parts: importing that sets no attribute."""
+    """The class of this module. `amp_patch.session` is a public function, and also the name of a subpackage.
+
+    Importing the subpackage makes Python set the attribute `session`. Here, setting it has no effect.
+    """
 
     @property
     def session(self) -> Any:
@@ -81,16 +84,19 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a name at its first use: commands and starting processes need no torch."""
+    """Import the module of a public name at the first use of the name, so that `import amp_patch` needs no torch.
+
+    Commands, and every Python that `amp-patch run` starts, import the package.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "amp":
         return importlib.import_module(f"{__name__}.amp")
-    home = "errors" if name.endswith("Error") else "api"
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    module = "errors" if name.endswith("Error") else "api"
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    """Return the public names: wings and modules are no part of them."""
+    """Return the public names, without subpackages and modules."""
     return [*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__", "__spec__"]

@@ -1,4 +1,4 @@
-"""The public functions: first those with Apex's names and signatures, then those that this package adds."""
+"""The public functions of the package: those of Apex, with Apex's signatures, and those that this package adds."""
 
 import contextlib
 import os
@@ -132,9 +132,9 @@ def initialize(
         >>> model(torch.ones(2, 4)).dtype  # softmax is blacklisted: runs in float32
         torch.float32
     """
-    arguments = locals()  # `choose_policy` picks the properties of the level among them
+    arguments = locals()  # all arguments by name; `choose_policy` picks the properties of the level among them
     if isinstance(models, Iterator):
-        models = list(models)  # read twice, it would be empty
+        models = list(models)  # an iterator can be read only once, and it is returned as well
     if isinstance(optimizers, Iterator):
         optimizers = list(optimizers)
     returned = models if optimizers is None else (models, optimizers)
@@ -142,8 +142,8 @@ def initialize(
     set_verbosity(verbosity)
     if not is_enabled:
         _current.disable()
-        for optimizer in _as_optimizers_of_any(optimizers):
-            set_step_was_skipped(optimizer, False)  # for loops that ask
+        for optimizer in _find_valid_optimizers(optimizers):
+            set_step_was_skipped(optimizer, False)  # for training loops that read the attribute
         return returned
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
@@ -157,34 +157,37 @@ def initialize(
         )
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
-    before = _current.state.session
+    earlier_session = _current.state.session
     with without_overrides():
-        opened = _current.initialize(policy, model_list, optimizer_list, **options)
-    _announce(opened, is_known=opened is before)
+        current_session = _current.initialize(policy, model_list, optimizer_list, **options)
+    _announce(current_session, is_joined=current_session is earlier_session)
     return returned
 
 
-def _announce(opened: Session, *, is_known: bool) -> None:
-    """Print the properties of a new session, or one line if these models have joined an earlier one."""
-    policy = opened.policy
-    if is_known:
-        names = ", ".join(type(model).__name__ for model in opened.models())
+def _announce(session: Session, *, is_joined: bool) -> None:
+    """Print the properties of a new session, or one line if the models have joined an earlier session."""
+    policy = session.policy
+    if is_joined:
+        names = ", ".join(type(model).__name__ for model in session.models())
         say("amp_patch: opt_level %s as before, for %s", policy.opt_level, names)
         return
     say("amp_patch: opt_level %s, %s", policy.opt_level, policy.description or "no description")
     properties = dict(policy.describe())
     del properties["opt_level"]
-    if opened.oplists is not None:
-        properties["names patched"] = str(len(opened.patcher))
+    if session.oplists is not None:
+        properties["names patched"] = str(len(session.patcher))
     say("  %s", ", ".join(f"{name}: {value}" for name, value in properties.items()))
-    if opened.oplists is not None and opened.oplists.missing:
-        say("  ops that this torch lacks: %s", ", ".join(entry.op for entry in opened.oplists.missing))
-    for sentence in policy.explain_compute(opened.device_type):
+    if session.oplists is not None and session.oplists.missing:
+        say("  ops that this torch lacks: %s", ", ".join(entry.op for entry in session.oplists.missing))
+    for sentence in policy.explain_compute(session.device_type):
         say_once(sentence)
 
 
-def _as_optimizers_of_any(optimizers: Any) -> Sequence[Any]:
-    """Return the optimizers in an argument that is not checked, because amp is disabled."""
+def _find_valid_optimizers(optimizers: Any) -> Sequence[Any]:
+    """Return the optimizers in an argument, or none if the argument is not valid.
+
+    While amp is disabled, arguments are not checked.
+    """
     with contextlib.suppress(ArgumentTypeError):
         return as_optimizers(optimizers)
     return ()
@@ -281,6 +284,10 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 
 
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Return tensors, or a container of tensors, with `apply(tensor, scale)` in place of each tensor.
+
+    If amp is disabled, or the scale is always 1, returns `tensors` itself.
+    """
     if isinstance(tensors, (int, float, str)):
         raise ArgumentTypeError(
             f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself, not its .item()"
@@ -308,9 +315,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
-        several = isinstance(optimizer, (list, tuple))
+        expected = "one optimizer at a time" if isinstance(optimizer, (list, tuple)) else "the optimizer"
         raise ArgumentTypeError(
-            f"master_params takes {'one optimizer at a time' if several else 'the optimizer'}, not"
+            f"master_params takes {expected}, not"
             f" {type(optimizer).__name__}: write `for p in amp.master_params(optimizer)`"
         )
     return (parameter for group in groups for parameter in group["params"])
@@ -371,7 +378,7 @@ def session(
 
 @contextlib.contextmanager
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
-    """Context manager: `initialize` for the length of a block. The end of the block undoes it, even after an exception.
+    """Context manager: call `initialize`, and undo it at the end of the block, even after an exception.
 
     After the block, torch and the optimizers are as before, and weights keep their trained values. Weights that were
     cast become float32, with the values of the masters; at levels without masters they return to their earlier dtype.
@@ -396,16 +403,17 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """
     if "replace" in options:
         raise ArgumentTypeError("scope takes no `replace`: to close another session, call amp.reset() first")
-    _current.refuse_second()
+    _current.check_that_none_is_open()
     was_disabled = _current.state.is_disabled
     returned = initialize(models, optimizers, **options)
-    opened = _current.state.session
+    opened_session = _current.state.session
     try:
         yield returned
     finally:
-        _current.end_scope(opened, was_disabled=was_disabled)
-        if opened is None and not was_disabled:
-            for optimizer in _as_optimizers_of_any(optimizers):
+        _current.end_scope(opened_session, was_disabled=was_disabled)
+        # with enabled=False there is no session, but `initialize` has given the optimizers an attribute
+        if opened_session is None and not was_disabled:
+            for optimizer in _find_valid_optimizers(optimizers):
                 remove_step_was_skipped(optimizer)
 
 
@@ -447,10 +455,10 @@ def stats(*, wait: bool = True) -> Stats:
         >>> amp.stats().parameters_low, amp.stats().steps
         (5, 0)
     """
-    opened = _current.state.session
-    if opened is None:
+    current_session = _current.state.session
+    if current_session is None:
         return Stats(None, None, 0, 0, 0, 0, 0, ())
-    return opened.stats(wait=wait)
+    return current_session.stats(wait=wait)
 
 
 def fsdp_policy(

@@ -1,4 +1,4 @@
-"""Names of dtypes, and the test whether a tensor may be cast."""
+"""Names of dtypes, and the tests whether a tensor may be cast."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,16 +10,18 @@ from .errors import PolicyError, did_you_mean
 from .torch_private import disabled_torch_dispatch, get_local_tensor
 
 LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
-"""The 16-bit dtypes a session may run in."""
+"""The 16-bit dtypes to which a session may cast."""
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-"""The dtypes that are ever cast. float64, complex, integer, float8 and quantized tensors stay as they are, as under
-torch.autocast.
+"""The dtypes of tensors that may be cast, and the dtypes to which they may be cast.
+
+float64, complex, integer, float8 and quantized tensors stay as they are, as under torch.autocast.
 """
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
-"""The classes of most tensors; none of them is opaque. A tuple, because Dynamo of torch 2.6 cannot look a class up in a
-frozenset.
+"""The classes of most tensors. Tensors of these classes are never opaque.
+
+It is a tuple, because Dynamo of torch 2.6 cannot look a class up in a frozenset.
 """
 
 _BY_NAME = {
@@ -34,15 +36,15 @@ _BY_NAME = {
 }
 
 DTYPE_WORDS = tuple(_BY_NAME)
-"""The words that name a dtype to train in."""
+"""The words by which users may name a dtype."""
 
 TensorCast = Callable[[Tensor], Tensor]
 
 
 def parse_dtype(value: object, argument: str) -> torch.dtype:
-    """Return the dtype that `value` (a torch.dtype or a name such as "bfloat16" or "torch.bfloat16") means.
+    """Return the dtype that `value` means: a torch.dtype, or a name such as "bfloat16" or "torch.bfloat16".
 
-    Raises PolicyError, naming `argument`, for anything but float16, bfloat16 and float32.
+    Raises PolicyError for anything but float16, bfloat16 and float32. The error names `argument`.
     """
     if isinstance(value, torch.dtype):
         if value in CASTABLE:
@@ -60,7 +62,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
 
 
 def round_to_float32(number: float) -> float:
-    """Return the nearest number that float32 has; inf, with the sign of the number, beyond its range."""
+    """Return the float32 number nearest to a number. Beyond the range of float32, this is inf or -inf."""
     return ctypes.c_float(number).value
 
 
@@ -70,11 +72,12 @@ def is_castable(tensor: Tensor) -> bool:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor has a castable dtype but stores its values in another form, as quantized weights do.
+    """Return whether a tensor must not be cast although it has a castable dtype, as the quantized weights of torchao.
 
-    Such classes handle every op themselves (`__torch_dispatch__`), so a cast may return anything. Classes that torch
-    defines, such as DTensor, are not opaque, unless they wrap an opaque tensor or are sparse weights, which cannot be
-    cast. Classes that handle no op, such as subclasses of Parameter, are not opaque.
+    Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
+    (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,
+    are not opaque. Nor are classes of torch itself, such as DTensor, unless they wrap an opaque tensor, or are
+    semi-structured sparse tensors, which cannot be cast.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:

@@ -1,7 +1,8 @@
-"""Every error that amp_patch raises on purpose.
+"""The classes of all errors that amp_patch raises on purpose, and suggestions for misspelled words in their messages.
 
-Each class is an `AmpError` and also the builtin that a caller would catch. `AmpError` itself is a `RuntimeError`,
-because scripts written for Apex expect that. A message names the given value, the allowed values and the remedy.
+Each class is a subclass of `AmpError`, and of the builtin exception that a caller would catch. `AmpError` itself is a
+`RuntimeError`, because scripts written for Apex expect that. A message names the given value, the allowed values and
+the remedy.
 """
 
 import difflib
@@ -18,6 +19,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LEVEL = re.compile("[o0]?([0-9])")
+"""A folded word that means a level: "o1", or with a zero or without the letter, "01" or "1"."""
 
 
 class AmpError(RuntimeError):
@@ -29,11 +31,11 @@ MAX_MESSAGE = 2000
 
 
 class _Located(Exception):
-    """An error that may have a place in a file; its text then starts with `path:line:column: `.
+    """An error that may have a location in a file. Its text then starts with `path:line:column: `.
 
     Attributes:
-        message: the text without the place.
-        path, line, column: the place, with lines and columns counted from 1; all None if there is none.
+        message: the text without the location.
+        path, line, column: the location, with lines and columns counted from 1; all None if the error is not in a file.
     """
 
     def __init__(
@@ -53,16 +55,16 @@ class _Located(Exception):
 
 
 class PolicyError(_Located, AmpError, ValueError):
-    """An opt_level, a preset or an override is unknown or contradicts another.
+    """An opt_level, a preset or an override is unknown, or contradicts another one.
 
-    `path`, `line` and `column` give the place in a presets file. They are None if the error is not in a file.
+    `path`, `line` and `column` are the location in a presets file; all None if the error is not in a file.
     """
 
 
 class OpListError(_Located, AmpError, ValueError):
     """An op list cannot be used.
 
-    `path`, `line` and `column` give the place in a list file. They are None if the error is not in a file.
+    `path`, `line` and `column` are the location in a list file; all None if the error is not in a file.
     """
 
 
@@ -87,7 +89,7 @@ class LossIdError(AmpError, IndexError):
 
 
 class SessionError(AmpError):
-    """The session does not allow a call: there is no session yet, or another session is still in use."""
+    """A call needs a session and there is none, or needs that no other session is in use."""
 
 
 class BannedOpError(AmpError, NotImplementedError):
@@ -95,7 +97,7 @@ class BannedOpError(AmpError, NotImplementedError):
 
 
 class GradientOverflowError(AmpError, FloatingPointError):
-    """Gradients were inf or NaN for so many steps in a row that the loss scale is not the cause."""
+    """Gradients were inf or NaN for so many steps in a row that the loss scale cannot be the cause."""
 
 
 class NonFiniteError(AmpError, FloatingPointError):
@@ -123,16 +125,16 @@ class SettingsError(AmpError, ValueError):
 
 
 class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package is missing that an extra of amp_patch installs."""
+    """A package is missing that one of amp_patch's extras (`amp_patch[completion]`) installs."""
 
 
 class NoLoss:
-    """Base of the context managers that `scale_loss` returns: users call `.backward()` on them by mistake."""
+    """Base class of the context managers that `scale_loss` returns. Users call `.backward()` on them by mistake."""
 
     __slots__ = ()
 
     def backward(self, *_: object, **__: object) -> None:
-        """Raise SessionError."""
+        """Raise a SessionError that shows how to write the block."""
         raise SessionError(
             "scale_loss(...) is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
             " scaled_loss.backward()`, and step after the block"
@@ -140,32 +142,31 @@ class NoLoss:
 
 
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'x'?` for the allowed word that is meant. Return an empty string where none is close, or
-    where the word itself is allowed.
+    """Return ` Did you mean 'x'?` with the allowed words that `word` may mean.
 
-    Case, hyphens and underscores do not matter. Other names of the same thing (`synonyms`), which may mean several
-    words, come before words that are spelled alike.
+    Returns an empty string if no allowed word is similar, or if `word` itself is allowed. Case, hyphens and underscores
+    do not matter. A synonym of allowed words (`synonyms`) counts more than a similar spelling.
 
     Args:
-        prefix: put before each word that is suggested.
-        cutoff: the required similarity of the spelling, as `difflib` counts it.
+        prefix: put before each suggested word.
+        cutoff: the least similarity of the spelling, from 0 to 1, as `difflib` computes it.
     """
     if not isinstance(word, str):
         return ""
-    suggested = []
+    suggestions = []
     for name in find_meant(word, allowed, cutoff):
-        suggested.append(f"{prefix}{name}")
-    if not suggested or suggested[0] == word:
+        suggestions.append(f"{prefix}{name}")
+    if not suggestions or suggestions[0] == word:
         return ""
-    told = " or ".join(map(repr, suggested))
-    remark = ""
-    if _LEVEL.fullmatch(_fold(suggested[0])) and word[0] != "O":
-        remark = " The first character is the letter O."
-    return f" Did you mean {told}?{remark}"
+    shown = " or ".join(map(repr, suggestions))
+    note = ""
+    if _LEVEL.fullmatch(_fold(suggestions[0])) and word[0] != "O":
+        note = " The first character is the letter O."
+    return f" Did you mean {shown}?{note}"
 
 
 def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: a keyword argument that the function does not take is an ArgumentTypeError with a suggestion."""
+    """Decorator: for a keyword argument that the function does not take, raise ArgumentTypeError with a suggestion."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -182,18 +183,18 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 MAX_WORD = 100
-"""The length limit of words that get a suggestion, and of words that are suggested for their spelling."""
+"""The largest length of a word for which there are suggestions, and of words that are suggested for their spelling."""
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
-    """Return the allowed words that a word means, as in `did_you_mean`."""
+    """Return the allowed words that a word may mean, as `did_you_mean` suggests them."""
     if len(word) > MAX_WORD:
         return ()
     by_folded: dict[str, str] = {}
     for name in allowed:
         key = _fold(name)
         known = by_folded.get(key)
-        # of two names that differ in case only, keep the one that looks more like the word
+        # of two allowed names that fold to the same word, keep the one that looks more like the given word
         if known is None or _compare(word, name) >= _compare(word, known):
             by_folded[key] = name
     folded = _fold(word)
@@ -212,10 +213,11 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
 
 
 def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """Return the name that `difflib.get_close_matches` would find.
+    """Return the name that `difflib.get_close_matches` would find, or None.
 
-    Lists have thousands of names, and comparing two words is slow. So the names that share the most letters come first,
-    and the search ends when no remaining name can be closer than the best.
+    There may be thousands of names, and comparing two words is slow. So an upper bound of the similarity is computed
+    for each name from the letters that it shares with the word. Names are compared in the order of these bounds, until
+    no other name can be more similar than the best.
     """
     letters = _count_letters(word)
     bounds = []
@@ -223,7 +225,7 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
         if len(name) > MAX_WORD:
             continue
         shared = (letters & _count_letters(name)).bit_count()
-        # as SequenceMatcher.ratio, which counts only letters in the same order, and so is never larger
+        # the formula of SequenceMatcher.ratio, which counts only shared letters in the same order, so it is not larger
         bound = 2 * shared / (len(word) + len(name) or 1)
         if bound >= cutoff:
             bounds.append((bound, name))
@@ -231,22 +233,27 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     for bound, name in sorted(bounds, reverse=True):
         if bound < best:
             break
-        likeness = _compare(name, word)
-        if likeness > best or (likeness == best and name > (closest or "")):
-            best, closest = likeness, name
+        similarity = _compare(name, word)
+        # of equally similar names the last in alphabetical order, as in difflib
+        if similarity > best or (similarity == best and name > (closest or "")):
+            best, closest = similarity, name
     return closest
 
 
 def _compare(word: str, name: str) -> float:
+    """Return the similarity of two words, from 0 to 1."""
     return difflib.SequenceMatcher(None, word, name).ratio()
 
 
 @functools.lru_cache(maxsize=8192)
 def _count_letters(word: str) -> int:
-    """Return a number with a bit for each letter of a word, the same bits for the same letters."""
+    """Return the counts of the letters of a word, as a number with a bit for each letter of the word.
+
+    The letters that two words share are the bits that both numbers have.
+    """
     bits = 0
     for letter in word:
-        # MAX_WORD bits for each letter; the second occurrence of a letter sets the second of its bits
+        # each letter has MAX_WORD bits of its own, and its second occurrence in the word sets the second of these
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
         while bits & bit:
             bit <<= 1
@@ -256,5 +263,5 @@ def _count_letters(word: str) -> int:
 
 @functools.lru_cache(maxsize=8192)
 def _fold(word: str) -> str:
-    """Return a word without case, and without hyphens and underscores inside it."""
+    """Return a word in lower case, without hyphens, underscores and spaces inside it."""
     return re.sub(r"(?<=[^_])[-_ ]+(?=[^_])", "", word.casefold())

@@ -1,4 +1,7 @@
-"""Events of a session, and their listeners. Events happen per step, not per op, and cost nothing without listeners."""
+"""Events of a session, and the watchers that listen to them.
+
+There are a few events in a step and none for an op. Without watchers, events cost nothing.
+"""
 
 import threading
 from collections.abc import Callable
@@ -7,45 +10,51 @@ from typing import Any
 
 
 class Watcher:
-    """Base class of listeners. Exceptions propagate to the caller."""
+    """Base class of watchers. It has a method for each event, which does nothing.
+
+    An exception in such a method propagates to the caller of `tell`. A *bound* optimizer was passed to `initialize`.
+    """
 
     def session_opened(self, session: Any) -> None:
-        """A session is in force, or has more models."""
+        """Called when a session has been opened, and when models have joined it."""
 
     def session_closing(self, session: Any) -> None:
-        """A session is about to undo its changes."""
+        """Called when a session is about to undo its changes."""
 
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
-        """A `scale_loss` block begins. `scaled_loss` is the value of its `as` name."""
+        """Called when a `scale_loss` block begins. `scaled_loss` is the value that `as` binds."""
 
     def values_scaled(self) -> None:
-        """Values were multiplied by a loss scale outside a block, for separate gradients."""
+        """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """`step` of a bound optimizer has been called, with no closure: gradients are there, and unscaled."""
+        """Called when `step` of a bound optimizer begins, without a closure. Gradients are computed and unscaled."""
 
     def step_ended(self, optimizer: Any) -> None:
-        """A `step` of a bound optimizer has been taken, or skipped."""
+        """Called when a `step` of a bound optimizer has been taken or skipped."""
 
 
 watchers: list[Watcher] = []
 
 
-class _Number:
-    """The number of events so far."""
+class _EventCount:
+    """The number of events so far, as an object that other modules can import."""
 
     value = 0
 
 
-number = _Number()
+event_count = _EventCount()
 
 
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
-    """Call a method of all watchers inside `region`, in which casts are off: they do not compute for the script."""
+    """Call the method `event` of all watchers, with `facts` as its arguments.
+
+    `region` is a context manager in which casts are off, so that the computations of watchers are not cast.
+    """
     if watchers:
-        number.value += 1
+        event_count.value += 1
         with region:
-            # a copy, because a watcher may remove itself
+            # a copy, because a watcher may remove itself meanwhile
             for watcher in tuple(watchers):
                 getattr(watcher, event)(*facts)
 
@@ -54,16 +63,20 @@ _local = threading.local()
 
 
 def count_watching_modes() -> int:
-    """Return the number of dispatch modes in this thread that only watch, and must not change how anything runs."""
+    """Return the number of TorchDispatchModes in this thread that belong to watchers.
+
+    Under other dispatch modes, a session casts weights at each use instead of taking stored copies. Modes of watchers
+    must not have this effect, because they only observe.
+    """
     return getattr(_local, "modes", 0)
 
 
 def add_watching_modes(number: int) -> None:
-    """Change that number: a negative `number` lowers it."""
+    """Add to the number that `count_watching_modes` returns. A negative `number` lowers it."""
     _local.modes = count_watching_modes() + number
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:
-    """Add a watcher. Return the function that removes it, which is harmless twice."""
+    """Add a watcher. Return the function that removes it; calling that twice is harmless."""
     watchers.append(watcher)
     return lambda: watchers.remove(watcher) if watcher in watchers else None

@@ -7,70 +7,76 @@ import shutil
 from pathlib import Path
 
 _NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
-"""Errors of renaming if the file may be written but its folder may not, or the file is a mount point."""
+"""Errors of writing beside a file and renaming, if the file may be written but its folder may not, or if the file is a
+mount point.
+"""
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file in UTF-8. A temporary file beside it is written and renamed, so the old file survives a full disk or
-    a killed process. If the folder may not be written, the file is overwritten in place.
+    """Write a file, text in UTF-8. Raises OSError with the path.
 
-    Anything but a regular file, such as /dev/stdout or a pipe, is written to directly. A link stays a link. Raises
-    OSError with the path.
+    Writes a temporary file beside it and renames that, so the old file survives a full disk or a killed process. If the
+    folder may not be written to, the file is overwritten in place. Anything but a regular file, such as /dev/stdout or
+    a pipe, is written to directly. A link stays a link, and its target is written.
     """
-    place = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path))
     data = content
     if isinstance(content, str):
-        data = content.encode(errors="backslashreplace")  # file names may be no UTF-8
+        # names of files, which the text may contain, need not be UTF-8
+        data = content.encode(errors="backslashreplace")
     assert isinstance(data, bytes)
     try:
-        was_there = place.exists()
-        if was_there and not place.is_file():
-            place.write_bytes(data)
+        existed = target.exists()
+        if existed and not target.is_file():
+            target.write_bytes(data)
             return
-        if was_there:
-            with place.open("ab"):  # renaming would replace a file that may not be written
+        if existed:
+            # raises an error for a file that may not be written, which renaming would replace nevertheless
+            with target.open("ab"):
                 pass
         try:
-            _replace(place, data, was_there)
+            _replace(target, data, existed)
         except OSError as error:
-            if not was_there or error.errno not in _NO_RENAME:
+            if not existed or error.errno not in _NO_RENAME:
                 raise
-            place.write_bytes(data)
+            target.write_bytes(data)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the OSError that `write_file` would raise, as far as it can be known before. Changes nothing."""
-    place = Path(os.path.realpath(path))
+    """Raise the OSError that `write_file` would raise, as far as it can be known before. Leaves nothing changed."""
+    target = Path(os.path.realpath(path))
     try:
         with contextlib.suppress(FileNotFoundError):
-            if place.lstat() and place.is_dir():
+            if target.lstat() and target.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if place.is_file():
-                with place.open("ab"):
+            if target.is_file():
+                with target.open("ab"):
                     pass
             return
-        _make_beside(place.parent).unlink()
+        # there is no such file: see whether one can be made in its folder
+        _make_temporary(target.parent).unlink()
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def _replace(place: Path, data: bytes, was_there: bool) -> None:
-    """Write a new file beside `place`, and rename it to `place`."""
-    beside = _make_beside(place.parent)
+def _replace(target: Path, data: bytes, existed: bool) -> None:
+    """Write a new file beside `target`, and rename it to `target`."""
+    temporary = _make_temporary(target.parent)
     try:
-        beside.write_bytes(data)
-        if was_there:
-            shutil.copymode(place, beside)
-        os.replace(beside, place)
+        temporary.write_bytes(data)
+        if existed:
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
     finally:
-        with contextlib.suppress(OSError):  # it was renamed
-            beside.unlink()
+        with contextlib.suppress(OSError):  # it is gone if it was renamed
+            temporary.unlink()
 
 
-def _make_beside(folder: Path) -> Path:
-    """Create an empty file with a short new name. O_EXCL follows no link."""
-    beside = folder / f".amp-patch-{os.getpid()}-{os.urandom(4).hex()}.part"
-    os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    return beside
+def _make_temporary(folder: Path) -> Path:
+    """Create an empty file with a new name in a folder."""
+    temporary = folder / f".amp-patch-{os.getpid()}-{os.urandom(4).hex()}.part"
+    # O_EXCL refuses an existing file or link, which another user may have put there
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return temporary

@@ -1,4 +1,4 @@
-"""Rules for the user's own functions, decorated or registered by name; and which functions are patched."""
+"""Public functions that apply rules to the user's own functions, and functions that show what is patched."""
 
 import functools
 from collections.abc import Callable
@@ -53,10 +53,12 @@ def promote_function(function: Function) -> Function:
     return _decorate(function, OpRule.PROMOTE)  # type: ignore[no-any-return]
 
 
+# as in `half_function` and `register_half_function`
 _NAMES = {OpRule.WHITELIST: "half", OpRule.BLACKLIST: "float", OpRule.PROMOTE: "promote"}
 
 
 def _decorate(function: Any, rule: OpRule) -> Any:
+    """Return a wrapper that runs a function under a rule while a session patches functions, else as it is."""
     if isinstance(function, staticmethod):
         return staticmethod(_decorate(function.__func__, rule))
     if isinstance(function, classmethod):
@@ -72,12 +74,12 @@ def _decorate(function: Any, rule: OpRule) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         nonlocal casts, cast_function
-        opened = _current.state.session
-        if opened is None or opened.casts is None:
+        session = _current.state.session
+        if session is None or session.casts is None:
             return function(*args, **kwargs)
-        # another session than at the last call
-        if casts is not opened.casts:
-            casts, cast_function = opened.casts, opened.casts.wrap(rule, function)
+        # wrap the function anew if this is not the session of the last call
+        if casts is not session.casts:
+            casts, cast_function = session.casts, session.casts.wrap(rule, function)
         return cast_function(*args, **kwargs)
 
     return wrapper
@@ -132,19 +134,23 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def check_owner(owner: Any, name: Any, function: str) -> None:
-    """Raise ArgumentTypeError if `owner` is text, or `name` is not: a common mistake is to pass both in one way."""
+    """Raise ArgumentTypeError if `owner` is text, or if `name` is not. `function` is the name of the called function.
+
+    Users often pass both as text, or both as objects.
+    """
     if isinstance(owner, str):
-        wrong, place = f"the module or class itself, not the text {owner!r}", owner
+        expected, shown_owner = f"the module or class itself, not the text {owner!r}", owner
     elif not isinstance(name, str):
-        wrong = f"the name of a function as text, not a {type(name).__name__}"
-        place = getattr(owner, "__name__", "torch")
+        expected = f"the name of a function as text, not a {type(name).__name__}"
+        shown_owner = getattr(owner, "__name__", "torch")
     else:
         return
-    given = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
-    raise ArgumentTypeError(f"{function} takes {wrong}: write {function}({place}, {given!r})")
+    shown_name = name if isinstance(name, str) else getattr(name, "__name__", "matmul")
+    raise ArgumentTypeError(f"{function} takes {expected}: write {function}({shown_owner}, {shown_name!r})")
 
 
 def _register(module: Any, name: str, rule: OpRule) -> None:
+    """Record a rule for `module.name`, in place of an earlier one. The next session applies it."""
     check_owner(module, name, f"register_{_NAMES[rule]}_function")
     owner = getattr(module, "__name__", module)
     if not hasattr(module, name):
@@ -169,12 +175,12 @@ def is_patched(owner: Any, name: str) -> bool:
         (True, False)
     """
     check_owner(owner, name, "is_patched")
-    opened = _current.state.session
-    return opened is not None and opened.patcher.is_patched(owner, name)
+    session = _current.state.session
+    return session is not None and session.patcher.is_patched(owner, name)
 
 
 def get_original(owner: Any, name: str) -> Any:
-    """Return the original of `owner.name`, without patches.
+    """Return `owner.name` as it is without the patches of a session.
 
     Raises ArgumentTypeError if `owner` is text, and ArgumentValueError if it has no such name.
 
@@ -185,8 +191,8 @@ def get_original(owner: Any, name: str) -> Any:
         (False, True)
     """
     check_owner(owner, name, "get_original")
-    opened = _current.state.session
-    original = None if opened is None else opened.patcher.get_original(owner, name)
+    session = _current.state.session
+    original = None if session is None else session.patcher.get_original(owner, name)
     if original is None and not hasattr(owner, name):
         hint = did_you_mean(name, dir(owner))
         raise ArgumentValueError(f"{getattr(owner, '__name__', owner)} has no {name!r}: name a function in it.{hint}")

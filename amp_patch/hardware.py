@@ -1,4 +1,7 @@
-"""The instructions of the hardware: does it multiply 16-bit values, or does torch imitate that slowly?"""
+"""Finds out whether hardware has instructions for products of 16-bit values, which torch otherwise imitates slowly.
+
+Products are matrix products, convolutions and the like.
+"""
 
 import platform
 
@@ -16,11 +19,11 @@ _BFLOAT16_FLAGS = CPU_FLAGS[:3]  # the others are for float16
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether devices of a type have instructions for products in a 16-bit dtype.
 
-    On a CPU only bfloat16 may be: oneDNN must take it (which follows ONEDNN_MAX_CPU_ISA and
-    `torch.backends.mkldnn.enabled`), and an x86 CPU must have the instructions too, since oneDNN imitates them by
-    AVX-512. float16 has fast kernels on no CPU, not even with avx512_fp16 (torch 2.13.0: the backward pass of a
-    convolution takes 150 times as long as in float32). NVIDIA GPUs take float16 from compute capability 5.3 and
-    bfloat16 from 8.0 on; any other device counts as having both.
+    On a CPU, this can only be so for bfloat16. oneDNN must have products of bfloat16 (ONEDNN_MAX_CPU_ISA and
+    `torch.backends.mkldnn.enabled` can forbid it). An x86 CPU must also have the instructions, because oneDNN imitates
+    them on any CPU with AVX-512. float16 has fast kernels on no CPU, not even with avx512_fp16 (torch 2.13.0: the
+    backward pass of a convolution takes 150 times as long as in float32). NVIDIA GPUs count as having float16, and from
+    compute capability 8.0 on bfloat16. Any other device counts as having both.
     """
     if device_type == "cpu":
         if dtype is not torch.bfloat16 or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -32,13 +35,15 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
-    """Return the largest number of queries times keys at which attention is faster in float32 than in 16-bit kernels,
-    including the backward pass and the casts. 0 if there is none, or such hardware was not measured.
+    """Return up to which size attention is faster in float32 than in 16-bit kernels, with the backward pass and casts.
 
-    torch's bfloat16 attention for CPUs takes up to six times as long in backward as its float32 one: it calls oneDNN
-    for each of many small products. Measured with AVX512_BF16 (torch 2.13.0, heads of 64): 0.45 of the time at 64x64,
-    0.55 at 128x128, 0.8 at 196x196, 0.9 at 256x256, even at 384x384. AMX multiplies faster and pays the same for each
-    call, which is most of it at 64x64.
+    The size is the number of queries times the number of keys. 0 if 16 bits are always faster, or on hardware that was
+    not measured.
+
+    On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it
+    calls oneDNN for each of many small products. Time in float32 as a part of the time in bfloat16, measured with
+    AVX512_BF16 (torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196, 0.9 at 256x256, 1 at
+    384x384. With AMX, products are faster, but a call of oneDNN costs the same, so float32 wins only up to 64x64.
     """
     if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):
         return 0
@@ -50,9 +55,9 @@ def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
 
 
 def as_device_type(device: torch.device | str | None) -> str:
-    """Return the type of a device, such as "cuda"; for None, of the accelerator if there is one, else "cpu".
+    """Return the type of a device, such as "cuda". For None, return the type of the accelerator, or "cpu" without one.
 
-    Raises ArgumentValueError for an unknown device, and ArgumentTypeError for an argument of another type.
+    Raises ArgumentValueError for an unknown device, and ArgumentTypeError if `device` is neither text nor a device.
     """
     if device is None:
         accelerator = None
@@ -75,24 +80,27 @@ def as_device_type(device: torch.device | str | None) -> str:
 
 
 def explain_products(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence on products computed in float32, with cost and remedy if the hardware is the reason."""
+    """Return a sentence about products that are computed in float32. If the hardware is the reason, it names the cost
+    and the remedy.
+    """
     name = str(dtype).removeprefix("torch.")
-    told = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
+    rounding = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
     if has_low_products(device_type, dtype):
-        return told
+        return rounding
     cost = ""
     if device_type == "cpu":
         cost = "a step usually takes 1.1 to 1.7 times as long as in float32; "
-    fast = "O0"
+    fast_levels = "O0"
     if has_low_products(device_type, torch.bfloat16):
-        fast = "O4 or O5, or O0 for a small model"
+        fast_levels = "O4 or O5, or O0 for a small model"
     elif has_low_products(device_type, torch.float16):
-        fast = "O1 or O2, or O0 for a small model"
-    return f"this {device_type.upper()} has no fast {name} products: {told}\n  {cost}for speed here, use {fast}"
+        fast_levels = "O1 or O2, or O0 for a small model"
+    explanation = f"this {device_type.upper()} has no fast {name} products: {rounding}"
+    return f"{explanation}\n  {cost}for speed here, use {fast_levels}"
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence on products that torch imitates because `compute="native"` asks for 16-bit kernels."""
+    """Return a sentence about 16-bit products that torch imitates, because the user has chosen `compute="native"`."""
     name = str(dtype).removeprefix("torch.")
     return (
         f"this {device_type.upper()} has no fast {name} products, and compute='native' has torch imitate them, on most"
@@ -101,7 +109,7 @@ def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
 
 
 def cpu_flags() -> tuple[str, ...]:
-    """Return the instructions for 16-bit products, of `CPU_FLAGS`, that torch sees on this CPU."""
+    """Return the instructions in `CPU_FLAGS` that torch sees on this CPU."""
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))
 
 

@@ -1,7 +1,7 @@
-"""Code that stays correct if an interrupt comes at any moment: an undo stack, a mark on changes that are half done, and
-the test whether a call is over.
+"""Tools for code that must stay correct if an interrupt comes at any moment: `UndoStack`, `Change` and `is_running`.
 
-An interrupt is any exception that is no Exception: KeyboardInterrupt, SystemExit, asyncio.CancelledError.
+An interrupt is an exception whose class is not a subclass of Exception: KeyboardInterrupt, SystemExit,
+asyncio.CancelledError.
 """
 
 import functools
@@ -13,14 +13,15 @@ from typing import Any
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script that the command runs."""
+    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script: the command must end it."""
 
 
 class UndoStack:
     """A stack of callbacks that `close` runs last in, first out.
 
-    `contextlib.ExitStack` removes a callback before it runs it. Here a callback that an interrupt cut short runs again.
-    So register a callback before the change that it undoes, and make it harmless twice, or without the change.
+    `contextlib.ExitStack` removes a callback before it runs it, so an interrupt in a callback loses the rest of it.
+    Here, a callback that an interrupt cut short runs again at the next `close`. Register a callback before the change
+    that it undoes. It must be harmless if it runs twice, or if the change was never made.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class UndoStack:
         self._callbacks.append(functools.partial(function, *args))
 
     def callback_on(self, owner: object, function: Callable[..., Any], *args: Any) -> None:
-        """Make `close` call `function(owner, *args)` if the owner, which is held weakly, is still alive."""
+        """Make `close` call `function(owner, *args)`, unless the owner has been freed by then. Holds it weakly."""
         self.callback(_call_on, weakref.ref(owner), function, *args)
 
     def close(self) -> None:
@@ -49,16 +50,17 @@ class UndoStack:
                 self._callbacks[-1]()
             except Exception as error:
                 errors.append(error)
+            # only now, so that an interrupt above leaves the callback on the stack
             self._callbacks.pop()
         if errors:
             raise errors[0]
 
 
 class Change:
-    """`with change:` encloses code that changes many tensors. An exception in it leaves only some of them changed.
+    """A context manager around code that changes many tensors. It records whether an exception left it half done.
 
     Attributes:
-        is_half_done: True inside the block, and for good once an exception has ended one.
+        is_half_done: True inside a block, and after a block that ended with an exception, until one ends without.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ def _call_on(reference: "weakref.ref[Any]", function: Callable[..., Any], *args:
 
 
 def is_running(frame: types.FrameType) -> bool:
-    """Return whether the call of a frame is running in this thread."""
+    """Return whether the call that a frame belongs to is still running in this thread."""
     caller: types.FrameType | None = sys._getframe(1)
     while caller is not None and caller is not frame:
         caller = caller.f_back

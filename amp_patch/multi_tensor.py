@@ -9,33 +9,37 @@ from torch import Tensor
 from .torch_private import foreach_copy_
 
 Group = tuple[list[Tensor], ...]
-"""Rows of equal length. The tensors of a row have one dtype; the tensors of the first row are on one device."""
+"""Rows of equal length, such as targets and sources. All tensors of a row have the same dtype. All tensors of the first
+row are on the same device.
+"""
 
 clone = torch.ops.aten.clone.default
-"""Returns a copy in the dtype of the tensor, whatever rule `clone` has in a list."""
+"""torch's own `clone`. It returns a copy in the dtype of the tensor, also if a list has a rule for `clone`."""
 
 eq = torch.ops.aten.eq.Tensor
 where = torch.ops.aten.where.self
-"""torch's own `eq` and `where`, whatever rules they have in a list."""
+"""torch's own `eq` and `where`, which no list patches."""
 
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
 def group(*rows: Iterable[Tensor]) -> list[Group]:
-    """Split rows of equal length, such as targets and sources, into groups that one kernel takes.
+    """Split rows of equal length, such as targets and sources, into groups that one kernel can take.
 
-    Tensors that belong together are on one device, or the kernel copies between two. Order is kept.
+    Tensors at the same position in the rows stay together, in their order. A group has one dtype for each row, and one
+    device for the first row; only `copy_` may be used if the other rows are on another device.
     """
     lists = [list(row) for row in rows]
-    kinds = zip(map(_get_device, lists[0]), *[map(_get_dtype, row) for row in lists], strict=True)
+    keys = zip(map(_get_device, lists[0]), *[map(_get_dtype, row) for row in lists], strict=True)
     groups: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
-    for kind, tensors in zip(kinds, zip(*lists, strict=True), strict=True):
-        groups.setdefault(kind, []).append(tensors)
+    for key, tensors in zip(keys, zip(*lists, strict=True), strict=True):
+        groups.setdefault(key, []).append(tensors)
     return [tuple(map(list, zip(*columns, strict=True))) for columns in groups.values()]
 
 
 def copy_(groups: Iterable[Group]) -> None:
-    """Copy the second row of each group, the sources, into the first, in one kernel for each group."""
+    """Copy the second row of each group, the sources, into the first, the targets. Each group takes one kernel."""
+    # outside of inference mode, because these are normal tensors, which autograd uses later
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             copy_(groups)

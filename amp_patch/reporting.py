@@ -1,8 +1,10 @@
-"""Messages to the user: the package's logger, and a handler that shows messages on stdout, where scripts and log
-scrapers look for Apex's messages. If the user has a console handler, as `logging.basicConfig` makes one, it shows
-them instead, so no line appears twice.
+"""Shows messages to the user.
 
-The stand-in for Apex prints, as Apex did: a script that configures logging must not lose lines, or get them twice.
+They go to the logger "amp_patch". A handler of this module shows them on stdout, because scripts and log scrapers look
+for Apex's messages there. If the user has a handler for the console, such as the one of `logging.basicConfig`, that one
+shows them instead, so that no line appears twice.
+
+The stand-in for Apex uses `print`, as Apex does. So a script for Apex gets each line once, whatever handlers it sets.
 """
 
 import logging
@@ -20,10 +22,13 @@ logger = logging.getLogger("amp_patch")
 
 
 class _StdoutHandler(logging.StreamHandler[Any]):
-    """Writes to the current sys.stdout, unless another handler shows the record there or on stderr."""
+    """Writes records to sys.stdout, unless another handler writes them to stdout or stderr.
+
+    It uses the sys.stdout of the moment, which a notebook or a test may replace.
+    """
 
     def __init__(self) -> None:
-        # not StreamHandler's, which would keep the sys.stdout of this moment
+        # not the `__init__` of StreamHandler, which would keep the sys.stdout of now
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(message)s"))
 
@@ -48,19 +53,19 @@ def _is_console(handler: logging.Handler) -> bool:
 
 
 def _other_handlers() -> Iterator[logging.Handler]:
-    """Yield the handlers that get the package's records, except its own."""
-    level: logging.Logger | None = logger
-    while level is not None:
-        for handler in level.handlers:
+    """Yield the handlers that get the package's records, except its own: those of its logger and of the parents."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        for handler in current.handlers:
             if handler is not _handler:
                 yield handler
-        if not level.propagate:
+        if not current.propagate:
             return
-        level = level.parent
+        current = current.parent
 
 
 _handler = _StdoutHandler()
-_said: set[str] = set()
+_shown_once: set[str] = set()  # the messages that `say_once` has shown
 _is_printing = False
 _verbosity = 0
 
@@ -68,7 +73,8 @@ _verbosity = 0
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
     """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
 
-    With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError.
+    With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError if
+    `verbosity` is not a whole number.
     """
     global _is_printing, _verbosity
     if not isinstance(verbosity, int):
@@ -85,7 +91,10 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 
 def tells_parameters() -> bool:
-    """Return whether each overflow is reported with its parameters. Every step then waits for the device."""
+    """Return whether each overflow is reported with the names of its parameters (`verbosity=2`).
+
+    Every step then waits for the device.
+    """
     return _verbosity > 1 and not _is_printing
 
 
@@ -97,10 +106,10 @@ def say(message: str, *args: object) -> None:
 
 def say_once(message: str) -> None:
     """Log a line at level INFO once in this process, in a distributed run on rank 0 only."""
-    if message not in _said:
-        # a message that no handler has shown is logged again once one is set
+    if message not in _shown_once:
+        # while the logger drops messages of this level, the message does not count as shown
         if _is_printing or logger.isEnabledFor(logging.INFO):
-            _said.add(message)
+            _shown_once.add(message)
         say("%s", message)
 
 
@@ -119,7 +128,7 @@ def say_on_every_rank(message: str, *args: object) -> None:
 
 
 def warn(message: str) -> None:
-    """Issue a warning at the line that called the package. In a distributed run it names the rank."""
+    """Issue a Python warning at the line that called the package. In a distributed run, it names the rank."""
     rank = find_rank()
     if rank is not None:
         message = f"rank {rank}: {message}"
@@ -131,7 +140,7 @@ def find_rank() -> int | None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
-    # before a launched script makes its process group
+    # the variables of a launcher, for the time before the script makes its process group
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         return int(rank)

@@ -8,11 +8,11 @@ from .session import current as _current
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, one entry for each loss scale; empty if
-    disabled.
+    """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
 
-    `torch.load` reads it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination` is not
-    a dictionary.
+    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
+    `torch.load` can read it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination`, to
+    which the entries are added, is not a dictionary.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
@@ -32,7 +32,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict`, here or in Apex.
+    """Load the result of `state_dict`, of this package or of Apex.
 
     Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
     cases nothing is loaded.
@@ -62,7 +62,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for name, scaler in zip(expected, scalers, strict=True):
             scaler.load_state_dict(_check_entry(name, state_dict[name]))
     except (TypeError, ValueError) as error:
-        # all or nothing: scalers before the faulty entry are loaded already
+        # all or nothing: undo the loading of the scalers before the faulty entry
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
@@ -72,6 +72,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _advise(state_dict: Mapping[str, Any]) -> str:
+    """Return what to do about a state whose keys do not fit the loss scales."""
     for name, value in state_dict.items():
         if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
             return f"pass the entry {name!r} of this checkpoint"
@@ -81,7 +82,7 @@ def _advise(state_dict: Mapping[str, Any]) -> str:
 
 
 def _check_entry(name: str, entry: Any) -> dict[str, Any]:
-    """Return the entry of a scaler. Raises ValueError if it is not one."""
+    """Return the entry of a scaler as a dictionary. Raises ValueError if it is not an entry."""
     missing = [key for key in ("loss_scale", "unskipped") if not isinstance(entry, Mapping) or key not in entry]
     if missing:
         raise ValueError(f"{name} is {entry!r}, without {' and '.join(missing)}")

@@ -1,36 +1,43 @@
-"""The level and lists of a command, which replace the arguments of a script's own `amp.initialize` call."""
+"""The level and the lists of a command, which override the arguments of the script's own call of `amp.initialize`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
+# arguments of `initialize` that only make sense at the level that the script was written for
 _OF_LEVELS = frozenset(
     {"cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights"}
 )
 
 
 class NoRegionError(SessionError):
-    """A script has neither `amp.initialize` nor `torch.autocast`, so there is no place for casts."""
+    """A script has called neither `amp.initialize` nor `torch.autocast`, so the command could change nothing in it."""
 
 
 class UnsuitedLevelError(PolicyError):
-    """A script cannot run at the level of a command: regions of `torch.autocast` cannot take the level, or nothing
-    scales the loss. The script is not at fault.
+    """A script cannot run at the level of a command: regions of `torch.autocast` cannot take the level, or the script
+    scales no loss. The command line is at fault, not the script.
     """
 
 
 class Settings(NamedTuple):
-    """`opt_level` replaces the script's level. `lists` are laid over the script's lists; later ones win.
+    """The settings of a command.
 
-    Levels that patch no functions use only the module rules of lists, and ignore lists without any.
+    Attributes:
+        opt_level: replaces the level of the script; None keeps it.
+        lists: op lists on top of the script's lists; later ones win. Levels that patch no functions use only the module
+            rules in lists.
     """
 
     opt_level: str | None = None
     lists: tuple[str, ...] = ()
 
-    def lay_over(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the arguments that fit it, and the names of the arguments that do not."""
+    def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not.
+
+        Properties of a level do not fit another level.
+        """
         level = self.opt_level or opt_level
         kept: dict[str, Any] = {}
         dropped: list[str] = []
@@ -46,14 +53,14 @@ class Settings(NamedTuple):
 
 def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
     """Return the message about a replaced level, and about the arguments that were dropped with it."""
-    told = f"amp: told to use opt_level {level} instead of {opt_level}"
+    message = f"amp: told to use opt_level {level} instead of {opt_level}"
     if dropped:
-        told += f", without the script's {', '.join(dropped)}"
-    return told
+        message += f", without the script's {', '.join(dropped)}"
+    return message
 
 
 class _CommandSettings:
-    """Holds the settings of the process."""
+    """The settings of the command that has started this process, as an object that other modules can import."""
 
     settings = Settings()
 

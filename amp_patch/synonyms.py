@@ -1,9 +1,10 @@
-"""Synonyms of ops and of words in lists. `errors.did_you_mean` suggests them besides names with a similar spelling.
+"""Words that users write for an op, a class or a key of a list, each with the names that they mean.
 
-They help where a message cannot show all allowed words, or a newcomer does not know the right one. If a word has
-several meanings, the names that are allowed at that place decide.
+`errors.did_you_mean` suggests these names, besides names with a similar spelling. If a word stands for several names,
+only the names that are allowed where the word was given are suggested.
 """
 
+# Each row has words on the left, and on the right the names that each of them means.
 _ROWS = """
 # ops
 attention sdpa flash_attention self_attention dot_product_attention -> scaled_dot_product_attention
@@ -62,6 +63,7 @@ level preset -> opt_level
 
 
 def _read(rows: str) -> dict[str, tuple[str, ...]]:
+    """Return the names that each word means. A word on several rows means the names of all of them."""
     table: dict[str, tuple[str, ...]] = {}
     for row in rows.splitlines():
         words, arrow, names = row.partition(" -> ")
@@ -72,4 +74,4 @@ def _read(rows: str) -> dict[str, tuple[str, ...]]:
 
 
 SYNONYMS = _read(_ROWS)
-"""The names that another word may mean."""
+"""The names that a word may mean, by the word."""

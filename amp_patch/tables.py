@@ -1,13 +1,15 @@
-"""Tables of text."""
+"""Formats tables of text, and texts with counts and numbers."""
 
 import re
 from collections.abc import Iterable, Sequence
 
 
 def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = 2) -> list[str]:
-    """Return rows of equally many cells as lines with aligned columns, `gap` spaces apart.
+    """Return rows, which have the same number of cells, as lines with aligned columns.
 
-    The first `left` columns (by default all) are aligned to the left, the others to the right.
+    Args:
+        left: the number of columns that are aligned to the left; the others are aligned to the right. None for all.
+        gap: the number of spaces between columns.
     """
     cells = list(rows)
     widths = _find_widths(cells)
@@ -35,14 +37,14 @@ def format_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: in
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return "1 step", or "2 steps"."""
+    """Return a number with a noun, such as "1 step" or "2 steps"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts block.9 before block.10."""
+    """Return a sort key for names in which numbers count as numbers, so that block.9 comes before block.10."""
     key = []
     for part in re.findall(r"\d+|[^\d.]+", text):
         if part.isdecimal():
@@ -53,6 +55,9 @@ def natural_order(text: str) -> list[tuple[int, str]]:
 
 
 def star_numbers(texts: Iterable[str]) -> str:
-    """Return texts that differ only in numbers as one text, with `*` for each number in which they differ."""
+    """Return one text for texts that differ only in numbers, with `*` for each number in which they differ.
+
+    `block.*.norm` for `block.0.norm` and `block.1.norm`.
+    """
     parts = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
     return "".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

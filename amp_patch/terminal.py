@@ -1,6 +1,7 @@
-"""Output to a terminal: colour if it supports it, and none in a file, a pipe or a notebook.
+"""Output to a terminal: in colour if the terminal supports it, and without in a file, a pipe or a notebook.
 
-NO_COLOR and FORCE_COLOR, set to anything, decide (https://no-color.org, https://force-color.org), the former first.
+The environment variables NO_COLOR and FORCE_COLOR override this if they are not empty; NO_COLOR wins
+(https://no-color.org, https://force-color.org).
 """
 
 import os
@@ -9,15 +10,15 @@ import sys
 from typing import TextIO
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-# Characters that a terminal executes or cannot show: control characters except tabs and new lines, changes of the text
-# direction, and lone surrogates.
+# Characters that a terminal executes or cannot show: control characters except tabs and new lines, characters that
+# change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 BOLD, RED = "1", "1;31"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether the reader of a stream shows colour."""
+    """Return whether text that is written to a stream should be in colour."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -28,14 +29,12 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def paint(text: str, style: str, stream: TextIO) -> str:
-    """Return text for a stream, in a style if the stream shows colour."""
+    """Return text in a style, such as BOLD, or as it is if `stream` should get no colour."""
     return f"\x1b[{style}m{text}\x1b[0m" if wants_colour(stream) else text
 
 
 def make_printable(text: str) -> str:
-    """Return text without colours, and with control characters escaped as in a Python string. A terminal executes
-    nothing in it.
-    """
+    """Return text that is safe to print: without colours, and with control characters escaped as in a Python string."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], _STYLE.sub("", text))
 
 

@@ -1,6 +1,7 @@
-"""The private names of torch's dispatcher and autograd with which `insight` observes ops. See `torch_private`.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` and `native` observe ops.
 
-All exist in torch 2.6.0 and 2.13.0 to 2.15.0. If one is missing, importing this module fails, and so does `insight`.
+As in `torch_private`, a sentence with "would" says what happens if torch drops a name. All names exist in torch 2.6.0,
+and in 2.13.0 to 2.15.0. If one is missing, the import of this module fails, and so do they.
 """
 
 import operator
@@ -9,23 +10,29 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _aten = torch.ops.aten
 
-# The autograd node that runs in this thread, the number of nodes that the thread has made, and the number of a node.
-# Without them: ops of the backward pass cannot be matched with the calls of the forward pass.
+# The autograd node that runs in this thread, the number of nodes that the thread has made so far, and the number of a
+# node. Without them, ops of the backward pass could not be matched with the calls of the forward pass.
 get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
+# The function that gives the bytes of a file or of another process to a tensor, with its owner. It is patched while a
+# script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
-def as_called() -> AbstractContextManager[None]:
-    """Return a block with the thread-local state of the code that called the op.
 
-    A dispatch mode runs below autocast. Without it: no mode sees regions of torch.autocast, so no list is offered for
-    unlisted ops.
+def restore_caller_state() -> AbstractContextManager[None]:
+    """Return a context manager that restores the thread-local state of the code that called the op.
+
+    torch runs a dispatch mode with autocast switched off. Without it, the mode could not tell whether the op was called
+    in a region of torch.autocast, so `insight` would advise no list entries there.
     """
     guard: AbstractContextManager[None] = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
     return guard
@@ -34,46 +41,55 @@ def as_called() -> AbstractContextManager[None]:
 def find_backward(node: Any) -> Callable[..., Any] | None:
     """Return the `backward` that the node of a torch.autograd.Function calls, or None for torch's own nodes.
 
-    Without the class of the node: a fault in such a function is reported at the line of its forward pass.
+    If torch drops the attribute, this returns None for all nodes, and a fault in such a function would be reported at
+    the line of its forward pass.
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return backward if callable(backward) else None
 
 
-# Ops that copy tensors to another dtype, and ops that return a new tensor without computing its values.
-# Without one: such casts are not counted, or a report has a row without a result.
+# Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
+# would not be counted, or a report would have a row for an op without a result.
 TO_COPY = _aten._to_copy
-COPIES = frozenset({TO_COPY, _aten.copy_, _aten._foreach_copy_})
-WITHOUT_KERNEL = frozenset(
+COPY = _aten.copy_
+COPIES = frozenset({TO_COPY, COPY, _aten._foreach_copy_})
+COMPUTES_NOTHING = frozenset(
     {_aten.detach, _aten.lift_fresh, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten._unsafe_view}
     | {_aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted, _aten.resize_, _aten.set_}
     | {_aten._fused_sdp_choice}
 )
 
-# Ops that overwrite their first argument without reading it. Without one: uninitialized memory is checked for faults.
+# Ops whose result is their argument under another name, beside those that torch calls views.
+# Without one, its argument would be taken for a tensor that the op has made.
+ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
+
+# Ops that overwrite their first argument without reading it. If one is missing here, the uninitialized memory that it
+# is about to overwrite would be checked for faults.
 OVERWRITES = frozenset(
     {_aten.copy_, _aten.fill_, _aten.zero_, _aten.normal_, _aten.uniform_, _aten.random_, _aten.bernoulli_}
     | {_aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_}
 )
 
 
-# The smallest and the largest element, and a copy. They run for every op; as overloads of aten, no list patches them.
-find_range = _aten.aminmax.default
+# These run for every op that is checked. As overloads of aten they are not patched by op lists.
+aminmax = _aten.aminmax.default
 clone = _aten.clone.default
 
 
 def find_written(function: Any) -> frozenset[int]:
-    """Return the positions of the arguments that an op writes. Without the schema, in-place ops would be blamed."""
-    arguments = enumerate(function._schema.arguments)
-    writes = set()
-    for index, argument in arguments:
+    """Return the positions of the arguments that an op writes to.
+
+    Without the schema, an in-place op would be blamed for a bad value that its argument had before.
+    """
+    written = set()
+    for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            writes.add(index)
-    return frozenset(writes)
+            written.add(index)
+    return frozenset(written)
 
 
 def is_mutable(function: Any) -> bool:
-    """Return whether an op writes an argument."""
+    """Return whether an op writes to an argument."""
     return bool(function._schema.is_mutable)
 
 
@@ -85,15 +101,32 @@ def is_random(function: Any) -> bool:
 def leave_mode(mode: TorchDispatchMode) -> bool:
     """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
 
-    Without it: a user's mode that was entered later, and not left, would be taken off instead.
+    torch itself always takes the topmost mode off. That may be a mode of the user, who has entered it later.
     """
     if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False
     above = []
     while (top := _get_current_dispatch_mode_stack()[-1]) is not mode:
-        TorchDispatchMode.__exit__(top, None, None, None)  # not the __exit__ of its class: its block goes on
+        # The base class only changes the stack. The `__exit__` of the mode's own class may do more, but the user's
+        # `with` block has not ended.
+        TorchDispatchMode.__exit__(top, None, None, None)
         above.append(top)
     mode.__exit__(None, None, None)
     for other_mode in reversed(above):
         TorchDispatchMode.__enter__(other_mode)
     return True
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
+
+    Without it, the mode that a script has entered last would be taken off instead.
+    """
+    above = []
+    for _ in range(_len_torch_function_stack()):
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other_mode in reversed(above):
+        _push_mode(other_mode)

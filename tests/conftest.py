@@ -72,7 +72,7 @@ def torch_is_left_as_found():
     yield
     amp_patch.reset()
     reporting.set_verbosity(0)  # what one test was told on stdout, no other is
-    reporting._said.clear()
+    reporting._shown_once.clear()
     current.state.registered.clear()
     assert find_changes() == []
 

@@ -1,4 +1,4 @@
-"""An opt-in stand-in for NVIDIA's `apex` package, made of torch's own parts and of amp_patch.
+"""An opt-in stand-in for NVIDIA's `apex` package, built on torch and amp_patch.
 
     import amp_patch.apex
 
@@ -7,11 +7,11 @@
 
 or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` imports this package.
 `amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that does
-not exist here raises an error that names a replacement of today.
+not exist here raises an error that names a modern replacement.
 
-An installed `apex` of NVIDIA is used as far as possible. If it still has `amp`, this package does nothing, unless
-`force` is given. If it has lost `amp`, it gets the parts that it lacks from here. A package of that name of another
-project (PyPI has one) is replaced, with a warning.
+If NVIDIA's `apex` is installed, it is used as far as possible. If it is an old one that has `amp`, this package does
+nothing, unless `force` is given. If it is a new one without `amp`, only the parts that it lacks come from here. An
+`apex` of another project (PyPI has one) is replaced, with a warning.
 """
 
 __role__ = ""  # in reports of `insight`: see its `sites`
@@ -31,14 +31,14 @@ __all__ = ["GONE_EXTENSIONS", "DeprecatedFeatureWarning", "Installed", "describe
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The class of Apex's warnings from 2022 on. Scripts name it to silence them; nothing here raises it."""
+    """The class of Apex's warnings since 2022. Scripts use it to silence them. Nothing here warns with it."""
 
 
 class Installed(contextlib.ExitStack):
-    """The handle of one `install`. `remove()`, or leaving it as a `with` block, undoes that call; twice is harmless."""
+    """The handle of one call of `install`. `remove()`, or leaving it as a `with` block, undoes that call."""
 
     def remove(self) -> None:
-        """Undo."""
+        """Undo the call. Harmless twice."""
         self.close()
 
 
@@ -47,7 +47,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
     Args:
         opt_level: a level to use instead of the script's.
-        lists: op lists (names or paths) on top of the list `apex` at levels that patch functions; later ones win.
+        lists: op lists (names or paths) on top of the list `apex`, at levels that patch functions. Later lists win.
         force: use the stand-in even if an installed `apex` has the part that is imported.
 
     Returns a handle whose `remove()` undoes this call; it works as a `with` block. Raises ArgumentTypeError if
@@ -68,7 +68,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: `sys.meta_path` and `sys.modules` are as they were. Harmless without one."""
+    """Undo every `install`: restore `sys.meta_path` and `sys.modules`. Harmless if nothing is installed."""
     finder = _finder.installed()
     if finder is not None:
         finder.remove()
@@ -76,6 +76,7 @@ def uninstall() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    # imports a part at its first use
     return _finder.get_part(name)
 
 

@@ -1,4 +1,4 @@
-"""`apex._autocast_utils`: the cast at the start of Apex's functions while `torch.autocast` is enabled."""
+"""`apex._autocast_utils`: casts the arguments of Apex's own functions while `torch.autocast` is enabled."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from ._core import cast_tree
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Return the arguments with floating tensors, except float64, in the dtype of autocast on their device."""
+    """Return the arguments, with floating tensors cast to the dtype of autocast on their device. float64 is not
+    cast.
+    """
     cast: tuple[Any, ...] = cast_tree(args, _cast)
     return cast
 

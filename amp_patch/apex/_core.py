@@ -1,7 +1,7 @@
 """The only connection of the stand-in to the other wings.
 
-The other modules of the stand-in import from here and from the ground (`errors`, `dtypes`, `reporting`). They call
-methods of sessions and loss scalers; only this file uses the attributes inside of those.
+The other modules of the stand-in import from here and from the ground modules (`errors`, `dtypes`, `reporting`). They
+call methods of sessions and loss scalers. Only this file uses the objects that a session holds.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ rescale_ = unscaling.rescale_
 def _read_list(name: str) -> list[tuple[str, str, str]]:
     """Return (owner, name, rule) for each op of a list."""
     session = current.state.session
-    # so that the list sees torch's own functions
+    # without patches, because the list looks up torch's own functions
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
         entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
     rules: list[tuple[str, str, str]] = []
@@ -50,8 +50,14 @@ def _read_list(name: str) -> list[tuple[str, str, str]]:
 
 
 def list_names(owner: str, rule: str) -> list[str]:
-    """Return the names in the list `apex` with an owner, such as `torch.Tensor`, and a rule; no in-place variants."""
-    return [name for its_owner, name, its_rule in _read_list("apex") if (its_owner, its_rule) == (owner, rule)]
+    """Return the names that the list `apex` gives a rule, of ops of one owner such as `torch.Tensor`. In-place variants
+    are left out.
+    """
+    names: list[str] = []
+    for op_owner, name, op_rule in _read_list("apex"):
+        if (op_owner, op_rule) == (owner, rule):
+            names.append(name)
+    return names
 
 
 def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
@@ -92,7 +98,7 @@ def open_session(
 ) -> Session:
     """Replace the session in force. If it has the same policy, add to it instead, and restart its loss scalers.
 
-    Lists of a command come after the lists of the policy.
+    The lists of a command (`amp-patch run --lists`) are added after the lists of the policy.
 
     Args:
         replace: open a new session in any case.
@@ -111,17 +117,17 @@ def open_session(
     )
     # Apex made new loss scalers in each `initialize`
     if session is before:
-        least, largest = policy.min_loss_scale, policy.max_loss_scale
+        lowest, highest = policy.min_loss_scale, policy.max_loss_scale
         for scaler in session.scalers:
-            fresh = LossScaler(policy.loss_scale, min_loss_scale=least, max_loss_scale=largest)
-            # a static scaler takes no scale from a state dict
+            fresh = LossScaler(policy.loss_scale, min_loss_scale=lowest, max_loss_scale=highest)
+            # set the scale, too, because a static scaler takes none from a state dict
             scaler.set_loss_scale(fresh.known_scale)
             scaler.load_state_dict(fresh.state_dict())
     return session
 
 
 def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
-    """Bind an optimizer to a session, with `num_losses` new loss scalers. Returns the number of the first."""
+    """Bind an optimizer to a session, and make `num_losses` new loss scalers. Returns the index of the first."""
     first = len(session.scalers)
     session.make_scalers(first + num_losses)
     session.adopt([], [optimizer])
@@ -129,7 +135,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore the original functions, and close a session without models, which does nothing else."""
+    """Restore the original functions. Close a session without models, because then nothing of it is left."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -143,7 +149,7 @@ def patch_again(session: Session) -> None:
     for owner, name, rule in current.state.registered:
         if session.casts is not None and not session.patcher.is_patched(owner, name):
             session.patcher.install([Patch(owner, name, functools.partial(session.casts.wrap, rule))])
-            # code that was compiled before calls the function without casts
+            # code that was compiled earlier calls this function without casts
             compiling.forget_compiled_code()
 
 
@@ -159,7 +165,7 @@ class ManualPass:
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
-        # from now on, the scaler counts as used: another optimizer restarts its scale
+        # the scaler counts as used from now on, so binding another optimizer restarts its scale
         scaler.awaits_loss = False
         self._scaler = scaler
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -194,7 +200,7 @@ class ManualPass:
             found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
-        # under a static scale Apex skipped no step
+        # under a static scale, Apex never skipped a step
         return self._scaler.is_dynamic and bool(found_inf)
 
 
@@ -241,9 +247,10 @@ class OptimizerView:
 
 
 class HandScaledPass:
-    """Backward passes of a loss that the script itself multiplies by the scale of the first scaler.
+    """A backward pass of a loss that the script itself multiplies by the scale of the first scaler.
 
-    The script calls `begin`, goes backward, and calls `end`. Without `begin`, `end` unscales all gradients.
+    The script calls `begin`, runs the backward pass, and calls `end`. If it has not called `begin`, `end` unscales all
+    gradients.
 
     Args:
         optimizer: the optimizer of the loss, bound to a session.
@@ -256,7 +263,7 @@ class HandScaledPass:
         self._block: LossBlock | None = None
 
     def begin(self) -> None:
-        """Enter a `scale_loss` block, whose loss does not matter."""
+        """Enter a `scale_loss` block with any loss. The scaled loss that it yields is not used."""
         optimizer = self._optimizer()
         if optimizer is None:
             return

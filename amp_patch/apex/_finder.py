@@ -1,4 +1,4 @@
-"""`ApexFinder`: makes `import apex` find this package, in addition to an installed `apex`, or instead of it.
+"""`ApexFinder`: makes `import apex` find this package, next to an installed `apex` or instead of it.
 
 A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is
 `sys.modules["amp_patch.apex.amp"]`.
@@ -23,7 +23,7 @@ from ._gone import advise
 logger = logging.getLogger("amp_patch")
 
 PARTS = ("amp", "contrib", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""The subpackages of the stand-in. They also distinguish NVIDIA's package from others of that name."""
+"""The subpackages of the stand-in. An installed `apex` that has one of them is NVIDIA's."""
 
 _PACKAGE = __name__.rpartition(".")[0]
 _TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -40,22 +40,22 @@ class _AliasLoader(importlib.abc.Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module itself.
 
-        The import machinery then sets its `__spec__`, and `exec_module` restores the right one.
+        The import machinery then overwrites its `__spec__`; `exec_module` restores it.
         """
         module = importlib.import_module(self._real_name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Register the imported submodules under their other names, too.
+        """Register submodules that are imported already under their names in `apex`, too.
 
-        A later import of one would otherwise rebind its name in the package.
+        Otherwise a later import under such a name would overwrite the attribute of that name in the package.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        for name, below in list(sys.modules.items()):
+        for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + ".") and alias != "apex":
-                sys.modules.setdefault(alias + name.removeprefix(self._real_name), below)
+                sys.modules.setdefault(alias + name.removeprefix(self._real_name), submodule)
 
 
 class ApexFinder(importlib.abc.MetaPathFinder):
@@ -69,19 +69,19 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        # True: all of apex is found here; False: only parts that the installed one lacks; None: not known yet
+        # True: all of `apex` is found here. False: only parts that an installed `apex` lacks. None: not decided yet
         self._is_whole: bool | None = None
-        self._is_idle = False  # the installed apex has amp, and is used
-        self._displaced: dict[str, ModuleType] = {}
-        self._completed: list[ModuleType] = []
-        self._local = threading.local()
+        self._is_idle = False  # whether the installed apex has amp, and is used alone
+        self._displaced: dict[str, ModuleType] = {}  # modules that were set aside, by name
+        self._completed: list[ModuleType] = []  # installed packages that find missing parts here
+        self._thread = threading.local()
 
     # ---- installing --------------------------------------------------------------------------------------------------
 
     def insert(self) -> None:
-        """Put the finder first, and set aside modules of other packages with its names.
+        """Put the finder first in `sys.meta_path`. Set aside imported modules of other packages that have its names.
 
-        An `apex` that is imported already is examined now.
+        If an `apex` is imported already, decide now whether to replace or complete it.
         """
         apex = sys.modules.get("apex")
         if apex is not None:
@@ -95,26 +95,27 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Remove the finder and every module that it found, and restore the modules set aside. Harmless twice.
+        """Remove the finder, and every module that it has found. Restore the modules that were set aside. Harmless
+        twice.
 
-        Modules are removed from `sys.modules` and from other packages.
+        The modules are removed from `sys.modules`, and from an installed package that they were set in.
         """
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
         for name, module in _find_modules().items():
-            if self._is_ours(module):
+            if self._is_of_stand_in(module):
                 del sys.modules[name]
                 parent, _, own_name = name.rpartition(".")
                 package = sys.modules.get(parent)
-                # importing a part has set it as an attribute of an installed apex
-                if package is not None and not self._is_ours(package) and vars(package).get(own_name) is module:
+                # Python has set the imported part as an attribute of the installed apex
+                if package is not None and not self._is_of_stand_in(package) and vars(package).get(own_name) is module:
                     delattr(package, own_name)
         for package in self._completed:
             vars(package).pop("__getattr__", None)
         sys.modules.update(self._displaced)
 
-    def _is_ours(self, value: object) -> bool:
+    def _is_of_stand_in(self, value: object) -> bool:
         return isinstance(value, ModuleType) and (value.__name__ + ".").startswith(self._package + ".")
 
     # ---- finding -----------------------------------------------------------------------------------------------------
@@ -122,15 +123,15 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in; None for modules that other finders find.
+        """Return the spec of a module of the stand-in, or None for modules that other finders find.
 
-        Raises ModuleNotFoundError, with a replacement of today, for a part of Apex that nobody has.
+        Raises ModuleNotFoundError, with a modern replacement, for a part of Apex that neither has.
         """
         root, _, rest = fullname.partition(".")
-        # `from apex import X` looks for this name, because the package keeps its own name
+        # `from apex import X` looks for `amp_patch.apex.X`, because the package keeps its own `__name__`
         if fullname.startswith(self._package + "."):
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
-        if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._local, "is_asking", False):
+        if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._thread, "is_asking", False):
             return None
         if self._is_whole is None:
             spec = self._find_elsewhere("apex", None, None)
@@ -147,19 +148,19 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             if spec is None:
                 _raise_if_gone(fullname)
             return spec
-        # the import of the installed `apex` itself
+        # this is the import of the installed `apex` itself
         if not rest:
             self._complete_after(elsewhere.loader)
         return elsewhere
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Context manager: this finder finds nothing, also when other finders ask it in turn."""
-        self._local.is_asking = True
+        """Context manager: this finder finds nothing, also if another finder searches `sys.meta_path` itself."""
+        self._thread.is_asking = True
         try:
             yield
         finally:
-            self._local.is_asking = False
+            self._thread.is_asking = False
 
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -180,29 +181,34 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(self._package):
                 raise
-            real = None  # its package is missing, too
+            real = None  # the package that would hold the module is missing
         if real is None:
             return None
         spec = ModuleSpec(fullname, _AliasLoader(real_name), origin=real.origin)
-        # a package; without these, submodules of `apex.amp` would not be searched for
+        # a package needs these, or Python would not search for its submodules
         if real.submodule_search_locations is not None:
             spec.submodule_search_locations = list(real.submodule_search_locations)
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of `apex` if all of it is found here: libraries ask for its version first."""
+        """Yield the metadata of `apex` if all of it is found here. Libraries look up its version before they import
+        it.
+        """
         name = getattr(context, "name", None)
-        if name not in (None, "apex") or getattr(self._local, "is_asking", False):
+        if name not in (None, "apex") or getattr(self._thread, "is_asking", False):
             return
         if self._is_whole is None:
             self.find_spec("apex")
         if self._is_whole:
-            yield importlib.import_module(f"{self._package}._metadata").Metadata()  # costs time to import
+            # imported only here, because it takes long
+            yield importlib.import_module(f"{self._package}._metadata").Metadata()
 
     # ---- an installed apex -------------------------------------------------------------------------------------------
 
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
-        """Decide which parts to find here beside an `apex` elsewhere, and log it once."""
+        """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone. Logs the
+        decision.
+        """
         if self._is_whole is not None:
             return
         folders = [os.fspath(folder) for folder in path]
@@ -213,8 +219,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             if os.path.exists(os.path.join(folder, part, "__init__.py"))
         }
         # a folder without __init__.py, such as a checkout, is no installed package
-        is_there = spec is not None and spec.origin is not None
-        self._is_whole = self._force or not (is_there and parts)
+        is_installed = spec is not None and spec.origin is not None
+        self._is_whole = self._force or not (is_installed and parts)
         self._is_idle = not self._is_whole and "amp" in parts
         where = folders[0] if folders else getattr(spec, "origin", None) or ""
         if self._is_idle:
@@ -223,11 +229,11 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 " amp_patch's",
                 where,
             )
-        elif is_there and not parts:
+        elif is_installed and not parts:
             logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in for that comes before it", where)
 
     def _complete_after(self, loader: Any) -> None:
-        """Let the installed apex, after its import, look here for parts that it lacks."""
+        """Let the installed apex look here for parts that it lacks, once it is imported."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -237,15 +243,16 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
     def _complete(self, module: ModuleType) -> None:
+        """Give an installed apex a `__getattr__` that imports parts from here."""
         if "__getattr__" in vars(module):
-            return  # it has its own way to find names
+            return  # the package has a `__getattr__` of its own, which must not be replaced
 
         def get_part(name: str) -> Any:
             if name in PARTS:
                 try:
                     return importlib.import_module(f"apex.{name}")
                 except ModuleNotFoundError as error:
-                    # another module is missing, which the part imports
+                    # not this part is missing, but a module that it imports
                     if error.name != f"apex.{name}":
                         raise
             raise AttributeError(f"module 'apex' has no attribute {name!r}")
@@ -257,7 +264,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 def get_part(name: str) -> Any:
     """Import a part of the stand-in and return it.
 
-    Raises AttributeError, with a replacement of today for parts that do not exist.
+    Raises AttributeError for any other name, with a modern replacement if it is a part of Apex.
     """
     if name in PARTS:
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -265,7 +272,9 @@ def get_part(name: str) -> Any:
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
-    """Raise AttributeError for a name that a module of the stand-in lacks, with a replacement of today."""
+    """Raise AttributeError for a name that a module of the stand-in lacks, with a modern replacement if there is
+    one.
+    """
     full_name = f"apex{module.removeprefix(_PACKAGE)}"
     raise AttributeError(advise(f"{full_name}.{name}") or f"module {full_name!r} has no attribute {name!r}")
 
@@ -284,5 +293,5 @@ def _find_modules() -> dict[str, ModuleType]:
 def _raise_if_gone(name: str) -> None:
     advice = advise(name)
     if advice is not None:
-        # with name=, `from apex import X` would drop the message
+        # without the argument `name`: with it, `from apex import X` would replace the message by its own
         raise ModuleNotFoundError(f"No module named {name!r}: {advice}")

@@ -1,10 +1,10 @@
-"""`forward`: attributes of a wrapper that belong to an object in it."""
+"""`forward`: makes properties of a wrapper that read and set attributes of the object inside it."""
 
 from typing import Any
 
 
 def forward(holder: str, name: str) -> Any:
-    """Return a property: the attribute `name` of the object that is the attribute `holder`. It can be set."""
+    """Return a property that reads and sets `self.<holder>.<name>`."""
 
     def get(self: Any) -> Any:
         return getattr(getattr(self, holder), name)

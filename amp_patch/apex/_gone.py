@@ -1,4 +1,4 @@
-"""The parts of Apex that the stand-in lacks, each with its purpose and its replacement of today."""
+"""The parts of Apex that the stand-in lacks, each with its purpose and a modern replacement."""
 
 _GONE = {
     "apex.amp.wrap": (
@@ -83,17 +83,18 @@ COMPILED = {
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
     "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""Apex's compiled modules. The doctor reads this; importing one fails as usual, because scripts only test whether it
-exists.
+"""Apex's compiled modules that the stand-in lacks, for the doctor. Importing one raises Python's usual error without
+advice, because scripts only try the import to find out whether the module exists.
 """
 
 
 def describe(name: str) -> tuple[str, str] | None:
-    """Return the missing part of Apex that a dotted name is in, such as "apex.transformer", with its description.
+    """Return the missing part of Apex that holds a dotted name, such as "apex.transformer", and its description.
 
-    Returns None for names that Apex never had, or that the stand-in has.
+    Returns None for names that Apex never had, and for names that the stand-in has.
     """
     parts = {**_GONE, **COMPILED}
+    # the longest first, because parts are inside other parts
     for part in sorted(parts, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
             return part, parts[part]
@@ -101,7 +102,7 @@ def describe(name: str) -> tuple[str, str] | None:
 
 
 def advise(name: str) -> str | None:
-    """Return the sentence of an error about a missing part of Apex. Returns None if `describe` does."""
+    """Return the sentence of an error about a missing part of Apex, or None if `describe` returns None."""
     gone = describe(name)
     if gone is None:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Metadata(importlib.metadata.Distribution):
-    """A name, and the version that Apex always had."""
+    """The name `apex` and the version 0.1, which Apex has never changed."""
 
     def read_text(self, filename: str) -> str | None:
         """Return the only file of the metadata, or None for another name."""

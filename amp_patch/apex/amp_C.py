@@ -1,9 +1,11 @@
-"""`amp_C`, the extension that Apex compiled, over `torch._foreach_*`.
+"""`amp_C`, a compiled extension of Apex, rebuilt on `torch._foreach_*`.
 
 Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
-flag (one integer element) and lists of tensors; results go into the lists. The flag becomes 1 when a checked tensor
-holds inf or NaN, and is never cleared. Only Apex's own optimizers called its other functions. Unlike Apex's,
-`multi_tensor_lamb` leaves the gradients as they are. `multi_tensor_sgd` waits for the device, since it reads the flag.
+flag (one integer element) and lists of tensors, and writes its results into the lists. The flag becomes 1 if a checked
+tensor holds inf or NaN, and is never cleared. Docstrings begin with the lists in brackets, in their order.
+
+Functions of Apex's `amp_C` that only its own optimizers called are left out. Unlike Apex's, `multi_tensor_lamb` does
+not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.
 """
 
 from collections.abc import Sequence
@@ -22,21 +24,21 @@ Lists = Sequence[Tensors]
 
 
 def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> list[Tensor]:
-    """Return copies at full precision, multiplied, and raise the flag if a tensor was not finite."""
+    """Return copies at full precision, times `factor`. Set the flag if a tensor holds inf or NaN."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
-        # one launch for all; `Tensor.to` would take one for each
+        # one launch for all tensors, where `Tensor.to` would take one for each
         foreach_copy_(copies, list(tensors))
     for (part,) in group(copies):
         found_inf = torch.zeros((), dtype=torch.float32, device=part[0].device)
         # the kernel multiplies by its last argument, which torch.amp sets to 1 / scale
         foreach_non_finite_check_and_unscale_(part, found_inf, torch.full_like(found_inf, float(factor)))
         if flag is not None:
-            _raise_flag(flag, found_inf)
+            _set_flag(flag, found_inf)
     return copies
 
 
-def _raise_flag(flag: Tensor, is_overflow: Tensor) -> None:
+def _set_flag(flag: Tensor, is_overflow: Tensor) -> None:
     flag.copy_(torch.maximum(flag, is_overflow.to(flag)))
 
 
@@ -54,9 +56,9 @@ def multi_tensor_axpby(
     """[xs, ys, outputs]: output = a x + b y. Checks the xs (`arg_to_check` 0), the ys (1) or both (-1)."""
     xs, ys, outputs = tensor_lists
     terms = _multiply(xs, a, None if arg_to_check == 1 else noop_flag)
-    others = _multiply(ys, b, None if arg_to_check == 0 else noop_flag)
+    y_terms = _multiply(ys, b, None if arg_to_check == 0 else noop_flag)
     if terms:
-        foreach_add_(terms, others)
+        foreach_add_(terms, y_terms)
     _copy(outputs, terms)
 
 
@@ -64,15 +66,15 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """[xs]: the L2 norm of everything, of shape (1,), and of each tensor, of shape (n,); float32.
+    """[xs]: return the L2 norm of all tensors together, of shape (1,), and of each tensor, of shape (n,), in float32.
 
-    The second is of shape (0,) without `per_tensor`. Raises the flag if the norm is not finite.
+    Without `per_tensor`, the second has shape (0,). Sets the flag if the norm is not finite.
     """
     xs = tensor_lists[0]
     total = updates.total_norm(xs, noop_flag.device).float()
-    _raise_flag(noop_flag, ~torch.isfinite(total))
-    each = [norm.to(noop_flag.device, torch.float32) for norm in updates.norms(xs)] if per_tensor else []
-    return total.reshape(1), torch.stack(each) if each else torch.empty(0, device=noop_flag.device)
+    _set_flag(noop_flag, ~torch.isfinite(total))
+    norms = [norm.to(noop_flag.device, torch.float32) for norm in updates.norms(xs)] if per_tensor else []
+    return total.reshape(1), torch.stack(norms) if norms else torch.empty(0, device=noop_flag.device)
 
 
 @torch.no_grad()
@@ -89,9 +91,9 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """[gradients, params, momenta, perhaps 16-bit copies of params]: `updates.sgd_` on scale * gradient.
+    """[gradients, params, momenta, optionally 16-bit copies of params]: `updates.sgd_` on scale * gradient.
 
-    Does nothing if the flag is up. `wd_after_momentum` raises OptimizerError if true.
+    Does nothing if the flag is set. `wd_after_momentum` raises OptimizerError if true.
     """
     if wd_after_momentum:
         raise OptimizerError("multi_tensor_sgd: wd_after_momentum is not offered: leave it out")
@@ -189,13 +191,14 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`, write u to the updates.
+    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`, which writes u to the
+    last list.
 
-    `per_tensor_decay`, the weight decay of each tensor, has shape (n,); `step` counts from 0.
+    `per_tensor_decay`, the weight decay of each tensor, has shape (n,). `step` counts from 0.
     """
     norm, betas = global_grad_norm.reshape(()), (beta1, beta2)
     corrections = updates.bias_corrections(betas, step + 1, True)
-    for g, p, m, v, target, decay in updates.in_full(*tensor_lists, per_tensor_decay.unbind()):
+    for g, p, m, v, target, decay in updates.at_full_precision(*tensor_lists, per_tensor_decay.unbind()):
         updates.update_moments_(m, v, updates.clip(g, norm, max_global_grad_norm), betas, 1 - beta1)
         update = updates.adam_direction(m, v, corrections, epsilon)
         foreach_add_(update, foreach_mul(p, decay))
@@ -213,13 +216,13 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """[params, updates]: the second half, p -= lr |p| / |u| u, with norms of shape (n,).
+    """[params, updates]: the second half of `updates.lamb_`, p -= lr (|p| / |u|) u. The norms have shape (n,).
 
-    The learning rate is adapted if `weight_decay` is not 0, or `use_nvlamb`.
+    If `weight_decay` is 0 and `use_nvlamb` is false, p -= lr u.
     """
     params, directions = tensor_lists
     norms = (per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
-    for update, p, param_norms, update_norms in updates.in_full(directions, params, *norms):
+    for update, p, param_norms, update_norms in updates.at_full_precision(directions, params, *norms):
         step = update
         if weight_decay != 0 or use_nvlamb:
             step = updates.adapt(update, torch.stack(param_norms), torch.stack(update_norms))
@@ -237,24 +240,24 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Update a loss scale (float32) and its two counters (int32) in place, one element each; return the scale.
+    """Update a loss scale (float32) and its two counters (int32) in place, one element each. Return the scale.
 
-    Waits for nothing. After `hysteresis` overflows without a good step between them, each overflow multiplies the scale
-    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
-    scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed those.
+    Waits for nothing. From the `hysteresis`-th overflow in a row on, each overflow multiplies the scale by
+    `backoff_factor`. `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
+    scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed such numbers to 0.
     """
-    # no `if` here: it would wait for the device
-    is_bad = found_inf > 0
-    left = torch.where(is_bad, hysteresis_tracker - 1, hysteresis)
-    good_steps = torch.where(is_bad, 0, growth_tracker + 1)
-    is_due = ~is_bad & (good_steps == growth_interval)
+    # `torch.where` instead of `if`, which would wait for the device
+    is_overflow = found_inf > 0
+    overflows_left = torch.where(is_overflow, hysteresis_tracker - 1, hysteresis)
+    good_steps = torch.where(is_overflow, 0, growth_tracker + 1)
+    grows = ~is_overflow & (good_steps == growth_interval)
     grown = current_scale * growth_factor
     backed_off = current_scale * backoff_factor
     backed_off = torch.where(backed_off < torch.finfo(torch.float32).tiny, 0.0, backed_off)
-    scale = torch.where(is_bad & (left <= 0), backed_off, current_scale)
-    current_scale.copy_(torch.where(is_due & torch.isfinite(grown), grown, scale))
-    growth_tracker.copy_(torch.where(is_due, 0, good_steps))
-    hysteresis_tracker.copy_(left)
+    scale = torch.where(is_overflow & (overflows_left <= 0), backed_off, current_scale)
+    current_scale.copy_(torch.where(grows & torch.isfinite(grown), grown, scale))
+    growth_tracker.copy_(torch.where(grows, 0, good_steps))
+    hysteresis_tracker.copy_(overflows_left)
     return current_scale
 
 

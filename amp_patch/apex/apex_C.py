@@ -1,4 +1,4 @@
-"""`apex_C`, the extension that Apex compiled: many tensors as one, and back, by torch's own functions."""
+"""`apex_C`, a compiled extension of Apex, by torch's own functions: flattens tensors into one, and splits it again."""
 
 from collections.abc import Sequence
 

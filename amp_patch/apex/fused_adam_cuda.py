@@ -26,15 +26,16 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """One step of one parameter, on g / `grad_scale`, and a copy of the result in `out_p` unless that is empty.
+    """Take one Adam step on one parameter, with the gradient g / `grad_scale`. Copy the result to `out_p` unless that
+    is empty.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= s (m / (sqrt(v) + eps) + decay p), where s is
     lr sqrt(1 - b2^step) / (1 - b1^step) with `bias_correction`, else lr.
 
     Args:
-        p, exp_avg, exp_avg_sq: of one shape and any floating dtype, changed in place.
-        g: the gradient, any floating dtype; read.
-        mode: 1; 0, with eps inside the root, raises OptimizerError.
+        p, exp_avg, exp_avg_sq: tensors of one shape and any floating dtype, changed in place.
+        g: the gradient, of any floating dtype. Not changed.
+        mode: must be 1. 0, which puts eps inside the root, raises OptimizerError.
     """
     if mode != 1:
         raise OptimizerError("fused_adam_cuda.adam: eps_inside_sqrt is not offered: leave it out")

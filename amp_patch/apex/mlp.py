@@ -1,4 +1,4 @@
-"""`apex.mlp`: linear layers with an activation behind each, by torch's own functions."""
+"""`apex.mlp`: linear layers, each followed by an activation, by torch's own functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ..errors import ModelError
 
 _NAMES = ("none", "relu", "sigmoid")
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, F.relu, torch.sigmoid)
-"""By the numbers that Apex's functions took."""
+"""The index is the number by which Apex's functions choose an activation."""
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
     Args:
         bias: whether there are biases.
-        activation: 0 for none, 1 for ReLU, 2 for the sigmoid; also behind the last layer.
+        activation: 0 for none, 1 for ReLU, 2 for the sigmoid. The last layer is followed by it, too.
         args: the input, shape (n, first size), all weights, and all biases.
     """
     x, *parameters = args
@@ -32,7 +32,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` for functions of scripts that call `forward` and `backward`, as DLRM does."""
+    """`mlp_function` as an autograd function, for scripts such as DLRM, which call its `forward` and `backward`."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all arguments; computes the layers again."""
-        # autograd runs a backward with gradients off, and the second forward needs them
+        """Return the gradients of all arguments. This computes the layers a second time."""
+        # autograd runs a backward with gradients disabled, but the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             output = mlp_function(ctx.bias, ctx.activation, *args)
@@ -52,14 +52,14 @@ class MlpFunction(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """Linear layers of the sizes `mlp_sizes`, with an activation behind each, the last one too.
+    """Linear layers of the sizes `mlp_sizes`, each followed by an activation, also the last one.
 
     Parameters are `weight_0`, `bias_0`, `weight_1`, ...
 
     Args:
         mlp_sizes: the size of the input, then the size of each layer's output.
-        bias: whether layers have one.
-        activation: "none", "relu" or "sigmoid"; else ModelError.
+        bias: whether layers have a bias.
+        activation: "none", "relu" or "sigmoid". Anything else raises ModelError.
     """
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
@@ -84,11 +84,11 @@ class MLP(nn.Module):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The biases of the layers, shape (outputs,) each; none without."""
+        """The biases of the layers, shape (outputs,) each. Empty if layers have no bias."""
         return [getattr(self, f"bias_{index}") for index in range(self.num_layers if self.bias else 0)]
 
     def reset_parameters(self) -> None:
-        """Draw weights with the variance 2 / (inputs + outputs), biases with 1 / outputs, as Apex did."""
+        """Draw weights with variance 2 / (inputs + outputs), and biases with variance 1 / outputs, as in Apex."""
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
         for bias in self.biases:

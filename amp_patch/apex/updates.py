@@ -1,12 +1,15 @@
 """The update formulas of Apex's optimizers, over lists of tensors, through `torch._foreach_*`.
 
-Every function takes lists of equal length, gradients first, and changes all the other lists in place; gradients are
-only read. The arithmetic is float32 whatever the tensors are (float64 where they are float64): 16-bit tensors are
+Every function takes lists of equal length, gradients first. It reads the gradients, and changes the tensors of all the
+other lists in place. It computes in float32 (*full precision*), or in float64 for float64 tensors. 16-bit tensors are
 copied to float32, and changed tensors are rounded once, when they are copied back. Call under `torch.no_grad()`.
 
-Adam and SGD run as the kernels behind `torch.optim.AdamW(fused=True)` where those take the tensors: one launch for many
-tensors. They change nothing where `found_inf`, None or a 0-dim float32 tensor, is 1. Nothing here waits for the device,
-but for these two without a kernel.
+Adam and SGD use the kernels behind `torch.optim.AdamW(fused=True)` if these support the tensors: one launch updates
+many tensors. If `found_inf`, a 0-dim float32 tensor or None, is 1, they change nothing. Nothing here waits for the
+device, except these two functions if there is no kernel and a `found_inf` is given.
+
+Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
+b1 and b2 betas. A hat (m^) means that the bias is corrected.
 """
 
 __role__ = "optimizer"  # in reports of `insight`: see its `sites`
@@ -46,16 +49,16 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
-def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
+def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Yield the lists at full precision, in parts that are on one device and of one dtype each.
 
-    Changes of the loop body to the `changed` lists are copied back after it.
+    After each round of the loop, changes that its body has made to the `changed` lists are copied back.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
         yield [_to_full(sources), *values]
         for target, value in zip(targets, values, strict=True):
-            # at full precision already, and changed in place
+            # if a list was at full precision already, the body has changed it in place
             if target is not value:
                 foreach_copy_(target, value)
 
@@ -63,18 +66,18 @@ def in_full(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
 def _to_full(tensors: list[Tensor]) -> list[Tensor]:
     if tensors[0].dtype is full_dtype(tensors[0]):
         return tensors
-    full = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
-    foreach_copy_(full, tensors)
-    return full
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    foreach_copy_(copies, tensors)
+    return copies
 
 
 def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
-    """Return the norm of each tensor, 0-dim, at full precision. The norm of no elements is 0."""
+    """Return the norm of each tensor, 0-dim, at full precision. The norm of an empty tensor is 0."""
     results: dict[int, Tensor] = {}  # by the tensor's id
     for (part,) in group(tensors):
         # torch raises an error for the maximum of an empty tensor
-        filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in part]
-        results.update(zip(map(id, part), foreach_norm(filled, order, dtype=full_dtype(part[0])), strict=True))
+        nonempty = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in part]
+        results.update(zip(map(id, part), foreach_norm(nonempty, order, dtype=full_dtype(part[0])), strict=True))
     return [results[id(tensor)] for tensor in tensors]
 
 
@@ -83,12 +86,12 @@ def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
 
     It is on `device`, by default the device of the first tensor.
     """
-    each = norms(tensors)
-    if not each:
+    tensor_norms = norms(tensors)
+    if not tensor_norms:
         return torch.zeros((), device=device)
-    target = each[0].device if device is None else device
-    dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in each) else torch.float32
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(target, dtype) for norm in each]))
+    target = tensor_norms[0].device if device is None else device
+    dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in tensor_norms) else torch.float32
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(target, dtype) for norm in tensor_norms]))
     return total
 
 
@@ -108,8 +111,8 @@ def sgd_(
 ) -> None:
     """SGD with momentum, as in torch.optim.SGD.
 
-    g = factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g + momentum m)
-    with Nesterov. `momenta` may be None when `momentum` is 0.
+    g = gradient_factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g +
+    momentum m) with Nesterov. `momenta` may be None when `momentum` is 0.
     """
     options: dict[str, Any] = {
         "lr": lr,
@@ -123,11 +126,11 @@ def sgd_(
     if momentum != 0 and momenta is not None:
         changed.append(momenta)
     else:
-        options["momentum_buffer_list"] = []  # the kernel has no default for it
-    for g, p, *rest in in_full(gradients, *changed):
+        options["momentum_buffer_list"] = []  # a required argument of the kernel
+    for g, p, *rest in at_full_precision(gradients, *changed):
         if gradient_factor != 1.0:
             g = foreach_mul(g, gradient_factor)
-        if _run(fused_sgd_, (p, g, *rest), found_inf, **options):
+        if _run_kernel(fused_sgd_, (p, g, *rest), found_inf, **options):
             continue
         # no kernel takes these tensors, so the flag is read on the host
         if found_inf is not None and bool(found_inf):
@@ -135,7 +138,7 @@ def sgd_(
         if weight_decay:
             g = foreach_add(g, p, alpha=weight_decay)
         step = g
-        for m in rest:
+        for m in rest:  # the momentum, if there is any
             if is_first:
                 foreach_copy_(m, g)
             else:
@@ -162,23 +165,23 @@ def adam_(
 ) -> None:
     """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1.
 
-    `is_decoupled` takes the weight decay of Loshchilov & Hutter (arXiv:1711.05101).
+    With `is_decoupled`, weight decay as in Loshchilov & Hutter (arXiv:1711.05101).
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
     `step` counts from 1; it may be a 0-dim tensor.
     """
     kernel = fused_adamw_ if is_decoupled else fused_adam_
     options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
-        # the kernels correct the bias by a step on the device; an infinite step means no correction
-        counted = step if corrects_bias else math.inf
-        if isinstance(counted, Tensor):
-            counted = counted.to(p[0].device, torch.float32)
+    for g, p, m, v in at_full_precision(gradients, params, exp_avgs, exp_avg_sqs):
+        # the kernels compute the bias correction from a step on the device; an infinite step means no correction
+        kernel_step = step if corrects_bias else math.inf
+        if isinstance(kernel_step, Tensor):
+            kernel_step = kernel_step.to(p[0].device, torch.float32)
         else:
-            counted = torch.full((), counted, dtype=torch.float32, device=p[0].device)
-        # the kernels count steps for each parameter, Apex's optimizers for each group
-        lists = {"max_exp_avg_sqs": [], "state_steps": [counted] * len(p)}
-        if _run(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
+            kernel_step = torch.full((), kernel_step, dtype=torch.float32, device=p[0].device)
+        # the kernels take a step for each parameter; Apex's optimizers count steps for each group
+        lists = {"max_exp_avg_sqs": [], "state_steps": [kernel_step] * len(p)}
+        if _run_kernel(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue
         if found_inf is not None and bool(found_inf):
             return
@@ -205,7 +208,7 @@ def adagrad_(
 
     h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
     """
-    for g, p, h in in_full(gradients, params, sums):
+    for g, p, h in at_full_precision(gradients, params, sums):
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
         foreach_addcmul_(h, g, g)
@@ -237,19 +240,20 @@ def lamb_(
 ) -> None:
     """LAMB of You et al. (arXiv:1904.00962), algorithm 2, with the clipping of NVIDIA's BERT.
 
-    g /= max(1, gradient_norm / max_gradient_norm), with the 0-dim norm of the gradients of all parameters, not just
-    these; no clipping if the maximum is None or 0. Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr |p| /
-    |u| u for each tensor. The ratio is 1 where a norm is 0, and everywhere if there is no weight decay, unless
-    `always_adapts`. Without `averages_gradients`, m = b1 m + g.
+    g /= max(1, gradient_norm / max_gradient_norm); if the maximum is None or 0, gradients are not clipped.
+    `gradient_norm` (0-dim) is the norm of the gradients of all parameters of the optimizer, not only of `gradients`.
+    Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr (|p| / |u|) u for each tensor. The ratio |p| / |u| is
+    1 if a norm is 0. It is also 1 without weight decay, unless `always_adapts`. Without `averages_gradients`,
+    m = b1 m + g.
     """
     corrections = bias_corrections(betas, step, corrects_bias)
-    share = 1 - betas[0] if averages_gradients else 1.0
-    for g, p, m, v in in_full(gradients, params, exp_avgs, exp_avg_sqs):
+    gradient_share = 1 - betas[0] if averages_gradients else 1.0
+    for g, p, m, v in at_full_precision(gradients, params, exp_avgs, exp_avg_sqs):
         if max_gradient_norm:
             g = clip(g, gradient_norm, max_gradient_norm)
         if weight_decay and not is_decoupled:
             g = foreach_add(g, p, alpha=weight_decay)
-        update_moments_(m, v, g, betas, share)
+        update_moments_(m, v, g, betas, gradient_share)
         update = adam_direction(m, v, corrections, eps)
         if weight_decay and is_decoupled:
             foreach_add_(update, p, alpha=weight_decay)
@@ -264,14 +268,14 @@ def clip(gradients: Part, norm: Tensor, max_norm: float) -> tuple[Tensor, ...]:
 
 
 def adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: float) -> tuple[Tensor, ...]:
-    """Return m^ / (sqrt(v^) + eps)."""
+    """Return m^ / (sqrt(v^) + eps), with the two results of `bias_corrections`."""
     update = foreach_div(m, _get_denominators(v, corrections[1], eps))
     foreach_div_(update, corrections[0])
     return update
 
 
 def adapt(updates: Part, param_norms: Tensor, update_norms: Tensor) -> tuple[Tensor, ...]:
-    """Return each update times the ratio of the norms, 1 where one of them is 0."""
+    """Return each update times the ratio of the norms, with 1 as the ratio if a norm is 0."""
     ratios = torch.where((param_norms > 0) & (update_norms > 0), param_norms / update_norms, 1.0)
     return foreach_mul(updates, ratios.unbind())
 
@@ -298,11 +302,11 @@ def novograd_(
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
     m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment
-    in the place of g. Without `averages_gradients` the share of g in m is 1.
+    in place of g. Without `averages_gradients`, the factor of g in m is 1.
     """
     correction1, correction2 = bias_corrections(betas, step, corrects_bias)
-    share = 1 - betas[0] if averages_gradients else 1.0
-    for g, p, m, n in in_full(gradients, params, exp_avgs, norm_avgs):
+    gradient_share = 1 - betas[0] if averages_gradients else 1.0
+    for g, p, m, n in at_full_precision(gradients, params, exp_avgs, norm_avgs):
         new_norms = norms(g, 2.0 if norm_type == 2 else math.inf)
         if norm_type == 2:
             blended = foreach_mul(foreach_mul(n, n), betas[1])
@@ -318,7 +322,7 @@ def novograd_(
             if weight_decay:
                 foreach_add_(g, p, alpha=weight_decay)
         foreach_mul_(m, betas[0])
-        foreach_add_(m, g, alpha=share)
+        foreach_add_(m, g, alpha=gradient_share)
         update = foreach_div(m, correction1)
         if not decays_inside:
             foreach_div_(update, denominators)
@@ -327,24 +331,25 @@ def novograd_(
         foreach_add_(p, update, alpha=-lr)
 
 
-def _run(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
-    """Run a kernel that changes the first of some lists of equal length. Return False, without changes, if it cannot.
+def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
+    """Run a kernel that changes the first of `lists`. Return False, without changes, if it does not support the
+    tensors.
 
-    Kernels read memory in order. So the tensors must have the same layout, and be no subclasses or lazy negatives.
-    For some devices torch has no such kernels.
+    Kernels read memory in order. So the tensors at the same place of the lists must have the same layout, and must be
+    neither subclasses nor lazy negatives. For some devices, torch has no such kernels.
     """
-    if not all(map(_lie_alike, *lists)):
+    if not all(map(_have_same_layout, *lists)):
         return False
     flag = None if found_inf is None else found_inf.to(lists[0][0].device)
     try:
         kernel(*lists, **options, maximize=False, found_inf=flag)
     except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    torch.autograd.graph.increment_version(list(lists[0]))  # fused kernels do not do it
+    torch.autograd.graph.increment_version(list(lists[0]))  # the kernel itself does not
     return True
 
 
-def _lie_alike(*tensors: Tensor) -> bool:
+def _have_same_layout(*tensors: Tensor) -> bool:
     """Return whether plain tensors of the same shape have the same dense layout in memory."""
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_neg() for tensor in tensors):
         return False
@@ -354,17 +359,20 @@ def _lie_alike(*tensors: Tensor) -> bool:
 
 
 def bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
+    """Return the divisors of the first and second moments: 1 - beta^step, or 1 without a correction."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if corrects_bias else (1.0, 1.0)
 
 
-def update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], share: float) -> None:
+def update_moments_(m: Part, v: Part, g: Part, betas: tuple[float, float], gradient_share: float) -> None:
+    """m = b1 m + gradient_share g; v = b2 v + (1 - b2) g^2."""
     foreach_mul_(m, betas[0])
-    foreach_add_(m, g, alpha=share)
+    foreach_add_(m, g, alpha=gradient_share)
     foreach_mul_(v, betas[1])
     foreach_addcmul_(v, g, g, 1 - betas[1])
 
 
 def _get_denominators(v: Part, correction: float, eps: float) -> tuple[Tensor, ...]:
+    """Return sqrt(v / correction) + eps."""
     roots = foreach_sqrt(v)
     foreach_div_(roots, math.sqrt(correction))
     foreach_add_(roots, eps)

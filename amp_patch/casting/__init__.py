@@ -1,11 +1,11 @@
-"""Which tensors an op gets: wrappers around listed ops, whether they act in a thread, and the cache of low weights."""
+"""Casts the arguments of listed ops: wrappers around the ops, the switch for them, and the cache of low weights."""
 
 __role__ = "cast"  # in reports of `insight`: see its `sites`
 
 from . import compiling as compiling
 from . import op_patches as op_patches
 from .autocast import Autocast as Autocast
-from .autocast import RulesAlone as RulesAlone
+from .autocast import ModuleRulesSwitch as ModuleRulesSwitch
 from .float32_products import Float32Products as Float32Products
 from .mode import Mode as Mode
 from .mode import Switch as Switch

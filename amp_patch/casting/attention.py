@@ -1,6 +1,7 @@
 """`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
 
-torch's attention has no double backward. So if only autograd records a call, it is one node here, too.
+torch's attention is one autograd node without a double backward. Here it is one, too (`_LowAttention`), unless a
+function transform, tracer or compiler records the call.
 """
 
 import math
@@ -30,9 +31,10 @@ class Attention:
     scale: float | None = None
     enable_gqa: bool = False
 
-    def is_short(self, low: torch.dtype, longest: int) -> bool:
-        """Return whether all operands have the dtype `low`, there are at most `longest` queries times keys, and the
-        call has no dropout and no additive mask.
+    def can_use_float32(self, low: torch.dtype, max_scores: int) -> bool:
+        """Return whether `compute_in_float32` supports this call and is faster. All operands must be plain 4-dim
+        tensors of dtype `low` on a CPU, with the same number of heads and the same head size. There may be at most
+        `max_scores` scores (queries times keys) for each head, no dropout and no additive mask.
         """
         if self.dropout_p or self.enable_gqa:
             return False
@@ -43,30 +45,32 @@ class Attention:
                 return False
             if operand.__class__ not in PLAIN_CLASSES and is_opaque(operand):
                 return False
-        queries, keys = self.query.shape, self.key.shape
-        # with other numbers of heads, or other head sizes, torch itself takes another kernel
-        is_even = queries[1] == keys[1] and queries[3] == keys[3] == self.value.shape[3]
-        return is_even and queries[2] * keys[2] <= longest
+        query_shape, key_shape = self.query.shape, self.key.shape  # (batch, heads, length, head size)
+        # torch uses another kernel if these differ
+        is_same_heads = query_shape[1] == key_shape[1] and query_shape[3] == key_shape[3] == self.value.shape[3]
+        return is_same_heads and query_shape[2] * key_shape[2] <= max_scores
 
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        Where torch would take its flash kernel, it saves 16-bit values for backward, including the result, as that
-        kernel does. Otherwise torch's function saves float32.
+        If torch would use its flash kernel for the 16-bit operands, this saves the same for backward as that kernel:
+        the operands and the result, in 16 bits. Otherwise torch's function saves float32 values.
         """
         query, key, value = self.query, self.key, self.value
-        how = (self.attn_mask, self.dropout_p, self.is_causal)
-        if is_recorded() and chooses_flash_attention(query, key, value, *how, scale=self.scale):
-            options = {"is_causal": self.is_causal, "scale": self.scale}
-            added = None  # the mask in additive form
+        options = (self.attn_mask, self.dropout_p, self.is_causal)
+        if is_recorded() and chooses_flash_attention(query, key, value, *options, scale=self.scale):
+            kernel_options = {"is_causal": self.is_causal, "scale": self.scale}
+            additive_mask = None
             if self.attn_mask is not None:
-                added = torch.zeros_like(self.attn_mask, dtype=torch.float32).masked_fill_(~self.attn_mask, -math.inf)
-            rounded: Tensor = _Recorded.apply(query, key, value, added, options)  # type: ignore[no-untyped-call]
+                zeros = torch.zeros_like(self.attn_mask, dtype=torch.float32)
+                additive_mask = zeros.masked_fill_(~self.attn_mask, -math.inf)
+            arguments = (query, key, value, additive_mask, kernel_options)
+            rounded: Tensor = _LowAttention.apply(*arguments)  # type: ignore[no-untyped-call]
             return rounded
-        return original(query.float(), key.float(), value.float(), *how, scale=self.scale).to(query.dtype)
+        return original(query.float(), key.float(), value.float(), *options, scale=self.scale).to(query.dtype)
 
 
-class _Recorded(torch.autograd.Function):
+class _LowAttention(torch.autograd.Function):
     """torch's attention for CPUs on 16-bit operands, computed in float32. Saves 16-bit values for backward.
 
     If an operand or the result is changed in place before backward, that raises RuntimeError, as in torch.
@@ -85,12 +89,12 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, rounded, logsumexp, mask = ctx.saved_tensors
-        # The float32 operands have no names, so they are freed before the gradients are cast.
-        of_query, of_key, of_value = flash_attention_backward(
+        # no variable holds the float32 operands, so they are freed before the gradients are cast
+        query_grad, key_grad, value_grad = flash_attention_backward(
             *(gradient.float(), query.float(), key.float(), value.float(), rounded.float(), logsumexp),
             dropout_p=0.0,
             attn_mask=mask,
             **ctx.options,
         )
         low = query.dtype
-        return of_query.to(low), of_key.to(low), of_value.to(low), None, None
+        return query_grad.to(low), key_grad.to(low), value_grad.to(low), None, None

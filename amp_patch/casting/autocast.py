@@ -1,9 +1,9 @@
 """`Autocast`: the regions of `torch.autocast`, for a session whose lists act inside them.
 
-torch keeps the state: whether autocast is enabled in a thread, and in which dtype. So torch answers every question of a
-script as it does without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
-`torch.set_autocast_enabled` need no code here. torch casts the ops that have the same rule in the lists as in torch. An
-op with another rule casts by that rule, and runs with autocast disabled.
+The state stays in torch: whether autocast is enabled in a thread, and in which dtype. So torch's own functions report
+it as they do without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
+`torch.set_autocast_enabled` need no code here. If the lists give an op the same rule as torch, torch casts it. An op
+with another rule casts by that rule, and runs with autocast disabled.
 """
 
 import functools
@@ -23,15 +23,17 @@ class Autocast:
 
     Args:
         device_type: such as "cuda".
-        low: regions in another dtype are left to torch. None: all regions count, because nothing is cast in them.
-        own: the list of torch's own rules, or None if there is none for the device type.
+        low: only regions of this dtype count; others are left to torch. None: all regions count, for a session that
+            casts nothing.
+        torch_lists: the lists of torch's own rules, or None if there are none for the device type.
     """
 
-    def __init__(self, device_type: str, low: torch.dtype | None, own: op_lists.OpLists | None) -> None:
+    def __init__(self, device_type: str, low: torch.dtype | None, torch_lists: op_lists.OpLists | None) -> None:
         self.device_type = device_type
         self.low = low
-        self.own = own
-        self._paths = frozenset() if own is None else frozenset(spelling.entry.path for spelling in own.spellings)
+        self.torch_lists = torch_lists
+        spellings = () if torch_lists is None else torch_lists.spellings
+        self._torch_list_paths = frozenset(spelling.entry.path for spelling in spellings)
 
     def is_here(self) -> bool:
         """Return whether this thread is in a region of autocast in which the session casts."""
@@ -39,9 +41,9 @@ class Autocast:
             return False
         return self.low is None or torch.get_autocast_dtype(self.device_type) is self.low
 
-    def leaves(self, entry: op_lists.OpEntry) -> bool:
-        """Return whether an entry states torch's own rule."""
-        return entry.path in self._paths
+    def is_torch_rule(self, entry: op_lists.OpEntry) -> bool:
+        """Return whether an entry comes from the lists of torch's own rules, so that torch casts the op by itself."""
+        return entry.path in self._torch_list_paths
 
     def pause(self) -> bool:
         """Disable autocast in this thread. Return whether there is something to `resume`."""
@@ -54,13 +56,13 @@ class Autocast:
         """Enable autocast again."""
         torch.set_autocast_enabled(self.device_type, True)
 
-    def run_without(self, original: Callable[..., Any], switch: "Switch | RulesAlone") -> Callable[..., Any]:
-        """Return `original` run with autocast disabled while the casts of a switch are active."""
-        leaves_some = isinstance(switch, RulesAlone)
+    def run_without(self, original: Callable[..., Any], switch: "Switch | ModuleRulesSwitch") -> Callable[..., Any]:
+        """Return a function that runs `original` with autocast disabled while the casts of a switch are active."""
+        is_often_off = isinstance(switch, ModuleRulesSwitch)
 
         @functools.wraps(original)
-        def without(*args: Any, **kwargs: Any) -> Any:
-            if leaves_some and not switch.is_on_here():
+        def run_without_autocast(*args: Any, **kwargs: Any) -> Any:
+            if is_often_off and not switch.is_on_here():
                 return original(*args, **kwargs)
             if is_dynamo_compiling():
                 with torch.autocast(self.device_type, enabled=False):
@@ -73,11 +75,13 @@ class Autocast:
             finally:
                 torch.set_autocast_enabled(self.device_type, True)
 
-        return without
+        return run_without_autocast
 
 
-class RulesAlone:
-    """The switch of ops that torch casts: on while a region of the session, such as a module rule's, is open."""
+class ModuleRulesSwitch:
+    """The switch for ops that torch casts by itself: it is on only in regions of the session, such as those of module
+    rules. Outside of them, torch casts these ops.
+    """
 
     regions = 1  # not 0, so wrappers ask for the mode in every call
 
@@ -90,12 +94,12 @@ class RulesAlone:
         return self._switch.on and self._switch.has_regions()
 
     def mode_here(self) -> Mode:
-        """Return how casts act in this thread now. Lists do not count, so BY_LISTS becomes OFF."""
+        """Return how casts act in this thread now: OFF where the lists decide, because torch follows the same rules."""
         mode = self._switch.mode_here()
         return Mode.OFF if mode is Mode.BY_LISTS else mode
 
     def region(self, mode: Mode) -> AbstractContextManager[None]:
-        """Open a region; see `Switch.region`."""
+        """Return a region, not yet open. See `Switch.region`."""
         return self._switch.region(mode)
 
     def is_on_here(self) -> bool:

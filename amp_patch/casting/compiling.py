@@ -1,9 +1,11 @@
-"""Works with torch.compile: tables are built before patches are installed, and compiled code is dropped when patches
-change.
+"""Makes patches work with torch.compile.
 
-Dynamo guards patched functions but not patched Tensor methods. It builds its rule tables from names at first use. The
-on-disk cache keys on graphs, which look the same with and without casts. So: build the tables first, drop compiled code
-at each change, and tag the cache key.
+* Dynamo builds its tables of functions from names, at its first use. So `prime` builds them before patches are
+  installed.
+* Dynamo guards patched functions, but not patched Tensor methods. So `forget_compiled_code` drops compiled code
+  whenever patches change.
+* The on-disk cache finds code by its graph, which looks the same with and without casts. So `tag_cache_key` adds a tag
+  to its keys.
 """
 
 import contextlib
@@ -33,10 +35,10 @@ from ..torch_private import (
 )
 
 is_at_work = is_tracing_graph
-"""Whether Dynamo is at work, even while it runs a function of this package untraced."""
+"""Returns whether Dynamo is at work, also while it runs a function of this package untraced."""
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
-"""Whether this code is being compiled or exported in any way, and whether Dynamo is tracing it."""
+"""The first returns whether this code is being compiled or exported in any way, the second whether Dynamo traces it."""
 
 
 def is_traced() -> bool:
@@ -82,16 +84,17 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 
 # Code that is compiled inside a region must not run outside it, nor the other way round. Dynamo cannot trace how a
 # thread's region is found, and does not guard patched Tensor methods. But it guards the autocast state of the thread
-# for every device type. So the state of a device type that torch lists but no longer runs on shows the open region.
-# Dynamo of torch 2.6 guards the dispatch keys of the thread instead: there, two unused keys show the region.
+# for every device type. So while a region is open, we set the autocast state of an idle device type: one that torch
+# still lists, but no longer runs on. The dtypes below stand for modes there. Dynamo of torch 2.6 does not guard that
+# state, but the dispatch keys of the thread: there, two unused keys stand for the modes.
 
-_SIGNS = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
-_KEYS = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
+_DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
+_KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
 
 
 def _find_idle_device() -> tuple[str, torch.dtype] | None:
-    """Return a device type that torch has an autocast state but no code for, and its autocast dtype. Return None if
-    torch lists none any more, or Dynamo does not guard it.
+    """Return a device type for which torch has an autocast state but no kernels, and its autocast dtype. Return None if
+    torch lists no such type any more, or if Dynamo does not guard its state.
     """
     for name in IDLE_DEVICE_TYPES:
         with contextlib.suppress(RuntimeError):
@@ -106,16 +109,17 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Make Dynamo guard code that it compiles in this thread by the mode of that name.
+    """Make Dynamo guard code that it compiles in this thread by the mode of that name. BY_LISTS clears the state.
 
-    The body names no module of torch. Dynamo would trace such a frame, and find that it changes guarded state.
+    The body must not use names of torch's modules: Dynamo would trace such a frame, and find that it changes guarded
+    state.
     """
     if _IDLE_DEVICE is None:
-        set_keys(*_KEYS.get(mode_name, (False, False)))
+        set_keys(*_KEYS_OF_MODES.get(mode_name, (False, False)))
     else:
         name, usual = _IDLE_DEVICE
-        set_autocast_dtype(name, _SIGNS.get(mode_name, usual))
-        set_autocast_enabled(name, mode_name in _SIGNS)
+        set_autocast_dtype(name, _DTYPES_OF_MODES.get(mode_name, usual))
+        set_autocast_enabled(name, mode_name in _DTYPES_OF_MODES)
 
 
 def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
@@ -124,18 +128,18 @@ def assume_constant(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
-def _tell_of_break() -> str:
-    global _has_told
-    if not _has_told:
-        _has_told = True
+def _warn_of_break() -> str:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         logger.warning(
             "torch.compile breaks its graph at module rules, at functions with a rule of their own and at"
             " amp.disable_casts(): the code inside is compiled by itself. fullgraph=True raises an error there."
         )
-    return ""
+    return ""  # Dynamo needs a constant
 
 
-_has_told = False
+_has_warned = False
 
-tell_of_break = assume_constant(_tell_of_break)
+warn_of_break = assume_constant(_warn_of_break)
 """Warn once, while Dynamo traces, that its graph breaks at regions."""

@@ -1,7 +1,7 @@
-"""`Switch`: whether the casts of a session are active, in the process and in the calling thread, and in which mode.
+"""`Switch`: says whether the casts of a session are active in the calling thread, and in which mode.
 
-Patches are process-wide. A region belongs to the thread that opened it. The hot path reads two plain attributes. It
-reads thread-local state only while some thread has a region open.
+Patches are process-wide. A region belongs to the thread that opened it. Each patched op reads two plain attributes,
+`on` and `regions`. It reads thread-local state only while some thread has a region open.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from .compiling import is_dynamo_compiling
 
 
 class Mode(Enum):
-    """How casts act in a region."""
+    """How ops cast their arguments in a region."""
 
     OFF = "as plain torch"
     BY_LISTS = "as the op lists say"
@@ -33,10 +33,10 @@ _MODES = {mode.name: mode for mode in Mode}
 
 
 class AutocastRegions(Protocol):
-    """The regions of `torch.autocast` that a switch follows; see `Autocast`."""
+    """The regions of `torch.autocast` in which a switch is active. `Autocast` implements this."""
 
     def is_here(self) -> bool:
-        """Return whether this thread is in one."""
+        """Return whether this thread is in such a region."""
 
     def pause(self) -> bool:
         """Disable autocast in this thread. Return whether there is something to `resume`."""
@@ -50,15 +50,15 @@ class Region(contextlib.ContextDecorator):
 
     Args:
         owner: identifies the region for `Switch.close_for_module`.
-        frame: the call that the region lasts as long as. Once that call is over, however it ended, the region is stale.
-            None for a region that lasts until it is closed.
-        pauses: disable autocast while the region is open, if its mode is FLOAT32: torch casts no unlisted op then.
-        is_active: whether casts are active where the region opens. Blocks of torch.autocast inside it decide for
-            themselves.
+        frame: the frame of a call. The region must not outlive that call: once it is over, also by an exception, the
+            region is stale. None for a region that lasts until it is closed.
+        pauses: if the mode is FLOAT32, disable autocast while the region is open, so that torch casts no unlisted op.
+        is_active: whether casts are active where the region opens. Blocks of torch.autocast inside the region decide
+            for themselves.
 
     Attributes:
         depth: the number of blocks of torch.autocast around the region.
-        has_paused: whether autocast was enabled, and is disabled while the region is open.
+        has_paused: whether the region has disabled autocast, which was enabled before.
     """
 
     def __init__(
@@ -83,17 +83,20 @@ class Region(contextlib.ContextDecorator):
     def open(self) -> None:
         """Open the region in this thread, inside the regions that are open there."""
         if is_dynamo_compiling():
-            compiling.tell_of_break()
+            compiling.warn_of_break()
         autocast = self._switch.autocast
         if autocast is not None and self.pauses and self.mode is Mode.FLOAT32:
             self.has_paused = autocast.pause()
         self._switch._push(self)
 
     def close(self) -> None:
-        """Close the region, in the thread that opened it. Generators may close theirs in any order. Harmless twice."""
+        """Close the region, in the thread that opened it. Harmless twice.
+
+        It need not be the innermost region, because a generator may leave its `with` block at any time.
+        """
         try:
             self._switch._remove(self)
-        except BaseException:  # an interrupt
+        except BaseException:  # an interrupt, after which the removal has to be completed
             self._switch._remove(self)
             raise
 
@@ -111,13 +114,14 @@ class _ThreadRegions(threading.local):
 
 
 class Switch:
-    """Says whether the casts of a session are active, and how: on from `turn_on` to `turn_off` or a fork.
+    """Says whether the casts of a session are active, and how. It is on from `turn_on` to `turn_off`. In the child of a
+    fork, it is off.
 
     Every region opens with `Region.open` and closes with `Region.close`. `open_for_module` and `close_for_module` find
-    the region for the call of a module; `close_stale` closes regions that an interrupt left open.
+    the region for the call of a module. `close_stale` closes regions that an interrupt left open.
 
     Args:
-        autocast: the regions in which casts are active while none of ours is open; None: everywhere.
+        autocast: outside of our own regions, casts are active only in these regions. None: they are active everywhere.
 
     Attributes:
         on: whether casts may be active at all.
@@ -140,14 +144,14 @@ class Switch:
         return self  # a copied model belongs to the same session
 
     def __reduce__(self) -> tuple[type["Switch"], tuple[()]]:
-        return Switch, ()  # a saved one belongs to none
+        return Switch, ()  # a loaded model belongs to no session: its switch is off
 
     def turn_on(self) -> None:
         """Make casts active."""
         self.on = True
 
     def turn_off(self) -> None:
-        """Make every wrapper of this session call straight through, for good: also those that cannot be removed."""
+        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed."""
         self.on = False
         for region in reversed(self._local.regions):
             region.has_paused = False
@@ -169,7 +173,7 @@ class Switch:
             return Mode.OFF
         if not self.regions:
             return Mode.BY_LISTS
-        if is_dynamo_compiling():  # which cannot trace thread-locals
+        if is_dynamo_compiling():  # Dynamo cannot trace thread-locals
             return _MODES[self._get_name()]
         if not self._open:
             return self._mode_outside()
@@ -183,8 +187,8 @@ class Switch:
         innermost = self._find_innermost()
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
-        # The autograd engine's own threads run backward code of whoever called backward(); they follow the region that
-        # was opened last.
+        # A thread of the autograd engine runs backward code for the thread that called backward(), which is not known.
+        # Use the region that was opened last.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:
@@ -199,13 +203,13 @@ class Switch:
         return regions[-1] if regions else None
 
     def _is_in_force(self, region: Region) -> bool:
-        """Return whether the innermost region applies here. It does not in an `autocast(enabled=False)` inside it."""
+        """Return whether the innermost region applies here. It does not inside a nested `autocast(enabled=False)`."""
         if self.autocast is None or self.autocast.is_here():
             return True
         return region.is_active and region.depth == get_autocast_depth()
 
     def is_in(self, mode: Mode) -> bool:
-        """Return whether the innermost region of this thread has a mode."""
+        """Return whether the innermost region of this thread has this mode."""
         innermost = self._find_innermost()
         return innermost is not None and innermost.mode is mode
 
@@ -223,17 +227,17 @@ class Switch:
         return Region(self, mode, pauses=pauses)
 
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module. Return whether to cast the inputs: casts are active, and act
-        otherwise than outside the region.
+        """Open a region for the forward of a module. Return whether to cast the inputs: True if casts are active, and
+        the mode differs from the mode outside of the region.
 
         Args:
             owner: identifies the region for `close_for_module`.
-            frame: the call of the forward. By default the caller's caller: torch, which calls the forward pre-hook that
-                calls this.
+            frame: the frame of the forward's call. By default the caller's caller: torch's frame of the module call, if
+                a forward pre-hook calls this.
         """
         if is_dynamo_compiling():
-            compiling.tell_of_break()
-        with self._lock:  # Dynamo does not trace beyond this: it leaves the call to Python
+            compiling.warn_of_break()
+        with self._lock:  # Dynamo stops tracing here, and leaves the rest of this call to Python
             is_active = self.is_on_here()
             if not self.on:
                 return False
@@ -246,14 +250,14 @@ class Switch:
                 frame = sys._getframe(2)
             for region in regions:
                 if region.owner is owner and region.frame is frame:
-                    return False  # opened before torch came to this hook
+                    return False  # `RegionHooks.catch_up` or `join` has opened it before torch called this hook
             is_change = outer is not mode
             Region(self, mode, owner=owner, frame=frame, pauses=is_change, is_active=is_active).open()
             return is_active and is_change
 
     def close_for_module(self, owner: object, frame: types.FrameType | None = None) -> None:
-        """Close the innermost region of an owner in this thread, if there is one. With `frame`, close it only if it
-        lasts as long as that call.
+        """Close the innermost region of an owner in this thread, if there is one. With `frame`, close it only if it is
+        the region of that call.
         """
         with self._lock:
             for region in reversed(self._local.regions):
@@ -263,10 +267,11 @@ class Switch:
                     return
 
     def close_stale(self) -> None:
-        """Close regions that an interrupt left open: `torch.nn.Module` calls no hooks after one.
+        """Close regions that an interrupt left open: after an interrupt, `torch.nn.Module` calls no forward hooks.
 
-        Blocks of torch.autocast call this when they begin. If as many blocks are open as around the region, they are
-        the same ones, and autocast is enabled in them again. Otherwise they are over, and have restored autocast.
+        A takeover calls this whenever a block of torch.autocast begins. If as many blocks are open now as when the
+        region was opened, they are the same blocks, and closing the region enables autocast in them again. If not,
+        these blocks are over, and have restored autocast themselves.
         """
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
@@ -275,11 +280,11 @@ class Switch:
             regions[-1].close()
 
     def _push(self, region: Region) -> None:
-        """Enter a region as the innermost of this thread. Only `Region.open` calls this."""
+        """Make a region the innermost region of this thread. Only `Region.open` calls this."""
         if self.autocast is not None:
             region.depth = get_autocast_depth()
         self._local.regions.append(region)
-        with self._lock:  # Dynamo does not trace beyond this: it fails in autograd functions at these lines
+        with self._lock:  # Dynamo stops tracing here: in autograd functions, it would fail at the next lines
             self._open.append(region)
             self.regions = len(self._open) + (self.autocast is not None)
         compiling.show_region(region.mode._name_)
@@ -302,7 +307,8 @@ class Switch:
 
 
 _switches: "list[weakref.ref[Switch]]" = []
-"""The switches of this process. A WeakSet would run Python code as each is freed, and a Ctrl-C in there is lost."""
+"""The switches of this process. Not a WeakSet: that runs Python code when a switch is freed, and a Ctrl-C during this
+code would be lost."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
@@ -317,7 +323,8 @@ def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
     return get_name
 
 
-def _silence_in_child() -> None:
+def _turn_off_in_child() -> None:
+    """Turn off all switches in a forked child. A session ends at a fork."""
     for reference in _switches:
         switch = reference()
         if switch is not None:
@@ -326,4 +333,4 @@ def _silence_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_silence_in_child)
+    os.register_at_fork(after_in_child=_turn_off_in_child)

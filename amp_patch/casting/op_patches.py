@@ -1,5 +1,5 @@
-"""Patches of ops: one for every listed spelling and registration, even if its package is imported later. And
-replacements of torch's functions around ops, such as checkpoints and tracers.
+"""Plans the patches of ops: one for every listed spelling and registration, even if its package is imported later. Also
+makes the replacements of torch's functions around ops, such as checkpoints and tracers.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
 from ..torch_private import C_NN, find_cast_inputs, get_first_weight
-from .autocast import RulesAlone
+from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
 from .replacement import OpFunction, run_in_region
@@ -31,21 +31,23 @@ Registration = tuple[Any, str, str]
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
     """Yield a patch for every listed spelling, or for the user's registration of the same name."""
-    known = {(id(owner), name) for owner, name, _ in registered}
+    decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
-        if chosen is not None and (id(spelling.owner), spelling.name) not in known:
+        if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
             yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
     for owner, name, rule in registered:
-        if rule != OpRule.NEUTRAL:  # the user took it off its list
+        if rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list, so it is not patched
             yield plan_op(owner, name, rule, casts)
-    if casts.autocast is not None and casts.autocast.own is not None:
-        known.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
-        for spelling in casts.autocast.own.spellings:
-            if (id(spelling.owner), spelling.name) not in known:  # these lists leave it alone, and torch would not
+    if casts.autocast is not None and casts.autocast.torch_lists is not None:
+        decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
+        for spelling in casts.autocast.torch_lists.spellings:
+            # no list of the session names this op, but torch would cast it: keep torch from that
+            if (id(spelling.owner), spelling.name) not in decided:
                 yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 
 
+# a module with patched functions, and another that holds the same functions
 _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
@@ -90,7 +92,7 @@ class DeferredOps:
         self._patcher = patcher
         self._lock = lock
         self._process_id = os.getpid()
-        self._watch = ImportWatch(self.look_again)
+        self._watch = ImportWatch(self.patch_module)
 
     def __len__(self) -> int:
         return len(self._spellings)
@@ -112,23 +114,26 @@ class DeferredOps:
         with self._lock:
             self._spellings.clear()
 
-    def look_again(self, module_name: str) -> None:
+    def patch_module(self, module_name: str) -> None:
         """Patch the deferred ops of a module that was imported.
 
         Runs inside the user's import, so it raises nothing. It warns once of an op that does not exist or cannot be
         patched.
         """
         if os.getpid() != self._process_id:
-            return  # in a forked child nothing is patched
+            return  # a fork ends the session, so nothing is patched in the child
         functions: dict[int, Callable[..., Any]] = {}
         problems: list[tuple[op_lists.Spelling, str]] = []
         with self._lock:
-            concerned = [known for known in self._spellings if f"{known.owner_name}.".startswith(f"{module_name}.")]
-            for spelling in concerned:
+            candidates: list[op_lists.Spelling] = []
+            for spelling in self._spellings:
+                if f"{spelling.owner_name}.".startswith(f"{module_name}."):
+                    candidates.append(spelling)
+            for spelling in candidates:
                 try:
                     owner = op_lists.find_owner(spelling)
                     if owner is None:
-                        continue  # a later import may bring it
+                        continue  # a submodule may define it, which is imported later
                     functions |= self._patch(spelling, owner)
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
@@ -138,22 +143,24 @@ class DeferredOps:
                 self._spellings.remove(spelling)
             unreplaced = references.redirect([(self._patcher, functions)], ())
             if unreplaced:
-                problems.append((concerned[0], references.describe_unreplaced(unreplaced)))
-        for spelling, message in problems:  # without the lock: code that shows warnings may import something
+                problems.append((candidates[0], references.describe_unreplaced(unreplaced)))
+        for spelling, message in problems:  # after the lock is released: showing a warning may import modules
             try:
                 warnings.warn_explicit(message, UserWarning, spelling.entry.path, spelling.entry.line)
-            except UserWarning:  # the user turns warnings into errors; this one would be an error of the import
+            except UserWarning:  # the user turns warnings into errors, but this must not stop the import
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Return its replacement by the id of the original, or nothing for an op that is left alone."""
+        """Patch an op. Return its replacement by the id of the original. Return nothing for an op that is left
+        alone.
+        """
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
             return {}
         held = vars(owner).get(name)
         for original, replacement in self._patcher.functions():
             if replacement is held:
-                # the module imported another patched function by this name: it gets one wrapper, not two
+                # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
         self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.location)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
@@ -162,12 +169,12 @@ class DeferredOps:
 # ---- torch's functions around ops ------------------------------------------------------------------------------------
 
 
-def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
-    """Run the recomputation in backward in the mode of its forward, whatever region backward runs in."""
+def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwitch) -> Callable[..., Any]:
+    """Return a checkpoint function that recomputes in the mode of the forward, whatever region backward runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The forward stores its mode itself, because the checkpoint may enter the region of a whole script first.
-        # Dynamo cannot trace a function that stores something, so under Dynamo the mode is read here.
+        # The first run of `replayed` is the forward, and stores its mode. It cannot be read here, because `original`
+        # may enter the region of `WholeScript` first. But Dynamo cannot trace a function that stores something.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -185,8 +192,8 @@ def replay_regions(original: Callable[..., Any], switch: Switch | RulesAlone) ->
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
     """Yield patches of user-defined autograd functions with `torch.amp.custom_fwd(cast_inputs=...)`, and of the
-    decorators, for functions defined later. Such functions get the casts that they ask torch.autocast for, and their
-    bodies run without casts.
+    decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`, and
+    its body runs without casts, as under torch.autocast.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
@@ -200,18 +207,20 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
         seen.add(id(kind))
         waiting += kind.__subclasses__()
         forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
-        asked = None if forward_owner is None else find_cast_inputs(vars(forward_owner)["forward"].__func__)
-        if asked is None or asked[0] != casts.device_type:
+        requested = None if forward_owner is None else find_cast_inputs(vars(forward_owner)["forward"].__func__)
+        if requested is None or requested[0] != casts.device_type:
             continue
         if (id(forward_owner), "forward") not in patched:
-            yield Patch(forward_owner, "forward", functools.partial(_cast_as_decorated, casts=casts, dtype=asked[1]))
+            yield Patch(
+                forward_owner, "forward", functools.partial(_cast_as_decorated, casts=casts, dtype=requested[1])
+            )
         if backward_owner is not None and (id(backward_owner), "backward") not in patched:
             yield Patch(backward_owner, "backward", lambda original: _run_as_forward(original, casts.switch))
         patched |= {(id(forward_owner), "forward"), (id(backward_owner), "backward")}
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class in the MRO of `kind` that defines a static method of that name, or None if that is torch's."""
+    """Return the class that defines a static method of `kind`, or None if that is torch's own or is not static."""
     for owner in kind.__mro__:
         if name in vars(owner):
             is_static = isinstance(vars(owner)[name], staticmethod)
@@ -220,7 +229,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return `custom_fwd` for functions that are defined while casts are active. They cast in this session only."""
+    """Return a `custom_fwd` for functions that are defined during the session. They cast only during the session."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -234,7 +243,7 @@ def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[
     return custom_fwd
 
 
-def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone) -> Callable[..., Any]:
+def _decorate_backward(original: Callable[..., Any], switch: Switch | ModuleRulesSwitch) -> Callable[..., Any]:
     def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         def decorate(bwd: Any) -> Any:
             decorated = original(bwd, device_type=device_type)
@@ -246,11 +255,13 @@ def _decorate_backward(original: Callable[..., Any], switch: Switch | RulesAlone
 
 
 def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype) -> OpFunction:
+    """Return a `forward` that casts its inputs to `dtype`, and runs `original` without casts."""
     switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
     in_region = run_in_region(original, Mode.OFF, switch)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if switch.mode_here() in (Mode.OFF, Mode.FLOAT32):  # torch casts nothing while autocast is disabled, either
+        # as in torch, where custom_fwd casts nothing while autocast is disabled
+        if switch.mode_here() in (Mode.OFF, Mode.FLOAT32):
             return original(*args, **kwargs)
         result = in_region(*[cast_tree(value, cast) for value in args], **cast_tree(kwargs, cast))
         if args and isinstance(args[0], torch.autograd.function.FunctionCtx):
@@ -260,8 +271,8 @@ def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype)
     return forward
 
 
-def _run_as_forward(original: OpFunction, switch: Switch | RulesAlone) -> OpFunction:
-    """Run a backward without casts if its forward ran so."""
+def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
+    """Return a `backward` that runs without casts if its forward did."""
     in_region = run_in_region(original, Mode.OFF, switch)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -272,11 +283,14 @@ def _run_as_forward(original: OpFunction, switch: Switch | RulesAlone) -> OpFunc
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Let recurrent layers accept an input of another dtype than their weights: the patched op casts both later."""
+    """Return a `check_input` that lets recurrent layers accept an input of another dtype than their weights. The
+    patched op casts both later.
+    """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         weight = get_first_weight(module)
         if weight is not None and {input.dtype, weight.dtype} <= CASTABLE and casts.switch.is_on_here():
+            # check a stand-in with the same shape and the expected dtype
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
         original(module, input, batch_sizes)
 
@@ -284,7 +298,9 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """Compile TorchScript without patches: its compiler reads the source of torch's functions, which casts nothing."""
+    """Return a `torch.jit.script` that runs without patches: it compiles the source of functions, and must get
+    torch's.
+    """
 
     def script(*args: Any, **kwargs: Any) -> Any:
         with patcher.suspended():
@@ -294,7 +310,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Trace without the weight cache: a trace must record the casts, and would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache. It would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():
@@ -304,7 +320,7 @@ def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Cal
 
 
 def invalidate_too(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Invalidate cached weights when torch clears its own cache."""
+    """Return a function that clears torch's cache of weights, and invalidates ours."""
 
     def clear_autocast_cache() -> None:
         original()

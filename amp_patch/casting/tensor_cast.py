@@ -1,4 +1,4 @@
-"""Casts of a single tensor, of the arguments of an op, and of the inputs and outputs of a model."""
+"""Functions that cast a single tensor, the arguments of an op, and the inputs and outputs of a model."""
 
 import copy
 import dataclasses
@@ -23,17 +23,16 @@ def get_conversion(dtype: torch.dtype) -> TensorCast:
 
 
 def make_device_test(device_type: str) -> Callable[[Tensor], bool]:
-    """Return a function that is True for tensors on such devices. On CPUs and CUDA devices it enters no Python frame:
-    `device.type` makes a string, at a tenth of the cost of a cast.
-    """
+    """Return a function that returns whether a tensor is on a device of this type."""
+    # no Python frame, and no `device.type`: that makes a string, which takes a tenth of the time of a cast
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")
     return lambda tensor: tensor.device.type == device_type
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Return whether a tensor is compressed sparse, float32 and on a CPU. Ops on it run in float32: CPUs have no 16-bit
-    products of such tensors.
+    """Return whether a tensor is compressed sparse (such as CSR), float32 and on a CPU. Ops on it run in float32,
+    because torch has no 16-bit products of such tensors on CPUs.
     """
     return tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32
 
@@ -49,23 +48,24 @@ def make_plain_cast(
     """Return a function that casts castable tensors on such devices to `dtype`, and returns any other as it is.
 
     Args:
-        is_for_kernels: 16-bit kernels get the result, so compressed sparse tensors on a CPU are left as they are.
-        takes_opaque: also ask opaque tensors for a cast, as torch.autocast does for ops in the low dtype.
+        is_for_kernels: whether 16-bit kernels get the result. If so, compressed sparse tensors on a CPU are left as
+            they are (see `is_compressed`).
+        takes_opaque: also cast opaque tensors, by their own method, as torch.autocast does for ops in the low dtype.
     """
-    # `device.type` makes a string, at a tenth of the cost of a cast
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-    asks_layout, strided = is_for_kernels and on_cpu, torch.strided
+    checks_layout, strided = is_for_kernels and on_cpu, torch.strided
     convert = get_conversion(dtype)
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in CASTABLE:
             return tensor
-        is_plain = tensor.__class__ in PLAIN_CLASSES  # others may answer each of these questions by code of their own
+        is_plain = tensor.__class__ in PLAIN_CLASSES  # tests of a subclass may run its own, slow code
         if not is_plain and not takes_opaque and is_opaque(tensor):
             return tensor
+        # `device.type` makes a string, which takes a tenth of the time of a cast
         if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
             return tensor
-        if is_plain and asks_layout and tensor.layout is not strided and is_compressed(tensor):
+        if is_plain and checks_layout and tensor.layout is not strided and is_compressed(tensor):
             return tensor
         return convert(tensor)
 
@@ -76,7 +76,7 @@ def make_plain_cast(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a list or tuple, also nested ones. Yield nothing for a tensor itself, or anything else."""
+    """Yield the tensors in a list or tuple, also in nested ones. Yield nothing for any other value, even a tensor."""
     if value.__class__ is list or value.__class__ is tuple:
         for item in value:
             if isinstance(item, Tensor):
@@ -86,8 +86,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def cast_nested(value: Any, cast: TensorCast) -> Any:
-    """Cast a tensor, or the tensors in a list or tuple, also nested ones. Anything else is returned as it is. So is a
-    list in which nothing changes: the op may write to it.
+    """Cast a tensor, or the tensors in a list or tuple, also in nested ones. Return any other value as it is.
+
+    A list in which nothing changes is itself returned, because the op may write to it.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -100,7 +101,9 @@ def cast_nested(value: Any, cast: TensorCast) -> Any:
 
 
 def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call with all tensors in them cast. Enters no frame of its own for each argument."""
+    """Return the arguments of a call with all tensors in them cast. For speed, no function is called for an argument
+    that is neither a tensor nor a list.
+    """
     cast_args = list(args)
     for index, value in enumerate(args):
         if isinstance(value, Tensor):
@@ -123,9 +126,10 @@ def cast_tree(value: Any, cast: TensorCast) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
-    copied and filled. Others go through their constructor, and are returned as they are if it takes other arguments. A
-    value in which nothing changes is returned itself, so a model can still fill a container of its caller. A generator
-    becomes a generator of cast values. Modules, arrays, strings and all other objects are returned as they are.
+    copied, and the copy is filled. Other containers are made by calling their class with the cast items; if the class
+    takes other arguments, the container is returned as it is. If nothing changes, `value` itself is returned, so a
+    model can still fill a container of its caller. A generator becomes a generator of cast values. Modules, arrays,
+    strings and all other objects are returned as they are.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -159,10 +163,10 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
             result = kind._make(items)
         else:
             result = kind(items)
-        is_like = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
-    except Exception:  # the constructor is the user's, and may raise anything
+        holds_items = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
+    except Exception:  # the class may be the user's, and may raise anything
         return value
-    if is_like:
+    if holds_items:
         return result
     return value
 
@@ -184,10 +188,10 @@ def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, An
     if type(value) is dict:
         return {**value, **changed}
     if not isinstance(value, MutableMapping):
-        # such as types.MappingProxyType: nothing but its own constructor can fill it
+        # such as types.MappingProxyType, which can be filled only when it is made
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     result = copy.copy(value)
-    if not isinstance(value, dict):  # the copy of a user's mapping shares its inner dict with the original
+    if not isinstance(value, dict):  # a mapping that holds its items in a dict, which the copy shares
         for name, inner in vars(result).items():
             if isinstance(inner, MutableMapping):
                 setattr(result, name, copy.copy(inner))
@@ -206,7 +210,7 @@ def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
         return value
     try:
         result = copy.copy(value)
-    except dataclasses.FrozenInstanceError:  # copy.copy sets slots one by one, which a frozen class refuses
+    except dataclasses.FrozenInstanceError:  # raised with slots: copy.copy sets them one by one
         result = object.__new__(type(value))
         changed = {**fields, **changed}
     for name, item in changed.items():

@@ -1,18 +1,20 @@
-"""The 16-bit copies of float32 parameters that whitelisted ops read. Each is made once between two optimizer steps.
+"""`WeightCache`: 16-bit copies of float32 parameters for whitelisted ops. Each is made once between two optimizer
+steps.
 
 A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
 the parameter in any number of forward and backward passes.
 
-A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not bump
-them), and addresses are reused. So a copy is used only while its entry is *valid*: the entry holds the memory that the
-copy was made from, and each use compares the signature and the dtype. Optimizer steps, both ends of an outermost
-forward without gradients, the exit of `scale_loss` and `refresh` invalidate entries. Code that records ops (traces,
-function transforms, dispatch modes) must see the cast each time, and never gets an entry.
+A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not raise them),
+and addresses are reused. So a copy is used only while its *entry* is *valid*. The entry holds the memory that the copy
+was made from, so that its address is not reused, and each use compares the signature and the dtype. Optimizer steps,
+both ends of an outermost forward without gradients, the exit of `scale_loss`, and `refresh` invalidate entries. Code
+that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets an entry.
 
-On a GPU, launching a kernel costs more than running it. So copies that no graph holds are *refreshed* in place, all
-in one `torch._foreach_copy_`; a copy that a live graph holds is replaced by a new one. On a CPU copies are dropped
-instead: a fresh copy is in the CPU's caches, and refreshed copies made a step of a small transformer 5 % longer. The
-cache drops them when an outermost `scale_loss` block begins, so the backward pass frees them one by one.
+On a GPU, launching a kernel takes longer than running it. So copies that no graph holds are *refreshed* in place, all
+in one `torch._foreach_copy_`. A copy that a live graph holds is replaced by a new one. On a CPU, copies are dropped
+instead: a new copy is in the CPU's own caches, and with refreshed copies a step of a small transformer took 5 % longer.
+They are dropped when an outermost `scale_loss` block begins. From then on only the graph holds them, so the backward
+pass frees them one by one.
 """
 
 import contextlib
@@ -46,8 +48,9 @@ ValidEntry = tuple[Tensor, Signature, object]
 SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""
 
-FEW = 2
-"""The first uses of a small parameter after an invalidation take a cast each. An unrolled RNN uses it more often."""
+PLAIN_USES = 2
+"""The first two uses of a small parameter after an invalidation take a plain cast each. Later uses, as in an unrolled
+RNN, get a copy."""
 
 
 @dataclass(slots=True)
@@ -58,8 +61,8 @@ class _Entry:
         copy: the tensor that ops get. Its grad_fn leads to the parameter.
         alias: the memory of the copy without the grad_fn; a refresh writes to it.
         source: an alias of the parameter's memory, which keeps the address from being reused.
-        identity: device and signature of the parameter, without the version: steps do not change them. After `set_`,
-            gradients of old copies would not reach the parameter.
+        identity: device and signature of the parameter, without the version. Optimizer steps do not change it. If it
+            changed, as by `Tensor.set_`, the gradients of the copy would not reach the parameter.
         memory: the address of the copy's storage.
         idle_uses: the reference counts of the copy and its storage while no graph needs them.
     """
@@ -95,7 +98,7 @@ def _identify(parameter: Tensor) -> tuple[object, ...]:
 
 
 def are_refreshed_on(device_type: str) -> bool:
-    """Return whether copies on such devices are refreshed in place, instead of dropped and made anew."""
+    """Return whether copies on such devices are refreshed in place. Otherwise they are dropped and made again."""
     return device_type != "cpu"
 
 
@@ -105,7 +108,8 @@ class WeightCache:
     Args:
         low: the dtype of the copies.
         device_type: decides whether copies are refreshed in place, or dropped.
-        is_rounded: copies are float32, rounded to the low dtype. They are never refreshed, which would take two casts.
+        is_rounded: whether copies are float32 tensors, rounded to the low dtype. Such copies are not refreshed, because
+            that would take two casts.
         smallest: parameters with fewer elements get a copy at their third use. The gradients of the first two uses are
             added in float32; the gradients of uses of a copy are added in the low dtype, as under torch.autocast.
 
@@ -128,12 +132,12 @@ class WeightCache:
         self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
         self._entries: dict[int, _Entry] = {}  # entries that are refreshed
-        self._uses: dict[int, int] = {}  # of small parameters since the last invalidation
+        self._uses: dict[int, int] = {}  # the number of uses of small parameters since the last invalidation
         self._is_bypassed = False
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
-        """Cache copies of these parameters. Parameters that are not float32 take a plain cast at each use."""
+        """Cache copies of these parameters from now on. Parameters that are not float32 still take plain casts."""
         for parameter in parameters:
             self.owned[id(parameter)] = parameter
 
@@ -166,7 +170,7 @@ class WeightCache:
                 return plain_cast(tensor)
             if tensor.numel() < smallest:
                 count = uses.get(key, 0)
-                if count < FEW:
+                if count < PLAIN_USES:
                     uses[key] = count + 1
                     return plain_cast(tensor)
             if key not in owned:
@@ -176,7 +180,8 @@ class WeightCache:
             entry = valid.get(key)
             if entry is not None and entry[1] == _signature(tensor):
                 return entry[0]
-            # Without gradients nothing would invalidate the entry before averaged weights are swapped out again.
+            # Store nothing while gradients are disabled: scripts swap averaged weights in and out for an evaluation,
+            # and nothing would invalidate the entry when they are swapped out.
             if self._is_bypassed or not is_grad_enabled() or is_inference_mode_enabled() or not _is_cacheable(tensor):
                 return plain_cast(tensor)
             if is_refreshed:
@@ -214,7 +219,7 @@ class WeightCache:
     def _refresh(self) -> None:
         """Make every entry valid, with one kernel for each device. Drop entries whose copy must not be written."""
         refreshed: list[_Entry] = []
-        for key in list(self._entries):  # not items(): a garbage collection in this loop may remove some of them
+        for key in list(self._entries):  # a garbage collection in this loop may remove entries
             entry = self._entries.get(key)
             if entry is None or key in self.valid:
                 continue
@@ -228,7 +233,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Use no copy inside the block, in all threads: a tracer must record casts, and not their stored results."""
+        """Use no copy inside the block, in all threads, because a tracer must record casts and not their results."""
         before, self._is_bypassed = self._is_bypassed, True
         self.invalidate_all()
         try:
@@ -238,38 +243,41 @@ class WeightCache:
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Invalidate the entries of parameters that an optimizer has updated."""
-        if self.valid or self._uses:  # there is none after a scale_loss block
+        if self.valid or self._uses:  # usually false, because the end of the scale_loss block has invalidated all
             for parameter in parameters:
                 self.valid.pop(id(parameter), None)
                 self._uses.pop(id(parameter), None)
 
     def leave_to_graphs(self) -> None:
-        """Drop copies that are not refreshed, so a backward pass frees each after its last use."""
+        """Drop copies that are not refreshed. Then only graphs hold them, and a backward pass frees each after its last
+        use.
+        """
         if not self._is_refreshed:
             self.invalidate_all()
 
     def invalidate_all(self) -> None:
-        """Invalidate every entry: an edit such as `p.data.mul_` changes no version counter."""
+        """Invalidate every entry. For edits such as `p.data.mul_`, which change no version counter."""
         self.valid.clear()
         self._uses.clear()
 
 
 class RegionCache(WeightCache):
-    """The copies of a session under `torch.autocast`: of each leaf that requires gradients, while torch keeps its own
-    copies of such leaves.
+    """The copies of a session under `torch.autocast`. Each leaf that requires gradients may have one, while torch's own
+    cache of weights is enabled.
 
-    Unmodified scripts edit weights in ways that change no version counter (`p.data.add_`). torch's cache is right about
-    them because it keeps nothing under `cache_enabled=False`, and drops everything when a thread leaves its outermost
-    region. So each use asks torch first. `valid` stays empty, because an op that reads `valid` itself would not ask.
+    Unmodified scripts edit weights in ways that change no version counter (`p.data.add_`). torch's cache is
+    nevertheless right, because it keeps nothing under `cache_enabled=False`, and drops everything when a thread leaves
+    its outermost region. So each use here asks torch first whether its cache is enabled. `valid` stays empty, because
+    the fast paths of ops, which read `valid` directly, would not ask.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
         super().__init__(low, device_type, is_rounded=is_rounded)
-        self._kept: dict[int, ValidEntry] = {}
+        self._copies: dict[int, ValidEntry] = {}
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: with a kept copy, or with `plain_cast`."""
-        kept, float32 = self._kept, torch.float32
+        """Return the function that casts one tensor to the low dtype: with a stored copy, or with `plain_cast`."""
+        copies, float32 = self._copies, torch.float32
 
         def to_low(tensor: Tensor) -> Tensor:
             if is_dynamo_compiling() or tensor.dtype is not float32 or not tensor.requires_grad or not tensor.is_leaf:
@@ -279,14 +287,14 @@ class RegionCache(WeightCache):
             if (modes := count_dispatch_modes()) and modes > count_watching_modes():
                 return plain_cast(tensor)
             key = id(tensor)
-            entry = kept.get(key)
+            entry = copies.get(key)
             if entry is not None and entry[1] == _signature(tensor):
                 return entry[0]
             if self._is_bypassed or not is_grad_enabled() or is_inference_mode_enabled() or not _is_cacheable(tensor):
                 return plain_cast(tensor)
             copy = plain_cast(tensor)
             if copy is not tensor:  # a tensor of another device type is not cast
-                kept[key] = (copy, _signature(tensor), tensor.untyped_storage())
+                copies[key] = (copy, _signature(tensor), tensor.untyped_storage())
             return copy
 
         return to_low
@@ -294,15 +302,15 @@ class RegionCache(WeightCache):
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Drop the copies of parameters that an optimizer has updated."""
         for parameter in parameters:
-            self._kept.pop(id(parameter), None)
+            self._copies.pop(id(parameter), None)
 
     def invalidate_all(self) -> None:
         """Drop every copy."""
-        self._kept.clear()
+        self._copies.clear()
 
 
 def _is_cacheable(tensor: Tensor) -> bool:
-    """Return whether a float32 tensor may have a copy, and no tracer or function transform records the cast."""
+    """Return whether a float32 tensor may have a copy, and neither a tracer nor a function transform is active."""
     if tensor.__class__ not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout is not strided:
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()

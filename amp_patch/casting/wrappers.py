@@ -1,7 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-Each rule has a function here that prepares one call: it casts the arguments and returns the function to call. As under
-torch.autocast, a call that names `out=` (or, in float32 ops, a dtype) runs as it was written.
+For each rule, a method returns a function that prepares one call: it casts the arguments, and says which function to
+call with them. As under torch.autocast, a call with `out=` runs as it was written, and so does a call of a float32 op
+with a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,12 @@ from ..config import OpRule, op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES
 from ..errors import BannedOpError
 from ..torch_private import count_dispatch_modes
-from .autocast import Autocast, RulesAlone
+from .autocast import Autocast, ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .float32_products import Float32Products
 from .mode import Mode, Switch
 from .replacement import (
-    ALWAYS,
+    NEVER,
     OpFunction,
     PrepareCall,
     PreparedCall,
@@ -40,7 +41,7 @@ from .tensor_cast import (
 )
 from .weight_cache import ValidEntry, WeightCache
 
-# Python functions of torch that call products. A blacklist entry means the products inside, too, and not only the call.
+# Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
 
 # The ops that models call most, with (input, weight, bias, ...).
@@ -76,14 +77,14 @@ class OpCasts:
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
-        in_float32: computes products, or some of them, in float32; None leaves all to the kernels of the low dtype.
+        in_float32: computes products, or some of them, in float32. None leaves all to the kernels of the low dtype.
         casts_inside: also run the bodies of listed functions that are not torch's by their rule.
-        autocast: the regions in which casts are active, or None for everywhere.
+        autocast: the regions of torch.autocast in which casts are active, or None if they are active everywhere.
     """
 
     def __init__(
         self,
-        switch: Switch | RulesAlone,
+        switch: Switch | ModuleRulesSwitch,
         low: torch.dtype,
         device_type: str,
         cache: WeightCache | None,
@@ -99,21 +100,23 @@ class OpCasts:
         self.casts_inside = casts_inside
         self.autocast = autocast
         self.by_torch: OpCasts | None = None
-        """Replaces ops that torch.autocast casts; None leaves those alone. See `choose`."""
-        self._rounds = in_float32 is not None and in_float32.takes_all
-        self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds, takes_opaque=True)
+        """Makes the replacements of ops that torch.autocast casts by itself. None leaves these ops alone. See
+        `choose`.
+        """
+        self._rounds_operands = in_float32 is not None and in_float32.covers_all
+        self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds_operands, takes_opaque=True)
         self.to_float = make_plain_cast(torch.float32, device_type)
-        self._plain = self.to_low
+        self._plain_to_low = self.to_low
         self._valid: Mapping[int, ValidEntry] = _NO_ENTRIES
         self._owned: Mapping[int, Tensor] = _NO_ENTRIES
-        if cache is not None and not self._rounds:  # a cache of rounded copies belongs to `in_float32`
-            self.to_low = cache.make_cast(self._plain)
+        if cache is not None and not self._rounds_operands:  # a cache of rounded copies belongs to `in_float32`
+            self.to_low = cache.make_cast(self._plain_to_low)
             self._valid, self._owned = cache.valid, cache.owned
         self._replacements = Replacements()
 
     def choose(self, entry: op_lists.OpEntry) -> "OpCasts | None":
-        """Return the object that replaces the ops of an entry, or None if they are left alone."""
-        if self.autocast is not None and self.autocast.leaves(entry):
+        """Return the OpCasts that makes the replacements for an entry, or None if its ops are left alone."""
+        if self.autocast is not None and self.autocast.is_torch_rule(entry):
             return self.by_torch
         return self
 
@@ -122,59 +125,60 @@ class OpCasts:
         return self._replacements.get(rule, original, lambda: self._wrap(op_lists.RULES[rule], original))
 
     def let_go(self) -> None:
-        """Drop all replacements."""
+        """Drop all references to replacements."""
         self._replacements.clear()
         if self.by_torch is not None:
             self.by_torch.let_go()
 
     def _wrap(self, rule: OpRule, original: OpFunction) -> OpFunction:
-        is_torchs = _is_torchs(original)
-        # Names identify only torch's functions: a user's function of the same name may take any arguments.
-        name = getattr(original, "__name__", "") if is_torchs else ""
-        public = PublicOp(name, original if is_torchs else None, takes_lists=rule.reads_first)
-        if self.casts_inside and not is_torchs and rule.runs_in:
-            return replace(original, self._cast_inside(rule, original), self.switch, public, ALWAYS)
-        return public.lead_to(self._replace(rule, original, name, public))
+        is_of_torch = _is_of_torch(original)
+        # A name identifies only functions of torch: a user's function of the same name may take any arguments.
+        name = getattr(original, "__name__", "") if is_of_torch else ""
+        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.takes_sequence)
+        if self.casts_inside and not is_of_torch and rule.runs_in:
+            return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
+        return public.set_replacement(self._replace(rule, original, name, public))
 
     def _replace(self, rule: OpRule, original: OpFunction, name: str, public: PublicOp) -> OpFunction:
         """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
         if self.autocast is not None:
             original = self.autocast.run_without(original, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
-            computed, original = original, self.in_float32.run_low(original)
-            if rule is OpRule.WHITELIST and self._rounds and op_lists.is_product(name):
-                prepare = self.in_float32.round_operands(computed, original, self._in_region)
-                return replace(original, prepare, self.switch, public, ALWAYS)
+            kernel, original = original, self.in_float32.run_low_in_float32(original)
+            if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
+                prepare = self.in_float32.round_operands(kernel, original, self._in_region)
+                return replace(original, prepare, self.switch, public, NEVER)
         if rule is OpRule.BLACKLIST and original is _LAYER_NORM:
             original = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
             original = run_in_region(original, Mode.OFF, self.switch)
-        # `passing`: a call in which every tensor has this dtype needs no cast; None: every tensor has the same
-        make, passing = {
+        # each rule's method, and its `no_cast_dtype` (see `replace`)
+        make_prepare, no_cast_dtype = {
             OpRule.WHITELIST: (self._whitelist, self.low),
             OpRule.BLACKLIST: (self._blacklist, torch.float32),
             OpRule.PROMOTE: (self._promote, None),
             OpRule.SEQUENCE_PROMOTE: (self._promote_sequence, None),
             OpRule.MATCH_SELF: (self._match_self, None),
             OpRule.BANNED: (self._banned, torch.float32),
-            OpRule.NEUTRAL: (_leave, None),
+            OpRule.NEUTRAL: (_prepare_nothing, None),
         }[rule]
-        general = replace(original, make(original), self.switch, public, passing)
+        general = replace(original, make_prepare(original), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
-            return self._weighted(original, general)
+            return self._replace_weighted(original, general)
         return general
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
 
-    # The loops of `_whitelist` and `_blacklist` cast plain tensors themselves, because each cast function is one more
-    # frame. All other tensors go to the cast functions, which ask every question; so do all tensors while a tracer or a
-    # dispatch mode is active.
+    # For speed, the loops of `_whitelist` and `_blacklist` cast plain tensors themselves: calling a cast function takes
+    # one more Python frame for each tensor. Other tensors go to the cast functions, which test for every special case.
+    # While Dynamo traces or a dispatch mode is active (`is_fast` is False), all tensors do.
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
-        """Run in the low dtype. A call with `inplace=True` runs as it was written, because it would write to a copy."""
+        """Run in the low dtype. A call with `inplace=True` runs as it was written: otherwise it would change a copy."""
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, owned = self._valid.get, self._owned
-        keeps_leaves = self.autocast is not None  # `RegionCache` may hold copies of leaves that it does not own
+        # under torch.autocast, `RegionCache` may hold a copy of any leaf that requires a gradient
+        may_cache_leaves = self.autocast is not None
         is_on_device, position = make_device_test(self.device_type), _position_of_inplace(original)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
@@ -184,14 +188,14 @@ class OpCasts:
                 return self._in_region(original, args, kwargs, mode)
             if kwargs and kwargs.get("out") is not None:
                 return original, args, kwargs
-            is_short = not is_dynamo_compiling() and not count_dispatch_modes()
+            is_fast = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
                 if isinstance(value, Tensor):
                     given = value.dtype
                     if given is low or given not in CASTABLE:
                         continue
-                    if is_short:
+                    if is_fast:
                         entry = get_entry(id(value))
                         if entry is not None and given is float32:
                             address, strides = value.data_ptr(), value.stride()
@@ -203,13 +207,13 @@ class OpCasts:
                             and is_on_device(value)
                             and value.layout is strided
                             and id(value) not in owned
-                            and not (keeps_leaves and value.requires_grad and value.is_leaf)
+                            and not (may_cache_leaves and value.requires_grad and value.is_leaf)
                         ):
                             values[index] = convert(value)
                             continue
                     values[index] = to_low(value)
                     if values[index] is value and is_compressed(value):
-                        return self._beside(value, original, args, kwargs)
+                        return self._match_uncastable(value, original, args, kwargs)
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     values[index] = cast_nested(value, to_low)
             if not kwargs:
@@ -231,22 +235,22 @@ class OpCasts:
                 return self._in_region(original, args, kwargs, mode)
             if kwargs and (kwargs.get("out") is not None or kwargs.get("dtype") is not None):
                 return original, args, kwargs
-            is_short = not is_dynamo_compiling() and not count_dispatch_modes()
+            is_fast = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
                 if isinstance(value, Tensor):
                     if value.dtype not in LOW_DTYPES:
                         continue
                     is_plain = value.__class__ in PLAIN_CLASSES and value.layout is strided
-                    if is_short and is_plain and is_on_device(value):
+                    if is_fast and is_plain and is_on_device(value):
                         values[index] = convert(value)
                         continue
                     values[index] = to_float(value)
                     if values[index] is value and is_uncastable(value):
-                        return self._beside(value, original, args, kwargs)
+                        return self._match_uncastable(value, original, args, kwargs)
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     values[index] = cast_nested(value, to_float)
-                elif value.__class__ is torch.dtype:  # a positional one
+                elif value.__class__ is torch.dtype:  # the dtype is a positional argument
                     return original, args, kwargs
             if not kwargs:
                 return original, values, kwargs
@@ -258,40 +262,40 @@ class OpCasts:
     def _in_region(
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
-        """Run an op of either list in a region, which decides for both."""
+        """Prepare a call of a whitelisted or blacklisted op in a region, whose mode overrides both lists."""
         if kwargs.get("out") is not None:
             return original, args, kwargs
         if mode is Mode.FLOAT32:
             return (original, *cast_arguments(args, kwargs, self.to_float))
-        if not self._rounds:
+        if not self._rounds_operands:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor) and is_compressed(value):
-                    return self._beside(value, original, args, kwargs)
+                    return self._match_uncastable(value, original, args, kwargs)
         return (original, *cast_arguments(args, kwargs, self.to_low))
 
-    def _beside(
+    def _match_uncastable(
         self, uncastable: Tensor, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> PreparedCall:
-        """Run an op of either list on a tensor that cannot be cast: cast the other tensors to the dtype of that one."""
+        """Prepare a call with a tensor that cannot be cast: cast the other tensors to the dtype of that tensor."""
         return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
     def _cast_inside(self, rule: OpRule, original: OpFunction) -> PrepareCall:
         """Cast the arguments of a function that is not torch's, and run the ops in its body in the same dtype, as
         `torch.amp.custom_fwd(cast_inputs=...)` does.
 
-        The innermost function decides: its body follows its own rule in every region, except where casts are off. A
-        call that names `out`, or a dtype where float32 is the rule, runs as it was written.
+        If such functions call each other, each body follows its own rule. So it does in every region, except where
+        casts are off. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
         else:
             cast, in_region = self.to_float, run_in_region(original, Mode.FLOAT32, self.switch)
-        honours_dtype = "dtype" in rule.exempt
+        is_dtype_exempt = "dtype" in rule.opt_outs
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs.get("out") is not None:
                 return original, args, kwargs
-            if honours_dtype:
+            if is_dtype_exempt:
                 for value in (*args, kwargs.get("dtype")):
                     if isinstance(value, torch.dtype):
                         return original, args, kwargs
@@ -299,12 +303,13 @@ class OpCasts:
 
         return prepare
 
-    def _weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
-        """Serve the usual calls of whitelisted ops with (input, weight, bias, ...) in one frame. Weight and bias are
-        looked up in the cache here; the input is not. All other calls go to `general`, which gives the same results.
+    def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
+        """Return a faster replacement for whitelisted ops with (input, weight, bias, ...). It handles the usual calls
+        in one frame, and looks up weight and bias in the cache itself. All other calls go to `general`, the replacement
+        by `replace`, which gives the same results.
         """
         switch, low = self.switch, self.low
-        plain_cast, to_low, get_entry = self._plain, self.to_low, self._valid.get
+        plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._valid.get
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             count = len(args)
@@ -313,14 +318,14 @@ class OpCasts:
                 or count < 2
                 or has_torch_function(args)
                 or is_dynamo_compiling()
-                or count_dispatch_modes()  # `general` knows which modes only watch
+                or count_dispatch_modes()  # `general` finds out which modes only observe
                 or not switch.on
                 or (switch.regions and switch.mode_here() is not _BY_LISTS)
             ):
                 return general(*args, **kwargs)
             x, w, b = args[0], args[1], args[2] if count > 2 else None
             try:
-                # A cast that returns its argument cannot cast it: `general` decides about the others.
+                # A cast returns its argument if it cannot cast it. Then `general` decides how to cast the others.
                 if x.dtype is not low and (x := plain_cast(x)) is args[0]:
                     return general(*args)
                 if (given := w.dtype) is not low:
@@ -335,7 +340,7 @@ class OpCasts:
                     b = entry[0] if is_valid else to_low(b)  # type: ignore[index]
                     if b is args[2]:
                         return general(*args)
-            except AttributeError:  # not tensors: torch raises the error
+            except AttributeError:  # an argument is no tensor, for which torch raises an error
                 return original(*args)
             if count == 2:
                 return original(x, w)
@@ -345,9 +350,9 @@ class OpCasts:
 
         return wrapper
 
-    # ---- rules under which the dtypes of the arguments decide
+    # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
-    # With a float64 or complex tensor torch's own promotion (or error) stands, so such dtypes stop both.
+    # If a tensor is float64 or complex, both promotion rules cast nothing, and torch's own promotion or error applies.
 
     def _promote(self, original: OpFunction) -> PrepareCall:
         """Run in the widest dtype among the arguments."""
@@ -425,15 +430,15 @@ class OpCasts:
         return prepare
 
 
-def _leave(original: OpFunction) -> PrepareCall:
-    """Run in the dtypes that are given."""
+def _prepare_nothing(original: OpFunction) -> PrepareCall:
+    """Run the op as it was called."""
     return lambda args, kwargs, mode: (original, args, kwargs)
 
 
-def _is_torchs(original: OpFunction) -> bool:
-    """Return whether a function is torch's. Methods of tensors name no module."""
+def _is_of_torch(original: OpFunction) -> bool:
+    """Return whether a function is torch's."""
     module = getattr(original, "__module__", None)
-    if module is None:
+    if module is None:  # as for methods of tensors in C
         return issubclass(Tensor, getattr(original, "__objclass__", ()))
     return bool(module.partition(".")[0] == "torch")
 

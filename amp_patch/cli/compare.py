@@ -1,6 +1,7 @@
-"""`amp-patch compare`: runs of a script at several levels side by side: losses, time, memory, gradients and layers.
+"""`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`, several times for each run that is asked for.
+The script runs unmodified, as under `amp-patch run`, several times for each of the --runs: the probe that looks into
+layers would disturb the time of a step, so it watches runs of its own.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print the table and write the files; return 0, 1 if a run failed, 130 after Ctrl-C."""
+    """Run the script, print the table and write the files. Return 0, or 1 if a run failed, or 130 after Ctrl-C."""
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference = asked[0]
     if arguments.everywhere:
         for level in (name.split("+")[0] for name in [*(asked or ()), reference]):
-            # a run in float32 casts nothing, so it needs no region
+            # a run in float32 casts nothing, so any script can take it
             if level not in ("as-is", "script") and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
@@ -74,10 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _compare(campaign, arguments)
     finally:
-        runner.tell_of_files()
+        runner.print_files()
 
 
 def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
+    """Make the runs, print and write the results, also after Ctrl-C, and return the exit code."""
     prefix, is_interrupted = arguments.parser.prog, False
     try:
         campaign.run()
@@ -106,11 +108,12 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _runs(text: str) -> list[str]:
+    """Return the runs that a text with commas names."""
     return [_run(part.strip()) for part in text.split(",")]
 
 
 def _run(text: str) -> str:
-    """`O4+my_lists.yaml`, or with `as-is`, checked, with the paths of its lists made absolute."""
+    """Return the name of a run, such as `O4+my_lists.yaml` or `as-is`, checked and with absolute paths of its lists."""
     level, *lists = text.split("+")
     if level not in ("as-is", "script"):
         level = opt_level(level)

@@ -1,6 +1,6 @@
-"""Completion in a shell, by argcomplete, which the extra `completion` installs.
+"""Completion of command lines in a shell, by argcomplete, which the extra `completion` installs.
 
-The shell runs the command at each Tab, with COMP_LINE in its environment: nothing here imports torch.
+The shell runs the command each time Tab is pressed, so nothing here imports torch.
 """
 
 import argparse
@@ -12,10 +12,11 @@ from .. import config
 from ..errors import MissingExtraError
 
 _LISTS = frozenset({"lists", "extends", "left", "right"})
+"""The arguments that name op lists."""
 
 
 def is_completing() -> bool:
-    """Return whether a shell asks for completions."""
+    """Return whether a shell has started this process to ask for completions."""
     return "_ARGCOMPLETE" in os.environ
 
 
@@ -26,7 +27,7 @@ def complete(build_parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -
         from argcomplete.completers import ChoicesCompleter, FilesCompleter
     except ModuleNotFoundError:
         raise MissingExtraError('completion needs argcomplete; run: pip install "amp_patch[completion]"') from None
-    # with the arguments of the command that is being typed: only its module is loaded
+    # COMP_LINE is the line so far, so the parser has the arguments of the command that is being typed, and no others
     parser = build_parser(os.environ.get("COMP_LINE", "").split()[1:])
     yaml_files = FilesCompleter(("yaml", "yml"))
 

@@ -1,6 +1,6 @@
-"""`amp-patch doctor`: checks scripts and notebooks; without any, examines the machine.
+"""`amp-patch doctor`: checks scripts and notebooks, or without a path, examines the machine.
 
-Exit codes: 0 nothing found (notes aside), 1 something found, 2 the command line cannot be used.
+Exit codes: 0 no errors or warnings (there may be notes), 1 errors or warnings, 2 the command line cannot be used.
 """
 
 import argparse
@@ -52,7 +52,8 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.output_format == "json":
         print(report.as_json(), flush=True)
     else:
-        with_notes = arguments.notes or not project.uses_amp  # a note says how to begin
+        # in scripts that do not use amp yet, a note says how to begin
+        with_notes = arguments.notes or not project.uses_amp
         print(report.as_text(with_notes=with_notes), flush=True)
         if arguments.paths and not arguments.no_advice:
             print(f"advice: {doctor.get_advice()}")
@@ -60,7 +61,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _codes(text: str) -> list[str]:
-    """Codes, or their beginnings, with commas between them."""
+    """Return codes, or the beginnings of codes, from a text with commas between them."""
     codes = [code.strip() for code in text.split(",") if code.strip()]
     if not codes:
         raise argparse.ArgumentTypeError(f"{text!r} names no rule: write codes or prefixes, such as AMP3,AMP501")
@@ -68,7 +69,7 @@ def _codes(text: str) -> list[str]:
 
 
 def _path(text: str) -> Path:
-    """A file or a folder that exists."""
+    """Return the path of a file or a folder that exists."""
     path = Path(text)
     if not path.is_file() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a file nor a directory")

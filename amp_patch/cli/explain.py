@@ -1,6 +1,6 @@
-"""`amp-patch explain`: shows which op of a script ran in which precision, by which rule, and its casts.
+"""`amp-patch explain`: shows for each op of a script in which precision it ran, by which rule, and its casts.
 
-The script runs unmodified, as under `amp-patch run`, up to the end of the steps that are recorded.
+The script runs unmodified, as under `amp-patch run`, until the steps to record have ended.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
-        text = str(recording)  # the file may come from trace or compare
+        text = str(recording)  # a recording of trace or compare has no ops
         if recording.ops:
             text = format_recording(recording, arguments.by, with_all=arguments.all)
         print_report(text)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = {"first": first, "last": last, "counts_before": arguments.steps is not None}
     watched = ScriptRunner(arguments).watch(Run("recorder:Recorder", options))
     code, recordings = watched.code, watched.recordings
-    # Ctrl-C ended the script before an op was recorded
+    # Ctrl-C came before an op was recorded, so there is nothing to print
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
     has_ops = bool(recordings) and bool(recordings[0].ops)
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # the output above is complete, so a script that failed gives 1 and no error
+    # The steps were recorded before the script failed, so this is no error of the command, but the exit code shows it.
     return int(code != 0)
 
 

@@ -17,7 +17,7 @@ TASKS = {
     "explain": lists_explain,
     "init": lists_init,
 }
-"""Each a module with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
+"""The module of each task, with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns an exit code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a task and return its exit code."""
     task: Callable[[argparse.Namespace], int] = arguments.task
     try:
-        # each task returns its own exit code
         return task(arguments)
-    except OpListError as error:  # exit code 2: 1 would be an answer
+    except OpListError as error:  # 2 and not 1, which would mean that lists have faults or differ
         print(f"{arguments.parser.prog}: failed: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""`amp-patch lists check`: every fault of lists, and the entries that have no effect."""
+"""`amp-patch lists check`: prints every fault in lists, and the entries that have no effect."""
 
 import argparse
 import os
@@ -22,25 +22,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the faults; return 1 if there are any, and 2 if a list is not there or cannot be read."""
+    """Print the faults. Return 0 if there are none, else 1, or 2 if a list does not exist or cannot be read."""
     errors: list[config.op_lists.ListProblem] = []
     warnings: list[config.op_lists.ListProblem] = []
-    clean, is_all_read = [], True
+    clean: list[str] = []  # a line about each list without faults
+    are_all_readable = True
     for name in arguments.lists:
         try:
             path = config.op_lists.locate(name, Path())
         except OpListError as error:
-            is_all_read = False
+            are_all_readable = False
             errors.append(config.op_lists.ListProblem(error.message, None, None, None))
             continue
-        # exit code 2 for a file that cannot be read; its fault is reported like any other
-        is_all_read &= os.path.isfile(path) and os.access(path, os.R_OK)
+        # an unreadable file is reported as a fault below, and also changes the exit code
+        are_all_readable &= os.path.isfile(path) and os.access(path, os.R_OK)
         report = config.op_lists.check_oplists(path)
         errors += report.errors
-        if not report.errors:  # a fault may leave entries without effect that would have one
+        # warnings say that an entry has no effect; a fault may be the only reason, so they would mislead
+        if not report.errors:
             warnings += report.warnings
             clean.append(_describe(name, report))
-    errors = list(dict.fromkeys(errors))  # of a file that two extend, once
+    # without repetitions: two lists may extend the same file
+    errors = list(dict.fromkeys(errors))
     warnings = list(dict.fromkeys(warnings))
     if arguments.json:
         faults = list(map(as_data, errors))
@@ -49,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(map(str, [*errors, *warnings]))
         if not errors:
             print_lines(clean)
-    if not is_all_read:
+    if not are_all_readable:
         return 2
     return int(bool(errors))
 
 
 def _describe(name: str, report: "config.op_lists.Diagnostics") -> str:
-    """Return a line on a list without faults."""
+    """Return a line about a list without faults. It names the files that the list extends."""
     bases = [path.name for path in report.files][1:]
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"

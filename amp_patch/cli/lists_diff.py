@@ -1,4 +1,4 @@
-"""`amp-patch lists diff`: the ops on which two lists differ."""
+"""`amp-patch lists diff`: prints the ops that follow different rules in two lists."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the differences; return 1 if there are any."""
+    """Print the differences. Return 1 if there are any, else 0."""
     left, right = (
         config.load_oplists(names.split(","), may_be_overlay=True) for names in (arguments.left, arguments.right)
     )

@@ -1,4 +1,4 @@
-"""`amp-patch lists explain`: the rule of an op, its reason, and its effect on the arguments."""
+"""`amp-patch lists explain`: prints the rule of an op, the reason for it, and its effect on the arguments."""
 
 import argparse
 from collections.abc import Iterator
@@ -34,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the rules of an op."""
-    op, given = arguments.op, arguments.lists or []
-    if op is None and len(given) > 1:  # `--lists mine.yaml softmax`: the option takes all that follows
-        *given, op = given
+    """Print the rules of an op. Return 0."""
+    op, lists_given = arguments.op, arguments.lists or []
+    if op is None and len(lists_given) > 1:
+        # in `--lists mine.yaml softmax`, argparse takes the op as one of the lists
+        *lists_given, op = lists_given
     if op is None:
         arguments.refuse("the following arguments are required: OP")
-    names = given or [arguments.dtype or LOW_NAMES[0]]
+    names = lists_given or [arguments.dtype or LOW_NAMES[0]]
     lists = config.load_oplists(names, may_be_overlay=True)
     low = arguments.dtype or _find_low(names, lists)
     explanation = config.explain.explain_op(op, lists)
@@ -58,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the dtype that a list is named after: bfloat16 if its list was read, which extends the list of float16."""
+    """Return the low dtype that lists are for: the shipped list that they name, or that the files among them extend.
+
+    The list `bfloat16` extends the list `float16`, so bfloat16 is looked for first.
+    """
     for name in names:
         if name in LOW_NAMES:
             return name
@@ -69,6 +73,7 @@ def _find_low(names: list[str], lists: "config.OpLists") -> str:
 
 
 def _format(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
+    """Yield the lines of the report, except those about module rules."""
     import torch
 
     yield f"{explanation.op}, by {', '.join(names)} with {low} as the low dtype"
@@ -85,9 +90,10 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    exempt = max((rule.exempt for rule in rules), key=len, default=())
-    if exempt:
-        arguments = " or ".join(f"{argument}=" for argument in exempt)
+    # the spellings may follow several rules; the longest tuple contains the arguments of the others
+    opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
+    if opt_outs:
+        arguments = " or ".join(f"{argument}=" for argument in opt_outs)
         yield f"A call with {arguments} runs as it was written."
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
@@ -95,25 +101,27 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
             f"\nThis is a product: if the device has no {low} instructions, values are rounded to {low}, then"
             " multiplied and added in float32 (compute: auto, native or float32)."
         )
-    elif config.op_lists.is_without_kernel(name):
+    elif config.op_lists.is_without_cpu_kernel(name):
         yield f"\nCPUs have no {low} kernel: there the op runs in float32, and the result is rounded (compute)."
 
 
 def _format_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a table: what each one is about, and the text."""
     entry = ruling.entry
     summary = ruling.kind.summary.format(low=low)
-    takes_effect = "not imported, so the name cannot be looked up"
+    about_package = "not imported, so the name cannot be looked up"
     if entry is None:
         yield "rule", summary
     else:
-        takes_effect = "not imported yet; the entry takes effect when it is"
+        about_package = "not imported yet; the entry takes effect when it is"
         yield "rule", f"{entry.rule}: {summary}"
         yield "entry", f"{entry.op} at {location(entry)}{_reason(entry.why)}"
     for earlier in reversed(ruling.overridden):
         yield "overrides", f"{earlier.op} on {earlier.rule} at {location(earlier)}{_reason(earlier.why)}"
     if ruling.package is not None:
-        yield "package", f"{ruling.package} is {takes_effect}"
+        yield "package", f"{ruling.package} is {about_package}"
     effects = ruling.kind.describe_effects(low)
+    # one row for all dtypes with the same effect
     for effect in dict.fromkeys(effects.values()):
         yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect
 

@@ -1,4 +1,4 @@
-"""`amp-patch lists init`: writes a file to start a list from."""
+"""`amp-patch lists init`: writes a new list file, in which comments explain every key."""
 
 import argparse
 import json
@@ -37,12 +37,12 @@ modules:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to write (.yaml or .yml)")
-    told = f"{LIST}, relative to the new file (default: float16)"
-    parser.add_argument("--extends", default="float16", metavar="NAME|FILE", help=told)
+    about = f"{LIST}, relative to the new file (default: float16)"
+    parser.add_argument("--extends", default="float16", metavar="NAME|FILE", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the list, and the schema if its folder has none. Existing files are never overwritten."""
+    """Write the list, and a schema for editors beside it unless there is one. Never overwrites a file."""
     path, base = arguments.file, arguments.extends
     _check(path, base)
     beside = path.parent / SCHEMA
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(path: Path, base: str) -> None:
-    """Raise OpListError for a file name that no list may have, and for a base that cannot be extended."""
+    """Raise OpListError for a path without the suffix of a list, and for a base that has faults or does not exist."""
     if path.suffix not in (".yaml", ".yml"):
         raise OpListError(f"{str(path)!r} does not end in .yaml or .yml; give a name that does")
     faults = config.op_lists.check_oplists(config.op_lists.locate(base, path.parent)).errors
@@ -71,7 +71,8 @@ def _check(path: Path, base: str) -> None:
 
 
 def _render(name: str, base: str) -> str:
+    """Return the text of a list file that extends `base`."""
     rules = [f"# {rule.meaning}\n{rule}:\n  # - {rule.example}\n" for rule in config.op_rules.RULE_KEYS]
     if not re.fullmatch(r"[\w./-]+", base):
-        base = json.dumps(base)
+        base = json.dumps(base)  # in quotes, which YAML reads like JSON
     return _START.format(schema=SCHEMA, base=base, name=name, rules="\n".join(rules))

@@ -1,4 +1,4 @@
-"""Output that several tasks of `amp-patch lists` share."""
+"""Functions for the output of several tasks of `amp-patch lists`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,10 +12,11 @@ LIST = "a shipped list or the path of a list file"
 """The help text of an argument that names a list."""
 
 _INTERNAL = ("is_optional", "is_warning")
+"""Fields of dataclasses that are left out of JSON."""
 
 
 def location(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
-    """Return `file:line`; a shipped list needs no folder."""
+    """Return `file:line` of an entry. The file of a shipped list is shown without its folder."""
     path = entry.path
     if Path(path).parent == config.shipped.lists_dir():
         path = Path(path).name
@@ -23,13 +24,13 @@ def location(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:
 
 
 def bounds(entry: "config.op_lists.OpEntry") -> str:
-    """Return the bounds of an entry on torch's version, in words."""
+    """Return the bounds of an entry on the version of torch, such as `since 2.12, until 2.14`."""
     given = (("since", entry.since), ("until", entry.until))
     return ", ".join(f"{bound} {version}" for bound, version in given if version)
 
 
 def as_data(value: Any) -> dict[str, Any]:
-    """Return a finding, an entry, or a dataclass that holds entries, for JSON."""
+    """Return a dataclass, such as an entry or an explanation, as a dictionary for JSON."""
     return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name not in _INTERNAL})
 
 
@@ -44,6 +45,6 @@ def print_json(data: Mapping[str, object]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines, each at once."""
+    """Print lines, each as soon as it is made."""
     for line in lines:
         print(line)

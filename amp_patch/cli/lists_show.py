@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the lists."""
+    """Print the lists. Return 0."""
     lists = config.load_oplists(arguments.lists, may_be_overlay=True)
     if arguments.json:
         print_json(_as_data(lists))
@@ -27,14 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
+def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
+    """Yield the lines of the report: the rules for ops, the module rules, and the entries without effect."""
     import torch
 
     yield (
         f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest"
         f" {lists.digest[:12]}"
     )
-    yield from _show_rules(lists, has_spellings)
+    yield from _show_rules(lists, with_spellings)
     if lists.modules:
         yield ("\nmodules: run in this dtype, whatever the rules above say; the last rule that matches wins")
         rows = align((rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules)
@@ -51,7 +52,8 @@ def _show(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
             yield from (f"  {row}" for row in rows)
 
 
-def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
+def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
+    """Yield each rule with its entries, and the spellings of an entry that later files have put elsewhere."""
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:
         entries = [entry for entry in by_entry if entry.rule is rule]
@@ -59,12 +61,12 @@ def _show_rules(lists: "config.OpLists", has_spellings: bool) -> Iterator[str]:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
         rows = align((entry.op, entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
-            lost = _lost(entry, by_entry[entry])
-            if lost:
-                row += f"  except {', '.join(lost)}"
+            overridden = _find_overridden(entry, by_entry[entry])
+            if overridden:
+                row += f"  except {', '.join(overridden)}"
             yield f"  {row}"
-            if has_spellings:
-                yield f"    {', '.join(_named(spelling) for spelling in by_entry[entry])}"
+            if with_spellings:
+                yield f"    {', '.join(_name(spelling) for spelling in by_entry[entry])}"
 
 
 def _as_data(lists: "config.OpLists") -> dict[str, object]:
@@ -95,20 +97,25 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that each entry decides, also of neutral entries."""
+    """Return the spellings that each entry decides. Includes those of neutral entries."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
     return by_entry
 
 
-def _lost(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
-    """Return the spellings of an entry's op that later files decide."""
-    held = {(spelling.owner_name, spelling.name) for spelling in spellings}
-    return [".".join(key) for key in config.op_lists.find_spellings(entry.op, may_be_missing=True) if key not in held]
+def _find_overridden(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
+    """Return the spellings that an entry names, but that an entry of a later file decides.
+
+    `spellings` are the ones that the entry decides.
+    """
+    decided = {(spelling.owner_name, spelling.name) for spelling in spellings}
+    named = config.op_lists.find_spellings(entry.op, may_be_missing=True)
+    return [".".join(key) for key in named if key not in decided]
 
 
-def _named(spelling: "config.op_lists.Spelling") -> str:
+def _name(spelling: "config.op_lists.Spelling") -> str:
+    """Return the dotted name of a spelling, with its rule if that differs from the rule of its entry."""
     name = f"{spelling.owner_name}.{spelling.name}"
     if spelling.kind != spelling.entry.rule:
         name += f" ({spelling.kind})"

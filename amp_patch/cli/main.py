@@ -1,8 +1,8 @@
-"""The `amp-patch` command: a parser over the subcommands in `COMMANDS`, each imported when it runs.
+"""The `amp-patch` command: parses the command line, and runs one of `COMMANDS`. The module of a command is imported
+only when the command runs, so `--help` needs no torch.
 
-Exit codes: 0 done, 1 the work failed (an `AmpError` or `OSError`, said in one line) or found fault, 2 the command line
-cannot be used or an optional extra is missing, 130 Ctrl-C, 143 SIGTERM. Until a command runs, nothing here imports
-torch.
+Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown in one line), or reports a problem; 2 the
+command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after SIGTERM.
 """
 
 import argparse
@@ -30,7 +30,8 @@ class Command:
     """A subcommand. Its module has `add_arguments(parser)`, and `run(arguments)`, which returns the exit code or None.
 
     Attributes:
-        has_rest: arguments after `--` are not parsed; they are in the list `arguments.rest`.
+        has_rest: arguments after `--` belong to the script. They are not parsed, and put into the list
+            `arguments.rest`.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Command:
     has_rest: bool = False
 
     def load(self) -> Any:
-        """Import its module and return it."""
+        """Import and return the module of the command."""
         return importlib.import_module(f"{__package__}.{self.name}")
 
 
@@ -59,13 +60,13 @@ EPILOG = """amp-patch COMMAND --help describes a command.
 Completion in a shell: pip install "amp_patch[completion]", then eval "$(register-python-argcomplete amp-patch)"
 """
 INTERRUPTED, TERMINATED = 130, 143
-"""The exit codes after Ctrl-C and after SIGTERM: 128 and the number of the signal, as shells have it."""
+"""The exit codes after Ctrl-C and after SIGTERM: 128 plus the number of the signal, as in shells."""
 
 
 def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) -> Parser:
-    """Return the parser of all commands, with the arguments of the one that `argv` begins with.
+    """Return the parser of all commands. Only the command at the start of `argv` gets its arguments declared.
 
-    Parsed arguments carry their `Command` and its parser by those names.
+    The parsed arguments have the attributes `command`, a `Command`, and `parser`, the parser of that command.
     """
     parser = Parser(
         prog="amp-patch",
@@ -93,7 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if has_rest and "--" in argv:
         end = argv.index("--")
     parser = build_parser(argv)
-    # argparse would say that COMMAND is missing, and not name the unknown option
+    # an unknown option in front of the command: argparse would only report that COMMAND is missing
     if argv[0].startswith("-") and not any(option.startswith(argv[0]) for option in parser.own_options):
         parser.refuse(argv[:1])
     arguments = parser.parse_args(argv[:end])
@@ -103,24 +104,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[list[int]]:
-    """Context manager: SIGTERM ends a command as Ctrl-C does, so that its script ends, too, and results are kept.
+    """Context manager: SIGTERM ends a command as Ctrl-C does, so that its script ends too, and results are kept.
 
-    Yields a list, which contains the signal after it has come.
+    Yields a list, to which each SIGTERM that is received is added.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, frame: types.FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
         raise TerminatedError
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield came
+        yield received
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    earlier_handler = signal.signal(signal.SIGTERM, stop)
     try:
-        yield came
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, earlier_handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,15 +129,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for names that its encoding cannot express
-    with _terminable() as came:
+        # for names that the encoding of stdout cannot express
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with _terminable() as received:
         code = _run(list(argv))
-    if came and code == INTERRUPTED:
+    if received and code == INTERRUPTED:
         return TERMINATED
     return code
 
 
 def _run(argv: list[str]) -> int:
+    """Run a command, print the error that ends it, and return its exit code."""
     prog = " ".join(["amp-patch", *(command.name for command in COMMANDS if command.name in argv[:1])])
     try:
         if is_completing():
@@ -157,8 +160,9 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output, such as head, has ended
+    except BrokenPipeError:  # the program that reads our output, such as head, has ended
         return 1
-    except OSError as error:  # about a file or a disk: the user's script runs in another process
+    # a file or a disk of the command itself: the user's script runs in another process, and its errors do not come here
+    except OSError as error:
         print_error(prog, "failed", ": ".join(map(str, filter(None, (error.filename, error.strerror or error)))))
         return 1

@@ -1,4 +1,4 @@
-"""`Parser`: argparse's parser, with errors that are one sentence with the remedy."""
+"""`Parser`: argparse's parser with better errors: one sentence that also says what to do."""
 
 import argparse
 import shlex
@@ -11,10 +11,10 @@ from ..terminal import print_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses unknown arguments, and suggests the option that may be meant.
+    """Reports unknown arguments, and suggests the option that the user may have meant.
 
     Attributes:
-        rest_hint: the end of the error about unknown arguments that resemble no known option.
+        rest_hint: the end of the error about unknown arguments, if no known option has a similar name.
     """
 
     rest_hint = ""
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments. Unknown ones are an error."""
+        """Parse all arguments. Unlike in argparse, unknown ones are an error here too."""
         if args is None:
             args = sys.argv[1:]
         self._given = list(args)
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def own_options(self) -> list[str]:
-        """The names of all its options."""
+        """The names of all options of this parser."""
         return list(self._option_string_actions)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -42,20 +42,26 @@ class Parser(argparse.ArgumentParser):
         option = next((argument.partition("=")[0] for argument in unknown if argument.startswith("-")), "")
         known = self.own_options
         hint = self.rest_hint
-        # without the dashes, in which all options agree
+        # compared without the dashes, which would make all options look similar
         if find_meant(option.lstrip("-"), [name.lstrip("-") for name in known]):
             hint = f".{did_you_mean(option, known)}"
-        self._leave(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
+        self._exit_with_error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Report an error, and exit with 2. Reports an unknown option instead, which may have caused it."""
+        """Report an error, and exit with 2.
+
+        If there is an unknown option, it is reported instead, because it probably caused the error.
+        """
         unknown = self._find_unknown()
         if unknown:
             self.refuse(unknown)
-        self._leave(message)
+        self._exit_with_error(message)
 
     def _find_unknown(self) -> list[str]:
-        """Return the given long options that are unknown, unless another parser reads the rest."""
+        """Return the unknown long options on the command line.
+
+        Returns none if a subparser or a script takes the rest of the line, because they may be its options.
+        """
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
             return []
         unknown = []
@@ -66,14 +72,14 @@ class Parser(argparse.ArgumentParser):
                 unknown.append(name)
         return unknown
 
-    def _leave(self, message: str) -> NoReturn:
+    def _exit_with_error(self, message: str) -> NoReturn:
         print_error(self.prog, "error", f"{message}\nsee {self.prog} --help")
         self.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        # argparse's own error does not suggest the choice that may be meant
+        # unlike argparse's own error, this one suggests a choice
         names = list(map(str, action.choices))
         listed = f"({', '.join(names)}).{did_you_mean(str(value), names)}"
         if isinstance(action, argparse._SubParsersAction):

@@ -1,6 +1,7 @@
-"""Runs in the process of a script that a command has started: applies lists, waits for a session, records with a probe.
+"""The part of a command that runs in the process of its script. It applies op lists to torch.autocast, waits for the
+first session, and records with a probe.
 
-It is imported when Python starts, so it imports no torch before the script does.
+`sitecustomize` imports it when Python starts. It imports no torch before the script does.
 """
 
 import atexit
@@ -24,116 +25,132 @@ from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
-"""Files in the folder of a run: why it was refused at its end; a note that its steps have no mixed precision so far;
-its error; the number of steps that have ended; and a note that it failed with float32 where it asks for 16 bits.
+"""Files by which the script's process tells the command about the run. They are in the folder of the run.
+
+NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
+taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
+WIDENED: a note that a script which failed had got float32 where it asks for 16 bits.
 """
 
-_TOLD_SECONDS = 1.0
+_PROGRESS_SECONDS = 1.0
 
 
-class _Waiting(events.Watcher):
-    """Makes a probe when the first session is opened. Writes its file once it has seen enough, or the process ends.
+class _ProbeStarter(events.Watcher):
+    """Makes the probe when the first session is opened, and writes its recording to a file.
 
-    A probe that has seen enough ends the script with SystemExit.
+    The recording is written once the probe has seen enough, which also ends the script with SystemExit, or else when
+    the process ends.
     """
 
     def __init__(self, folder: str, run: Run) -> None:
         self._folder = Path(folder)
         self._run = run
         self._probe: Probe | None = None
-        self._due = time.monotonic() + _TOLD_SECONDS
+        self._progress_due = time.monotonic() + _PROGRESS_SECONDS
 
     def step_ended(self, optimizer: Any) -> None:
         """Write the number of steps into `PROGRESS`, at most once a second."""
-        if self._probe is not None and time.monotonic() > self._due:
-            self._due = time.monotonic() + _TOLD_SECONDS
+        if self._probe is not None and time.monotonic() > self._progress_due:
+            self._progress_due = time.monotonic() + _PROGRESS_SECONDS
             (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
     def session_opened(self, session: Any) -> None:
-        """Make the probe, which receives all events from now on."""
+        """Make the probe at the first session. From then on it receives all events itself."""
         if self._probe is None:
             self._probe = make_probe(self._run, self._end)
             events.watch(self._probe)
             atexit.register(self._write)
-            self._probe.session_opened(session)
+            self._probe.session_opened(session)  # it was not watching yet when this event began
 
     def _end(self) -> None:
+        """Write the recording and end the script, because the probe has seen enough."""
         self._write()
         assert self._probe is not None
         from ..reporting import find_rank  # imports torch
 
         if self._probe.ends_alone and find_rank() is not None:
-            return  # other ranks would wait for this one for ever, so the command ends them all
+            # the other ranks would wait for this one for ever, so it goes on until the command ends all of them
+            return
         raise SystemExit(0)
 
     def _write(self) -> None:
+        """Stop the probe and write its recording, once."""
         atexit.unregister(self._write)
         probe = self._probe
         assert probe is not None
         probe.stop()
         recording = probe.recording
         file = self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl"
-        # renamed when it is complete, because the command reads the folder at any time
+        # written under another name first, because the command may read the folder at any time
         recording.to_jsonl(file.with_suffix(".part"))
         file.with_suffix(".part").replace(file)
 
 
-def take_over(*, is_first: bool, folder: str | None, told: str | None, **options: Any) -> None:
+def take_over(*, is_first: bool, folder: str | None, marker: str | None, **options: Any) -> None:
     """Start a `Takeover` of torch.autocast as soon as torch is imported.
 
     Args:
-        is_first: whether the command started this Python, and not the script.
-        folder: the folder of a watched run, else None.
-        told: the path of a file that the first process makes which reports the takeover; None: no process reports it.
+        is_first: the command started this Python; False if the script did.
+        folder: the folder of a run that is recorded; None if nothing is recorded.
+        marker: the path of a file. The first process that reports how it changed the script creates it, so that the
+            others stay silent. None: no process reports anything.
         options: the options of the `Takeover`.
     """
     import wrapt
 
-    taken: list[Any] = []
+    takeovers: list[Any] = []  # empty until torch is imported
 
     def start(_: types.ModuleType) -> None:
         from .. import native
 
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
-        elif told is None:
-            options["on_plain_step"] = str  # a function that does nothing
+        elif marker is None:
+            options["on_plain_step"] = str  # `str` ignores the message, so nothing is reported
         takeover = native.Takeover(**options)
-        takeover.tell = functools.partial(_tell_once, told)
+        takeover.tell = functools.partial(_print_once, marker)
         native.start(takeover, is_watched=folder is not None)
-        taken.append(takeover)
+        takeovers.append(takeover)
 
-    atexit.register(_end, taken, os.getpid(), folder, is_first=is_first)  # registered first, so it is called last
+    # exit handlers run in reverse order, so this one runs after the script's own
+    atexit.register(_end, takeovers, os.getpid(), folder, is_first=is_first)
     if folder is None:
-        sys.excepthook = _print_refusal
+        sys.excepthook = _print_error_in_short
     wrapt.when_imported("torch")(start)
 
 
-def _tell_once(told: str | None, line: str) -> None:
-    """Print a line to stderr, unless another process of the run has. stdout belongs to the script."""
+def _print_once(marker: str | None, line: str) -> None:
+    """Print a line to stderr, unless another process of the run has created the marker already.
+
+    stdout belongs to the script.
+    """
     from ..reporting import find_rank  # imports torch
 
-    if told is None or find_rank():
+    if marker is None or find_rank():
         return
-    with contextlib.suppress(FileExistsError):
-        with contextlib.suppress(PermissionError, FileNotFoundError):  # the folder belongs to another user or is gone
-            Path(told).open("x").close()
+    with contextlib.suppress(FileExistsError):  # another process has printed
+        # If the folder was removed, or belongs to another user, there is no marker, and several processes may print.
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            Path(marker).open("x").close()
         print(line, file=sys.stderr, flush=True)
 
 
-def forget_told(told: str) -> None:
-    """Remove the file of `take_over` when this process, the first one of the run, ends."""
-    pid = os.getpid()
+def remove_marker_at_exit(marker: str) -> None:
+    """Remove the marker of `take_over` when this process, the first one of the run, ends."""
+    first_process = os.getpid()
 
-    def forget() -> None:
-        if os.getpid() == pid:  # a fork runs the exit handlers, too
-            Path(told).unlink(missing_ok=True)
+    def remove() -> None:
+        if os.getpid() == first_process:  # a forked process runs the exit handlers too
+            Path(marker).unlink(missing_ok=True)
 
-    atexit.register(forget)
+    atexit.register(remove)
 
 
 def _make_note(folder: str) -> Callable[[str], None]:
-    """Return the function that reports a step without mixed precision, also to a command that hides the output."""
+    """Return the function that reports a step without mixed precision: in the log, and in a file for the command.
+
+    The command reads the file because it may hide the output of the script.
+    """
 
     def note(line: str) -> None:
         from ..reporting import log_warning
@@ -144,16 +161,17 @@ def _make_note(folder: str) -> Callable[[str], None]:
     return note
 
 
-def _end(taken: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
-    """Exit with code 1 if the script has trained without any mixed precision to change.
+def _end(takeovers: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
+    """Exit with code 1 if the script has trained without any mixed precision that the command could change.
 
-    A script that failed has reported why. A Python that the script started gets the exit code only under a launcher or
-    multiprocessing; others may well train in float32.
+    A script that failed has reported its own error. A Python that the script started exits with 1 only if it is a rank
+    of a launcher, or a process of multiprocessing; another program may well train in float32.
     """
-    if not taken or os.getpid() != process_id or getattr(sys, "last_value", None) is not None:
+    has_failed = getattr(sys, "last_value", None) is not None
+    if not takeovers or os.getpid() != process_id or has_failed:
         return
     try:
-        taken[0].check_end()
+        takeovers[0].check_end()
     except NoRegionError as error:
         if folder is not None:
             Path(folder, NO_REGION).write_text(str(error), encoding="utf-8")
@@ -164,7 +182,10 @@ def _end(taken: list[Any], process_id: int, folder: str | None, *, is_first: boo
 
 
 def _exit_with(code: int) -> None:
-    """End the process with an exit code. All exit handlers have run, so open files only need to be flushed."""
+    """End the process with an exit code, which an exit handler cannot change otherwise.
+
+    All other exit handlers have run already, so only open files are left to be flushed.
+    """
     for file in gc.get_objects():
         if issubclass(type(file), io.IOBase):
             with contextlib.suppress(Exception):
@@ -172,8 +193,8 @@ def _exit_with(code: int) -> None:
     os._exit(code)
 
 
-def _print_refusal(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print the exception that ends a script: only a line if amp cannot change the script as asked."""
+def _print_error_in_short(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Excepthook: print one line if the script cannot run at the level of the command, else the usual traceback."""
     if issubclass(kind, UnsuitedLevelError):
         print_error("amp-patch run", "failed", str(error))
     else:
@@ -181,9 +202,9 @@ def _print_refusal(kind: type[BaseException], error: BaseException, trace: types
 
 
 def _make_excepthook(folder: str) -> Callable[..., None]:
-    """Return the hook that prints the traceback of a script that fails, and writes a short one into `ERROR`.
+    """Return an excepthook that prints the traceback of the script, and writes a shorter one into the file `ERROR`.
 
-    After Ctrl-C it does nothing, since the command prints a line.
+    After Ctrl-C it does nothing, since the command itself prints a line.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -191,7 +212,8 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
             sys.__excepthook__(kind, error, trace)
             _note_widened(folder)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
-                file.write(_shorten(error))  # only the first process that fails: others may fail because of it
+                # the mode "x" keeps the error of the process that failed first: others may fail because of it
+                file.write(_shorten(error))
 
     return report
 
@@ -205,9 +227,9 @@ def _note_widened(folder: str) -> None:
 
 
 def _shorten(error: BaseException) -> str:
-    """Return a traceback without the frames of torch and of this package."""
+    """Return the traceback of an error without the frames of torch and of this package."""
     if isinstance(error, UnsuitedLevelError):
-        return str(error)  # no line of the script is at fault
+        return str(error)  # the command is at fault, and no line of the script
     packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]
     files = [package.__file__ for package in packages if package is not None and package.__file__]
     hidden = tuple(f"{os.path.dirname(file)}{os.sep}" for file in files)
@@ -218,8 +240,13 @@ def _shorten(error: BaseException) -> str:
 
 
 def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
-    """Let a probe watch this process, and write its recording into a file in `folder`."""
+    """Let a probe watch this process, from its first session on, and write its recording into a file in `folder`.
+
+    Args:
+        probe, options: the class of the probe, as `module:Class`, and its arguments.
+        seed: the seed of random, numpy and torch; None leaves them alone.
+    """
     sys.excepthook = _make_excepthook(folder)
     if seed is not None:
         seed_when_imported(seed)
-    events.watch(_Waiting(folder, Run(probe, options, seed=seed)))
+    events.watch(_ProbeStarter(folder, Run(probe, options, seed=seed)))

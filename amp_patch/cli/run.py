@@ -1,10 +1,12 @@
 """`amp-patch run`: runs a script unmodified, at another level or with other op lists.
 
-A script written for NVIDIA Apex finds the stand-in for `apex`. In a script with torch.autocast, lists change its rules.
+A script that was written for NVIDIA Apex imports the stand-in for `apex`. In a script with torch.autocast, lists change
+the dtypes of its ops.
 
-The command replaces its own process by a new Python, with a folder at the front of PYTHONPATH whose `sitecustomize`
-sets all of this up: in the script's process, and in every Python that it starts (launchers, spawned workers, data
-loaders). The script runs as under `python script.py`, without code of this package below it.
+The command replaces its own process by a new Python, and puts the folder `startup` at the front of PYTHONPATH. The
+`sitecustomize` in it sets all of this up, in the script's process and in every Python that the script starts
+(launchers, spawned workers, data loaders). The script then runs as under `python script.py`: it is the main program,
+and no frame of this package is on its stack.
 """
 
 import argparse
@@ -24,10 +26,11 @@ from .values import check_lists, get_level, oplist, opt_level
 IS_WINDOWS = os.name == "nt"
 
 STARTUP = Path(__file__).with_name("startup")
+"""The folder with `sitecustomize`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options. Arguments after the script, or the module of -m, are for the script."""
+    """Declare the command's own options. Arguments after the script, or after `-m MODULE`, belong to the script."""
     parser.usage = (
         "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force]"
         " [--quiet] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -41,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
-    """Declare the options that change a script. Without `has_level`, --opt-level is hidden, and refused later."""
+    """Declare the options that change how a script runs.
+
+    Without `has_level`, --opt-level is hidden from the help. The command then reports it with a better message than
+    argparse would.
+    """
     text = "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
     if not has_level:
         text = argparse.SUPPRESS
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if is_explicit:
         command = command[1:]
     check_command(parser, command)
-    line, environment = prepare(
+    python_arguments, environment = prepare(
         command,
         opt_level=arguments.opt_level,
         lists=arguments.lists,
@@ -87,16 +94,16 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         is_quiet=arguments.quiet,
     )
     check_lists(parser, "--lists", *arguments.lists)
-    # after --, everything is meant for the script
+    # after --, options are surely meant for the script
     if not is_explicit:
         for option in _find_options_behind(command):
             note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
             print(f"{parser.prog}: note: {note}", file=sys.stderr)
-    start(line, environment)
+    start(python_arguments, environment)
 
 
 def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lists: list[str]) -> None:
-    """Report a usage error if --everywhere does not fit the level."""
+    """Report a usage error if --everywhere has nothing to apply, or if the level cannot run a whole script."""
     if opt_level is None and not lists:
         parser.error("--everywhere needs --opt-level O4 or --lists")
     if opt_level is None:
@@ -114,9 +121,10 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 
 
 def _find_options_behind(command: list[str]) -> list[str]:
-    """Return options of this command that stand after the script, where other commands accept them.
+    """Return options after the script that the user probably meant for this command.
 
-    Scripts of Apex have an `--opt-level` of their own, and name it or read sys.argv.
+    Other commands accept their options there. Many scripts for Apex have an option --opt-level of their own: then their
+    source contains its name, or reads sys.argv.
     """
     given = {argument.partition("=")[0] for argument in command}
     misplaced = []
@@ -131,7 +139,7 @@ def _find_options_behind(command: list[str]) -> list[str]:
 
 
 def check_command(parser: argparse.ArgumentParser, command: list[str]) -> None:
-    """Report a usage error unless a command names a module, or a script that exists."""
+    """Report a usage error unless `command` begins with `-m MODULE`, or with a script that exists."""
     if command in ([], ["-m"]):
         parser.error("name a script, or a module with -m")
     path = Path(command[0]).absolute()
@@ -156,14 +164,17 @@ def prepare(
     """Return the arguments and the environment of a `python` that runs a script or module.
 
     Args:
-        needs_region: nothing is recorded before the script uses amp, and a script without amp fails at its end.
-        in_float32: the script gets float32 wherever it asks for a 16-bit dtype.
-        is_quiet: no process prints to stderr how it changed the script.
-        watch, scratch: the arguments of `recording.record` and of `redirect`, which sitecustomize calls.
+        command: the script, or `-m` and a module, followed by the arguments of the script.
+        needs_region: wait for the script to use amp or torch.autocast. Nothing is recorded before that, and a script
+            that never does fails at its end.
+        in_float32: give the script float32 wherever it asks for a 16-bit dtype.
+        is_quiet: do not print to stderr how the script was changed.
+        watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing.
+        scratch: the arguments of `scratch.redirect`, which `sitecustomize` calls; None redirects no files.
     """
     settings: dict[str, object] = {
         "root": str(STARTUP.parent.parent.parent),
-        # by this, `sitecustomize` knows a Python of another installation
+        # lets `sitecustomize` recognize a Python of another installation
         "python": [sys.prefix, *sys.version_info[:2]],
         "is_first": True,
         "options": {"opt_level": opt_level, "lists": lists, "force": force},
@@ -173,13 +184,14 @@ def prepare(
     if watch is not None:
         settings["watch"] = watch
     if watch is not None or everywhere or opt_level is not None or lists:
-        told = None
+        # The first process that reports how it changed the script creates this file; the others then stay silent.
+        marker = None
         if not is_quiet:
-            told = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.told")
+            marker = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.reported")
             if watch is not None:
-                told = os.path.join(str(watch["folder"]), "told")
+                marker = os.path.join(str(watch["folder"]), "reported")
         settings["native"] = {
-            "told": told,
+            "marker": marker,
             "opt_level": opt_level,
             "lists": lists,
             "everywhere": everywhere,
@@ -187,17 +199,17 @@ def prepare(
             "in_float32": in_float32,
             "folder": None if watch is None else watch["folder"],
         }
-    # options of this Python, such as -W and -X, are passed on
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [*flags, *command], _make_environment(settings)
+    # the options with which this Python was started, such as -W and -X
+    interpreter_options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [*interpreter_options, *command], _make_environment(settings)
 
 
 def _make_environment(settings: dict[str, object]) -> dict[str, str]:
-    """Return the environment of this process, extended so that `sitecustomize` applies the settings."""
+    """Return the environment of this process, with the variables by which `sitecustomize` is found and configured."""
     path = [str(STARTUP)]
     inherited = os.environ.get("PYTHONPATH")
     if inherited:
-        # an empty entry is the working directory
+        # keep an empty entry, which means the working directory, but not `startup` itself, if this is a nested command
         path += [entry for entry in inherited.split(os.pathsep) if not entry or os.path.abspath(entry) != path[0]]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "AMP_PATCH_RUN": json.dumps(settings)}
 
@@ -205,9 +217,9 @@ def _make_environment(settings: dict[str, object]) -> dict[str, str]:
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by `python` with these arguments."""
     command = [sys.executable, *arguments]
-    # exec throws buffers away
+    # exec discards what is still in the buffers
     sys.stdout.flush()
     sys.stderr.flush()
-    if IS_WINDOWS:  # exec would start another process there, and end this one
+    if IS_WINDOWS:  # exec on Windows starts another process and ends this one, so the shell would not wait
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.execve(sys.executable, command, environment)

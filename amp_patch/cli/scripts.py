@@ -1,4 +1,4 @@
-"""`ScriptRunner`: runs a script in a process of its own, watched by a probe, for the commands of `insight`."""
+"""`ScriptRunner`: runs a script in another process, where a probe watches it, for the commands that use `insight`."""
 
 import argparse
 import contextlib
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from ..insight.runs import Run
 
 TAIL = 20
-"""How many of the last lines of a quiet script are shown if it fails."""
+"""The number of last lines that are shown of a quiet script that fails."""
 
 _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # for other ranks to write their recordings, after the run is over
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
 
-class Watched(NamedTuple):
+class WatchedRun(NamedTuple):
     """The result of a run of a script.
 
     Attributes:
-        code: its exit code.
-        steps, recordings: one for each process that opened a session, sorted by rank.
-        was_widened: whether it got float32 where it asked for 16 bits, and failed.
+        code: the exit code of the script.
+        steps, recordings: the number of steps and the recording of each process that opened a session, by rank.
+        was_widened: whether the script failed, and had got float32 where it asked for 16 bits.
     """
 
     code: int
@@ -63,13 +63,13 @@ def add_script(
     is_repeated: bool = True,
     has_report: bool = False,
 ) -> None:
-    """Declare the script and the options that change it.
+    """Declare the script, and the options that change how it runs.
 
     Args:
-        usage: the command's own options.
+        usage: the options of the command that are declared elsewhere, for the usage line.
         has_level: the command takes --opt-level.
-        is_repeated: it runs the script more often than the user asked for.
-        has_report: it writes its own command line to a file.
+        is_repeated: the command runs the script several times, so it needs --in-place.
+        has_report: the command writes its own command line to a file, so it needs --with-arguments.
     """
     runs.add_settings(parser, has_level=has_level)
     parser.set_defaults(in_place=False, with_arguments=False)
@@ -98,7 +98,7 @@ def add_script(
 
 
 def describe_command(arguments: argparse.Namespace) -> str:
-    """Return the command line to write to a file, with the script's arguments if --with-arguments is given."""
+    """Return the command line to write to a file. The script's arguments are left out without --with-arguments."""
     words = sys.argv[1:]
     if arguments.rest and not arguments.with_arguments:
         words = [*words[: words.index("--")], "--", "..."] if "--" in words else words
@@ -106,14 +106,14 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script of a command line. A run's own settings override the command line.
+    """Runs the script that a command line names. Settings of a single run override the options of the command line.
 
-    A script that does not exist is a usage error.
+    Reports a usage error for a script that does not exist.
 
     Args:
-        arguments: declared by `add_script`.
-        is_quiet: do not show the script's output, unless it fails. Ctrl-C then ends the command, not only the run.
-        is_repeated: these runs are not the user's own, so each one writes its files to a folder of its own, unless
+        arguments: the parsed arguments that `add_script` declared.
+        is_quiet: hide the output of the script, unless it fails.
+        is_repeated: the runs only serve the command, so each writes its files to a scratch folder of its own, unless
             --in-place is given.
     """
 
@@ -143,7 +143,7 @@ class ScriptRunner:
                 arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
             self._folders = Folders(self._prog.split()[-1])
         self._has_noted_waiting = False
-        self._said: list[str] = []  # the error of a script that failed, or its last lines
+        self._last_output: list[str] = []  # the traceback of a script that failed, or else its last lines
 
     def __call__(self, run: "Run") -> "Recording":
         """Run the script, and return the recording of its first rank.
@@ -155,37 +155,37 @@ class ScriptRunner:
         watched = self.watch(run)
         if watched.is_interrupted:
             raise KeyboardInterrupt
-        said = "".join(f"\n  {line}" for line in self._said)
+        output = "".join(f"\n  {line}" for line in self._last_output)
         if not watched.recordings:
             reason = "took no step"
             if watched.code:
                 reason = f"ended with exit code {watched.code}"
-            raise RunFailedError(f"the script {reason}{said}", was_widened=watched.was_widened)
+            raise RunFailedError(f"the script {reason}{output}", was_widened=watched.was_widened)
         recording = watched.recordings[0]
         if watched.code:
             raise RunFailedError(
-                f"the script ended with exit code {watched.code}{said}", recording, was_widened=watched.was_widened
+                f"the script ended with exit code {watched.code}{output}", recording, was_widened=watched.was_widened
             )
         return recording
 
-    def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> Watched:
+    def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> WatchedRun:
         """Run the script, and end it soon after `until` returns True for the recording of a process.
 
-        Raises NoRegionError for a script without amp that was to be changed.
+        Raises NoRegionError if a level or lists were given, and the script used neither amp nor torch.autocast.
         """
         ranks = find_ranks()
-        meeting = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
-        with meeting as folder, self._redirect(run, folder) as scratch:
+        run_folder = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
+        with run_folder as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
-            # float32 casts nothing, so it needs no region
-            casts_some = bool(lists) if level is None else get_level(level).fits_whole_script
-            line, environment = runs.prepare(
+            # a run in float32 casts nothing, so it gets no region around the whole script
+            has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
+            python_arguments, environment = runs.prepare(
                 self._command,
                 opt_level=level,
                 lists=lists,
                 force=self._force,
-                everywhere=self._everywhere and casts_some,
+                everywhere=self._everywhere and has_casts,
                 needs_region=self._is_quiet and not self._everywhere,
                 in_float32=run.in_float32,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
@@ -193,7 +193,7 @@ class ScriptRunner:
             )
             log = None
             if self._is_quiet:
-                log = Path(folder, "printed")
+                log = Path(folder, "output")
 
             progress = _Progress(self._prog, Path(folder, PROGRESS), run.options.get("steps"))
 
@@ -206,44 +206,47 @@ class ScriptRunner:
                     return True
                 return ranks is not None and ranks.find_code() != 0
 
-            code = _call([sys.executable, *line], environment, is_over, log)
+            code = _call([sys.executable, *python_arguments], environment, is_over, log)
             if ranks is not None:
                 if not ranks.is_first:
-                    ranks.leave(code)
+                    ranks.leave(code)  # does not return: only the first rank reports
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
-            refusal, error = Path(folder, NO_REGION), Path(folder, ERROR)
+            no_region, error = Path(folder, NO_REGION), Path(folder, ERROR)
             if error.exists():
-                self._said = error.read_text(encoding="utf-8").splitlines()
+                self._last_output = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
-                self._said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+                self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
-            # another process of the script may train in float32
-            if refusal.exists() and not recorded:
-                raise NoRegionError(refusal.read_text(encoding="utf-8"))
+            # no error if another process of the script made a recording: one of them may well train in float32
+            if no_region.exists() and not recorded:
+                raise NoRegionError(no_region.read_text(encoding="utf-8"))
         steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
-        return Watched(code, steps, recordings, was_widened)
+        return WatchedRun(code, steps, recordings, was_widened)
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
-        """Yield the arguments of `redirect` for a run, or None for a run in place. Afterwards, keep its files."""
+        """Context manager: make the folder for the files that a run writes, and at the end keep them there.
+
+        Yields the arguments of `scratch.redirect`, or None for a run that writes its files in place.
+        """
         if self._folders is None:
             yield None
             return
-        # the files of a run without a name are removed at its end
+        # the files of a run without a name are removed at its end, so any name does for their folder
         root = self._folders.begin(run.name or "thrown away")
         try:
             yield {"root": root, "shared": [*find_shared(), folder], "inductor_cache": find_inductor_cache()}
         finally:
             self._folders.end(root, keep=bool(run.name))
 
-    def tell_of_files(self) -> None:
-        """Print the files that repeated runs wrote, and their folder; nothing if they wrote none."""
+    def print_files(self) -> None:
+        """Print the files that repeated runs wrote, and their folder. Prints nothing if they wrote none."""
         for line in self._folders.describe() if self._folders is not None else ():
             print(f"{self._prog}: {line}", file=sys.stderr)
 
     def _note_waiting(self) -> None:
-        """Print once that a quiet script may run to its end without a result."""
+        """Print once that a quiet script takes steps without mixed precision, so it may end without a result."""
         if not self._has_noted_waiting:
             self._has_noted_waiting = True
             print(
@@ -258,8 +261,8 @@ class _Progress:
 
     Args:
         prog: the start of each line.
-        file: contains the number of steps, after the first one.
-        steps: the number of steps of the whole run, if it is known.
+        file: the file with the number of steps so far. It does not exist before the first step.
+        steps: the number of steps of the whole run; None if it is not known.
     """
 
     def __init__(self, prog: str, file: Path, steps: object) -> None:
@@ -269,7 +272,7 @@ class _Progress:
         self._began = self._printed = time.monotonic()
 
     def print_if_due(self) -> None:
-        """Print a line, if one is due."""
+        """Print a line if the last one is `_PROGRESS_SECONDS` old."""
         now = time.monotonic()
         if now - self._printed < _PROGRESS_SECONDS:
             return
@@ -281,10 +284,10 @@ class _Progress:
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":
-    """Return the number of steps and the recording of each process, sorted by rank."""
+    """Return the number of steps and the recording of each process that has written one, sorted by rank."""
     from ..insight import Recording
 
-    if not os.path.isdir(folder):  # the first of several ranks has removed it
+    if not os.path.isdir(folder):  # the first of several ranks removes it at its end
         return []
     names = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
     names.sort(key=lambda match: [int(part) for part in match.groups()])
@@ -294,10 +297,11 @@ def _read(folder: str) -> "list[tuple[int, Recording]]":
 def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool], log: Path | None = None) -> int:
     """Run a process to its end, or until soon after `is_over` returns True, and return its exit code.
 
-    The process gets Ctrl-C, too, and SIGTERM is passed on. After either, the exit code is `-SIGINT`.
+    The terminal sends Ctrl-C to the process too; a SIGTERM of this process is passed on to it. After either, the
+    returned code is `-SIGINT`.
 
     Args:
-        log: a file for its output; None: the output of this process.
+        log: a file for the output of the process; None lets it write to the output of this process.
     """
     sys.stdout.flush()
     is_interrupted = False
@@ -306,7 +310,7 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
         if log is not None:
             output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
         process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
-        stack.callback(process.terminate)  # if an interrupt comes between two waits
+        stack.callback(process.terminate)  # if an interrupt comes outside of the `try` below
         while True:
             try:
                 code = process.wait(_POLL_SECONDS)
@@ -323,18 +327,18 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the other ranks to write their recordings, then end the process."""
+    """End the process of a run that is over, after a grace period for other ranks to write their recordings."""
     try:
         process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
-    # the recording is complete, so it does not matter how the script ended
+    # success, however the script ended: the recording is complete
     return 0
 
 
 def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
-    """Write each recording to a file: the first to `path`, the others with their number before the suffix."""
+    """Write each recording to a file: the first to `path`, the others with `.1`, `.2`, ... put before the suffix."""
     path = name_for_node(path)
     for number, recording in enumerate(recordings):
         if number > 0:

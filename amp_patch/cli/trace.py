@@ -1,7 +1,8 @@
-"""`amp-patch trace`: the first value of a script that does not fit, the op that made it, the reason, and a remedy.
+"""`amp-patch trace`: finds the first value of a script that does not fit into its dtype (a *fault*), the op that made
+it, the reason, and a remedy.
 
-The script runs unmodified, as under `amp-patch run`, up to the end of the step that has the fault. With `--fix` it then
-runs again, with the advised list, to say whether the list is enough.
+The script runs unmodified, as under `amp-patch run`, until the step with the fault has ended. With `--fix`, it then
+runs again with a list against the fault, to see whether the list is enough.
 """
 
 import argparse
@@ -19,26 +20,30 @@ from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
 from .ranks import refuse_ranks
-from .scripts import ScriptRunner, Watched, add_script, describe_command, write_all
+from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, Recording, remedies
+    from ..insight import FaultRecord, QuietRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
+"""Exit codes: a value does not fit; the script could not be checked."""
+
 FURTHER = 10
-"""Steps after the fault in which a list has to prove itself, unless --steps says which. Steps that a dynamic loss scale
-skips do not count: they prove nothing about the list.
+"""The number of steps after the fault that a list must get through without a fault, unless --steps is given.
+
+Steps that a dynamic loss scale skips do not count, because they prove nothing about the list.
 """
 
-_ROUNDS = 5  # the most lists that are tried, each with more entries than the one before, or the alternative entries
+_ROUNDS = 5
+"""The largest number of lists that are tried. Each has more entries than the one before, or alternative entries."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
-        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit; 2 the script could"
-        " not be checked"
+        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
+        " quietly in 16 bits; 2 the script could not be checked"
     )
     parser.add_argument(
         "--steps",
@@ -65,15 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _TracedRun:
-    """A traced run of the script.
+    """The result of running the script under a tracer.
 
     Args:
         watched: the exit code of the script, and the recording of each process.
-        first: the first step that was to be checked.
+        first: the number of the first step to check.
         prog: the name of the command, for messages.
     """
 
-    def __init__(self, watched: Watched, first: int, prog: str) -> None:
+    def __init__(self, watched: WatchedRun, first: int, prog: str) -> None:
         self.watched = watched
         self._first = first
         self._prog = prog
@@ -90,45 +95,61 @@ class _TracedRun:
         return sorted(pairs, key=lambda pair: _order(pair[0]))
 
     @property
+    def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
+        """What 16 bits lose although every value is finite, each with its recording. Ranks lose the same."""
+        return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
+
+    @property
     def _searches(self) -> "list[FaultRecord]":
-        """The faults of steps that were skipped while a dynamic loss scale came down. All ranks skip the same steps."""
+        """The faults of steps that were skipped while a dynamic loss scale came down, in search of a scale that fits.
+
+        The first recording is enough, because all ranks skip the same steps.
+        """
         return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
 
     @property
     def _checked(self) -> int:
-        """The number of steps that were checked. None was before the script entered its first region of autocast."""
+        """The number of steps that were checked. Steps before the first region of torch.autocast were not."""
         begun = max((recording.run.steps_before for recording in self.watched.recordings), default=0)
         return max(self.watched.steps, default=0) - max(self._first, begun)
 
     @property
     def are_all_skipped(self) -> bool:
-        """Whether the script ended well, and skipped each of its steps while a dynamic loss scale came down."""
+        """Whether the script ended without an error, and a dynamic loss scale that came down skipped all its steps."""
         return 0 < self._checked <= len(self._searches) and not self.watched.code
 
     def print_search(self) -> None:
-        """Print how far a dynamic loss scale came down, if it did."""
+        """Print how a dynamic loss scale came down, if it did."""
         from ..insight import describe_search
 
         if self._searches:
             print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
 
+    def print_quiet(self) -> None:
+        """Print what is lost quietly."""
+        from ..insight import format_quiet
+
+        for lost, recording in self.quiet:
+            print(f"\n{format_quiet(lost, recording.run)}", flush=True)
+
     def report_none(self) -> int:
         """Print that no fault was found, or why nothing could be checked. Return the exit code."""
         if self.are_all_skipped:
-            return 0
+            return 0  # `print_search` has said so
         has_checked = bool(self.watched.recordings) and self._checked > 0
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
             print(f"every value fits, in {count_of(fitting, 'step')}", flush=True)
+            self.print_quiet()
             if not self.is_interrupted:
-                return 0
+                return FAULT if self.quiet else 0
         if self.is_interrupted:
             raise KeyboardInterrupt
         print_error(self._prog, "failed", self._describe_end())
         return TROUBLE
 
     def _describe_end(self) -> str:
-        """Return how the script ended too early to be checked."""
+        """Return how the script ended before it could be checked."""
         code, steps = self.watched.code, max(self.watched.steps, default=0)
         ended = f"the script ended with exit code {code}" if code else "the script ended"
         if not self.watched.recordings:
@@ -143,15 +164,18 @@ class _TracedRun:
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
-    """Return the sort key of the faults of several ranks. A value from another rank comes after the fault there."""
-    is_foreign = fault.may_come_from_another_rank
-    return fault.step, is_foreign, is_foreign and fault.origin.module is None
+    """Return the key that sorts the faults of several ranks, the likeliest cause of the others first.
+
+    A rank may have received a bad value from another rank; such a fault comes after the fault of that other rank.
+    """
+    may_be_received = fault.may_come_from_another_rank
+    return fault.step, may_be_received, may_be_received and fault.origin.module is None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the faults. Return 0 for none, 1 for a fault, 2 if nothing could be checked.
+    """Run the script, and print the faults. Return 0 if there are none, 1 for a fault, 2 if nothing could be checked.
 
-    Errors of this command also return 2, since 1 says that the script has a fault.
+    An error of this command returns 2 as well, because 1 would mean that the script has a fault.
     """
     try:
         return _trace(arguments)
@@ -166,7 +190,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     from ..insight import describe_further, format_fault
 
     repeating_runner = None
-    if arguments.fix is not None:  # checked before the first run, which may take long
+    if arguments.fix is not None:  # report usage errors of --fix before the first run, which may take long
         refuse_ranks(arguments.parser, "trace --fix")
         repeating_runner = ScriptRunner(arguments, is_repeated=True)
     first, last = arguments.steps or (0, None)
@@ -178,10 +202,17 @@ def _trace(arguments: argparse.Namespace) -> int:
         print(format_fault(fault, recording.run), flush=True)
         for line in describe_further([fault for fault, _ in faults]):
             print(line, flush=True)
+        traced.print_quiet()
     if arguments.json is not None and traced.watched.recordings:
-        write_all(traced.watched.recordings, arguments.json)  # last, since it may fail
+        write_all(traced.watched.recordings, arguments.json)  # after the report, because writing may fail
     if not faults:
-        return traced.report_none()
+        code = traced.report_none()
+        if code != FAULT or repeating_runner is None:
+            return code
+        try:
+            return _fix_quiet(repeating_runner, arguments, traced)
+        finally:
+            repeating_runner.print_files()
     if traced.is_interrupted:
         raise KeyboardInterrupt
     if repeating_runner is None:
@@ -189,13 +220,17 @@ def _trace(arguments: argparse.Namespace) -> int:
     try:
         return _fix(repeating_runner, arguments, fault, recording)
     finally:
-        repeating_runner.tell_of_files()
+        repeating_runner.print_files()
 
 
 def _run_traced(
-    runner: ScriptRunner, arguments: argparse.Namespace, first: int, last: int | None, lists: tuple[str, ...] = ()
+    runner: ScriptRunner,
+    arguments: argparse.Namespace,
+    first: int,
+    last: int | None,
+    settings: Settings | None = None,
 ) -> _TracedRun:
-    """Run the script under a tracer that looks at the steps from `first` up to, but not including, `last`."""
+    """Run the script under a tracer that checks the steps from `first` up to, but not including, `last`."""
     from ..insight.runs import Run
 
     options = {
@@ -205,8 +240,8 @@ def _run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # the name of the folder of its files, which the next traced run replaces
-    run = Run("tracer:Tracer", options, Settings(None, lists), name="last-run")
+    # The files that repeated runs write go to a folder of this name. One name for all, so that the last run's are kept.
+    run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults))
     return _TracedRun(watched, first, arguments.parser.prog)
 
@@ -215,9 +250,9 @@ def _run_traced(
 
 
 def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording") -> int:
-    """Write a list against a fault, and run the script with it. Further faults add entries to the list.
+    """Write a list against a fault, and run the script with it. Each fault that remains adds entries to the list.
 
-    Return 0 if the list is enough.
+    Return the exit code: 0 if the list is enough.
     """
     from ..insight import find_remedy, format_fault, remedies
 
@@ -237,17 +272,17 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
         first, end = arguments.steps or (0, last)
         write_file(path, _format_list(remedy, describe_command(arguments)))
         print(f"\nwritten: {path}; the script runs again with it", flush=True)
-        traced = _run_traced(runner, arguments, first, end, (str(path),))
+        traced = _run_traced(runner, arguments, first, end, Settings(None, (str(path),)))
         if not traced.faults:
             return _report_fixed(traced, path, arguments)
         fault, recording = traced.faults[0]
-        more = remedies.merge(remedy, find_remedy(fault, recording.run))
-        if more == remedy and alternative.has_list:
-            more, alternative = alternative, replace(alternative, ops=())  # once
-        # no entry is left to add, so another round would end alike
-        if more == remedy or traced.is_interrupted:
+        next_remedy = remedies.merge(remedy, find_remedy(fault, recording.run))
+        if next_remedy == remedy and alternative.has_list:
+            next_remedy, alternative = alternative, replace(alternative, ops=())  # try the alternative once
+        # if no entry can be added, another round would have the same result
+        if next_remedy == remedy or traced.is_interrupted:
             break
-        remedy = more
+        remedy = next_remedy
     print(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", flush=True)
     if traced.is_interrupted:
         raise KeyboardInterrupt
@@ -255,9 +290,14 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
 
 
 def _locate(name: str, lists: list[str], folder: Path) -> str:
-    """Return how a list in a folder names the list that it extends: a shipped list by name, a file by its path.
+    """Return what to write after `extends` in a list in `folder`: the name of a shipped list, or the path of a file.
 
-    "" if only the script knows where the file is. The new list then changes the lists of the script without naming it.
+    Args:
+        name: the list that the run used: the name of a shipped list, or a file, of which recordings may have no folder.
+        lists: the lists of the command line, among which the file is looked for.
+
+    Returns "" if the file is not found, because only the script knows its path. The new list then extends nothing, and
+    is used on top of the script's lists.
     """
     if name in config.shipped.shipped_names():
         return name
@@ -278,12 +318,13 @@ def _format_list(remedy: "remedies.Remedy", command: str) -> str:
 def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace) -> int:
     """Print whether a list is enough, after a run with it that had no fault. Return the exit code."""
     traced.print_search()
-    if traced.are_all_skipped:  # no step has proved the list
+    if traced.are_all_skipped:  # without a step that was taken, the run proves nothing about the list
         return FAULT
     code = traced.report_none()
     if code != 0:
         return code
-    if not _agrees_with_float32(path, arguments, max(traced.watched.steps)):
+    settings = Settings(None, (str(path),))
+    if not _agrees_with_float32(path.name, settings, arguments, max(traced.watched.steps)):
         return FAULT
     print(
         f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
@@ -293,15 +334,46 @@ def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace)
     return 0
 
 
-def _agrees_with_float32(path: Path, arguments: argparse.Namespace, steps: int) -> bool:
-    """Train with a list and in float32, both untraced. Print the losses, and return whether they agree."""
+def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:
+    """Run the script at the level that keeps what is lost quietly. Return 0 if that level is enough."""
+    from ..insight import find_level, format_quiet
+
+    levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
+    level = next(filter(None, levels), "")
+    if not level:
+        print("\nno list was written: no list keeps what is lost here, but an edit of the script does", flush=True)
+        return FAULT
+    print(f"\nno list keeps what is lost; the script runs again at {level}", flush=True)
+    first, last = arguments.steps or (0, max(traced.watched.steps))
+    again = _run_traced(runner, arguments, first, last, Settings(level))
+    name = f'opt_level="{level}"'
+    if again.faults or again.quiet:
+        left = [format_quiet(lost, recording.run) for lost, recording in again.quiet]
+        print("\n".join([f"{name} is not enough", *left[:1]]), flush=True)
+        return FAULT
+    code = again.report_none()
+    if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
+        return code or FAULT
+    print(f"{name} is enough for these steps", flush=True)
+    return 0
+
+
+def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:
+    """Train with a repair and in float32, both without a tracer. Print the losses, and return whether they agree.
+
+    Returns True if there is nothing to compare: then it prints the reason, and the repair still counts as enough.
+
+    Args:
+        name: the name of the repair, for messages.
+        settings: what it changes.
+    """
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError
 
     runner, curves = ScriptRunner(arguments, is_quiet=True, is_repeated=True), []
-    for settings in (Settings(None, (str(path),)), Settings(config.levels.find_plain_level().name)):
+    for each in (settings, Settings(config.levels.find_plain_level().name)):
         try:
-            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, settings, seed=0))
+            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, each, seed=0))
         except (RunFailedError, NoRegionError) as error:
             print(f"not compared with float32: {error}", flush=True)
             return True
@@ -312,15 +384,15 @@ def _agrees_with_float32(path: Path, arguments: argparse.Namespace, steps: int) 
     repaired, plain = curves
     reason = agreement.find_disagreement(repaired, plain)
     if reason:
-        print(f"{path.name} is not enough: every value fits, but {reason}", flush=True)
+        print(f"{name} is not enough: every value fits, but {reason}", flush=True)
         return False
-    moves = f"{agreement.describe_losses(repaired)} with {path.name}, {agreement.describe_losses(plain)} in float32"
+    moves = f"{agreement.describe_losses(repaired)} with {name}, {agreement.describe_losses(plain)} in float32"
     print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)
     return True
 
 
 def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
-    """Return the command that compares the script with a list to float32, with the options of this trace."""
+    """Return the command that compares a training with the list to one in float32, with the options of this trace."""
     command = ["amp-patch", "compare"]
     command += ["-m", arguments.module] if arguments.module else [arguments.script]
     command += ["--runs", f"{config.levels.find_plain_level().name},as-is+{os.path.relpath(path)}"]
@@ -333,6 +405,7 @@ def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
 
 
 def _share(text: str) -> float:
+    """Return a share, given as `5%` or `0.05`."""
     try:
         share = float(text.removesuffix("%"))
     except ValueError:

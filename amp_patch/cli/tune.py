@@ -1,6 +1,6 @@
-"""`amp-patch tune`: a list that keeps the fewest modules or ops of a script in float32, within a tolerance.
+"""`amp-patch tune`: finds the list that keeps the fewest modules or ops of a script in float32, within a tolerance.
 
-The script runs unmodified, as under `amp-patch run`, for a few steps: once in float32, then under candidates.
+The script runs unmodified, as under `amp-patch run`, for a few steps: once in float32, then with each list to try.
 """
 
 import argparse
@@ -46,25 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune; return 0 for a list that keeps to the tolerance, or if none is needed, 1 if there is none.
+    """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, else 1.
 
-    After Ctrl-C, 130. What was found by then is written.
+    After Ctrl-C, return 130 and write the best list so far.
     """
     from ..insight import TuneOptions, Tuner
 
     runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     check_lists(arguments.parser, "--extends", *filter(None, [arguments.extends]))
+    # the options of the command have the names of the fields of TuneOptions
     names = {field.name for field in fields(TuneOptions)}
-    # options of the command have the names of these fields
     options = {name: value for name, value in vars(arguments).items() if name in names}
     tuner = Tuner(runner, **options, log=_print)
     try:
         result = tuner.run()
-    except KeyboardInterrupt:  # before the first list was tried
+    except KeyboardInterrupt:  # raised only before the first list was tried; later, `run` returns a result
         _print("\ninterrupted before a list was tried; nothing is written")
         raise
     finally:
-        runner.tell_of_files()
+        runner.print_files()
     _print(f"\n{result.message}; {result.runs} runs")
     if result.text and arguments.out is None:
         _print(f"\n{result.text.rstrip()}")
@@ -86,7 +86,7 @@ def _print(line: str) -> None:
 
 
 def _tolerance(text: str) -> float:
-    """A number above 0."""
+    """Return a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -97,5 +97,5 @@ def _tolerance(text: str) -> float:
 
 
 def _runs(text: str) -> int:
-    """A number of runs: the run in float32, and at least one more."""
+    """Return a number of runs: at least 2, the run in float32 and one with a list."""
     return at_least(2, text)

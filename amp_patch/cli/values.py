@@ -1,6 +1,6 @@
 """Reads and checks the values of options: levels, op lists, numbers, files.
 
-Torch is imported only to read files: op lists, and the levels of AMP_PATCH_PRESETS.
+torch is imported only to read the content of op lists, and the levels of the file that AMP_PATCH_PRESETS names.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from ..files import check_writable
 
 
 def opt_level(text: str) -> str:
-    """Return the name of a level that exists: a shipped one, or one of AMP_PATCH_PRESETS."""
+    """Return the name of a level that exists: a shipped one, or one of the presets file in AMP_PATCH_PRESETS."""
     known = tuple(level.name for level in config.levels.read_levels())
     if text in known:
         return text
@@ -29,16 +29,16 @@ def opt_level(text: str) -> str:
 
 
 def get_level(name: str) -> "config.levels.Level":
-    """Return the facts of a level that `opt_level` has checked. Imports torch only for levels of AMP_PATCH_PRESETS."""
+    """Return the facts of a level whose name `opt_level` has checked. Imports torch if AMP_PATCH_PRESETS is set."""
     if not os.environ.get("AMP_PATCH_PRESETS"):
         return next(level for level in config.levels.read_levels() if level.name == name)
     return config.make_policy(name, {}).as_level()
 
 
 def oplist(text: str) -> str:
-    """Return a shipped name, or the absolute path of a file that exists: scripts change their working directory.
+    """Return the name of a shipped list, or the absolute path of a file that exists.
 
-    `check_lists` reads the file.
+    The path is absolute because scripts change their working directory. The content is checked later, by `check_lists`.
     """
     try:
         path = config.list_names.locate(text, Path.cwd())
@@ -53,12 +53,12 @@ def oplist(text: str) -> str:
 
 
 def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:
-    """Report a usage error with the first fault in files among these op lists. Reading files imports torch."""
+    """Report a usage error if one of these op lists is a file with an error in it. Reading files imports torch."""
     for name in lists:
-        # `oplist` returns files as absolute paths; shipped lists have no faults
+        # `oplist` returns files as absolute paths; shipped lists need no check
         if os.path.isabs(name):
             try:
-                # on top of a whole list, because the file may extend none
+                # on top of a shipped list, because a file that extends none is used on top of the script's lists
                 config.load_oplists(("apex", name))
             except AmpError as error:
                 parser.error(f"argument {option}: {error}")
@@ -90,7 +90,7 @@ def new_file(text: str) -> Path:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return a range of steps, the last one excluded."""
+    """Return the first step of a range, and the first step after it."""
     if text.isdecimal():
         return int(text), int(text) + 1
     first, _, last = text.partition(":")

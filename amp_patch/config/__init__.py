@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .policy import Policy as Policy
     from .presets import make_policy as make_policy
 
+# The module of each exported name, and the exported modules. `__getattr__` imports them when they are first used.
 _HOMES = {
     "DEFAULT_LEVEL": "levels",
     "ModuleRule": "module_rules",
@@ -32,7 +33,10 @@ _MODULES = ("explain", "levels", "list_names", "op_lists", "op_names", "op_rules
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: commands read the names of lists and levels without torch."""
+    """Import a name at its first use, because most modules of this wing import torch.
+
+    Commands that need only the names of lists and levels start without it.
+    """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""Explains op lists: which rules an op follows and why, and on which ops two lists differ."""
+"""Explains op lists: the rules that an op follows and the reasons, and the differences between two lists."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from .op_rules import OpRule
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The spellings of an op that follow one rule for one reason.
+    """Spellings of an op that follow the same rule because of the same entry.
 
     Attributes:
         spellings: dotted names.
         kind: the rule that they follow.
         entry: the entry that decides; None if no list names the spellings.
-        overridden: the entries of earlier files that it overrides, the earliest first.
-        package: the package that has to be imported first, or None.
+        overridden: the entries of earlier files that `entry` overrides, the earliest first.
+        package: the package that is not imported yet, so that the rule has no effect yet; else None.
     """
 
     spellings: tuple[str, ...]
@@ -32,11 +32,11 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The rules that lists have for an op, and entries without effect on this torch.
+    """The rules that lists have for an op, and the entries for it that have no effect on this torch.
 
     Attributes:
-        missing: entries whose op this torch lacks.
-        other_torch: entries for other versions of torch.
+        missing: entries without effect because this torch has no such op.
+        other_torch: entries without effect because they are for other versions of torch.
     """
 
     op: str
@@ -47,10 +47,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op that follow different rules in two lists.
+    """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
-    `op` is dotted if other spellings of the op follow other rules. A difference between module rules has no spellings:
-    `op` names the rule, and both sides state its dtype.
+    `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For module
+    rules, `op` names the module rule, `spellings` is empty, and `left` and `right` are dtypes.
     """
 
     op: str
@@ -60,18 +60,20 @@ class Difference:
 
 
 _Rulings = dict[SpellingKey, Ruling]
+"""The ruling of each spelling that lists name. Its field `spellings` is empty."""
 
 
 def explain_op(op: str, lists: OpLists) -> Explanation:
-    """Return the rules that lists have for an op (a bare or dotted name, as in a list file) and its in-place twins.
+    """Return the rules that lists have for an op and its in-place twins. `op` is a name as in a list file.
 
-    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that torch lacks and the
-    lists do not name.
+    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that neither torch nor
+    the lists have.
     """
     try:
         keys = find_spellings(op, may_be_missing=True)
     except OpListError:
-        find_spellings(op, may_be_missing=False)  # knows more reasons, such as that it is a class of modules
+        # this call raises the better error, because it also checks whether the name is a class of modules
+        find_spellings(op, may_be_missing=False)
         raise
     missing: list[OpEntry] = []
     for entry in lists.missing:
@@ -82,10 +84,9 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
         if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
             other_torch.append(entry)
     if not keys and not missing and not other_torch:
-        find_spellings(op, may_be_missing=False)
-    # the call above raised an error if neither torch nor the lists know the name
-    by_key = _rule_all(lists)
-    groups: dict[Ruling, list[str]] = {}
+        find_spellings(op, may_be_missing=False)  # raises an error, because nobody knows the name
+    by_key = _find_rulings(lists)
+    groups: dict[Ruling, list[str]] = {}  # the names of the spellings that have the same ruling
     for key, owner in _with_twins(keys).items():
         unlisted = Ruling((), OpRule.UNLISTED, package=None if owner is not None else _package_of(key))
         groups.setdefault(by_key.get(key, unlisted), []).append(".".join(key))
@@ -94,68 +95,72 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 
 
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
-    """Return the differences of two lists, in the order of the left one; none if and only if their digests are equal.
+    """Return the differences between two lists, in the order of the left one.
 
-    An in-place twin or augmented operator is left out if it only follows an op that differs.
+    There are none if and only if the digests of the lists are equal. An in-place twin or augmented operator is left out
+    if it differs only because its op differs.
     """
-    before, after = _rule_all(left), _rule_all(right)
+    left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
-    for key in {**before, **after}:
+    for key in {**left_rulings, **right_rulings}:
         by_op.setdefault(get_op(key), []).append(key)
     differences: list[Difference] = []
     for op, keys in by_op.items():
-        differences += _compare_op(op, keys, before, after)
+        differences += _compare_op(op, keys, left_rulings, right_rulings)
     return (*differences, *_compare_modules(left.modules, right.modules))
 
 
 def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) -> Iterator[Difference]:
-    before = {rule.chooser: rule.run for rule in left}
-    after = {rule.chooser: rule.run for rule in right}
-    for chooser in {**before, **after}:
-        runs = before.get(chooser, OpRule.UNLISTED), after.get(chooser, OpRule.UNLISTED)
+    left_runs = {rule.chooser: rule.run for rule in left}
+    right_runs = {rule.chooser: rule.run for rule in right}
+    for chooser in {**left_runs, **right_runs}:
+        runs = left_runs.get(chooser, OpRule.UNLISTED), right_runs.get(chooser, OpRule.UNLISTED)
         if runs[0] != runs[1]:
             yield Difference(f"modules {chooser}", (), *runs)
-    written = _write_out(left), _write_out(right)
-    if before == after and written[0] != written[1]:  # the order matters: the last rule that covers a module counts
-        yield Difference("modules", (), *written)
+    in_order = _write_in_order(left), _write_in_order(right)
+    # the same rules in another order differ too: of several rules that cover a module, the last one counts
+    if left_runs == right_runs and in_order[0] != in_order[1]:
+        yield Difference("modules", (), *in_order)
 
 
-def _write_out(rules: Sequence[ModuleRule]) -> str:
+def _write_in_order(rules: Sequence[ModuleRule]) -> str:
     return ", ".join(f"{rule.chooser} {rule.run}" for rule in rules)
 
 
 def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
+    """Yield the differences between the spellings of one op: first the op's own, then those that write in place."""
     plain: list[SpellingKey] = []
-    written: dict[str, list[SpellingKey]] = {}  # spellings that write in place, by their name
+    inplace_by_name: dict[str, list[SpellingKey]] = {}
     for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
         if is_inplace(key[1]) or is_augmented(key[1]):
-            written.setdefault(key[1], []).append(key)
+            inplace_by_name.setdefault(key[1], []).append(key)
         else:
             plain.append(key)
     differences = list(_compare_keys(op, plain, left, right))
     yield from differences
-    for name, twins in written.items():
-        only_follow = all(_is_from_op(key, plain, side) for key in twins for side in (left, right))
-        if not (differences and only_follow):
-            if op == ".".join(twins[0]):
+    for name, inplace in inplace_by_name.items():
+        only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
+        if not (differences and only_follow_op):
+            if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
                 name = op
-            yield from _compare_keys(name, twins, left, right)
+            yield from _compare_keys(name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    """Yield one difference for all the spellings if they agree on it, else one for each that differs."""
-    kinds = {key: (_kind(key, left), _kind(key, right)) for key in keys}
-    if len(set(kinds.values())) == 1:
-        before, after = kinds[keys[0]]
-        if before != after:
-            yield Difference(op, tuple(".".join(key) for key in keys), before, after)
+    """Yield one difference if all spellings have the same pair of rules, else one for each spelling that differs."""
+    rules = {key: (_get_rule(key, left), _get_rule(key, right)) for key in keys}
+    if len(set(rules.values())) == 1:
+        left_rule, right_rule = rules[keys[0]]
+        if left_rule != right_rule:
+            yield Difference(op, tuple(".".join(key) for key in keys), left_rule, right_rule)
         return
-    for key, (before, after) in kinds.items():
-        if before != after:
-            yield Difference(".".join(key), (".".join(key),), before, after)
+    for key, (left_rule, right_rule) in rules.items():
+        if left_rule != right_rule:
+            yield Difference(".".join(key), (".".join(key),), left_rule, right_rule)
 
 
-def _kind(key: SpellingKey, rulings: _Rulings) -> OpRule:
+def _get_rule(key: SpellingKey, rulings: _Rulings) -> OpRule:
+    """Return the rule of a spelling. A neutral entry takes it off its list, so it counts as unlisted."""
     ruling = rulings.get(key)
     if ruling is None or ruling.kind is OpRule.NEUTRAL:
         return OpRule.UNLISTED
@@ -163,15 +168,15 @@ def _kind(key: SpellingKey, rulings: _Rulings) -> OpRule:
 
 
 def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
-    """Return whether an in-place spelling has no rule, or has it from the entry of its op."""
+    """Return whether a spelling that writes in place has no ruling, or the entry of one of the `plain` spellings."""
     if key not in rulings:
         return True
     entry = rulings[key].entry
     return any(spelling in rulings and rulings[spelling].entry == entry for spelling in plain)
 
 
-def _rule_all(lists: OpLists) -> _Rulings:
-    """Return the ruling of every spelling that the lists name, without its `spellings`."""
+def _find_rulings(lists: OpLists) -> _Rulings:
+    """Return the ruling of every spelling that the lists name."""
     rulings: _Rulings = {}
     for spelling in (*lists.spellings, *lists.neutral):
         key = spelling.owner_name, spelling.name
@@ -187,11 +192,15 @@ def _package_of(key: SpellingKey) -> str:
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:
-    """Return whether an entry may mean an op that torch lacks: both have the same name, or one name is bare."""
+    """Return whether an entry may mean the op: the names are equal, or become equal without the namespace of either.
+
+    The names are compared as text, because torch lacks the op of the entry.
+    """
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
 
 def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, object | None]:
+    """Return spellings with their owners, and the in-place twins of these spellings."""
     with_twins = dict(keys)
     for key, owner in keys.items():
         twin = inplace_twin(key)

@@ -1,7 +1,7 @@
-"""The levels as facts: their casts and loss scales. Code asks for these facts, never for a level's name.
+"""`Level`: the facts of an optimization level, such as its low dtype. Code asks for facts, never for "O1" or "O2".
 
-`presets.yaml` is the only file that knows the levels. Commands and the doctor read it here without torch; `presets`
-makes policies from it.
+Only `presets.yaml` defines levels. Commands and the doctor read their facts from it through this module, without
+torch. The module `presets` makes policies from the same file.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .shipped import shipped_presets
 from .yaml_nodes import Node, load_mapping
 
 DEFAULT_LEVEL = "O1"
-"""The level of calls that name none, as in Apex."""
+"""The level of a call that does not name one, as in Apex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Level:
 
     Attributes:
         low: the 16-bit dtype, "float16" or "bfloat16"; empty for a level that runs in float32.
-        patches_functions: ops cast their arguments by lists, and weights stay float32.
+        patches_functions: functions of torch are patched to cast their arguments by op lists; weights stay float32.
         has_masters: the optimizer steps on float32 copies of 16-bit weights.
-        has_dynamic_scale: the loss scale follows the gradients, and an overflow skips a step.
-        lists: the name of the list that ops follow; empty for none.
+        has_dynamic_scale: the loss scale grows and backs off, and a step with an overflow is skipped.
+        lists: the name of the op list; empty for a level that patches no functions.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Level:
 
     @property
     def fits_autocast(self) -> bool:
-        """Whether regions of torch.autocast can take the level: it casts ops, or nothing."""
+        """Whether a script with torch.autocast can run at the level: regions cast ops, and never a whole model."""
         return self.is_plain or self.patches_functions
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether gradients underflow without a loss scale."""
+        """Whether small gradients underflow without a loss scale, because the low dtype has few exponent bits."""
         return self.low == "float16"
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether a script that uses no mixed precision, and scales no loss, can run in one region at this level."""
+        """Whether a script without mixed precision, which scales no loss, can run in one region at this level."""
         return self.patches_functions and not self.needs_loss_scale
 
 
@@ -84,7 +84,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level as the file states them, over the properties of the level that it extends."""
+    """Return the properties of a level as text: its own, and for the others those of the level that it extends."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}
@@ -95,14 +95,14 @@ def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
 
 
 def _make_level(name: str, properties: Mapping[str, Any]) -> Level:
-    """Return a level of the shipped file, which writes dtypes and booleans in one way."""
+    """Return a level of the shipped file. That file writes values in one way: `true`, never `True`; `float16`."""
     patches_functions = properties["patch_torch_functions"] == "true"
     low = properties["patch_torch_functions_type" if patches_functions else "cast_model_type"]
     if low == "float32":
         low = ""
     lists = ""
     if patches_functions:
-        # as in `make_policy`: by default, the shipped list with the name of the dtype
+        # the default that `make_policy` uses as well: the shipped list with the name of the dtype
         lists = properties.get("lists", low)
     return Level(
         name,

@@ -1,6 +1,7 @@
 """Reads one list file: its keys, and the entries under them, which name ops.
 
-Every function raises OpListError with its place. A function that takes `diagnostics` may store errors there and go on.
+Every error is an OpListError with its location: path, line and column. A function with an argument `diagnostics` may
+store an error there and go on reading, so that a user sees all errors of a file at once.
 """
 
 import logging
@@ -29,7 +30,7 @@ _REMOVED_KEYS = {
         " out; to refuse 16-bit tensors, list the variant itself: `banned: [exp_]`"
     ),
 }
-"""Keys of earlier versions, each with its replacement."""
+"""Keys that earlier versions had, each with the error that says what to write instead."""
 
 ENTRY_KEYS = ("op", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
@@ -38,17 +39,18 @@ OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+"""Ops that update running statistics, which they are passed as arguments."""
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
+# ---- errors and warnings ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ListProblem:
-    """An error in a list file, or a warning. Its text is `path:line:column: message`.
+    """An error in a list file, or a warning. `str` returns `path:line:column: message`.
 
     Attributes:
-        path, line, column: the place; None if there is none.
+        path, line, column: the location; all None for an error that concerns no file.
     """
 
     message: str
@@ -67,11 +69,10 @@ class ListProblem:
 
 
 class Diagnostics:
-    """Raises the first error in a list file, or collects all.
+    """Raises the first error in list files, or collects all errors.
 
-    A `with diagnostics:` block encloses the code that is useless after one error.
-
-    The error leaves the block, or is stored when collecting; then the code after the block runs.
+    A `with diagnostics:` block encloses code that makes no sense after an error in it. When collecting, the block
+    stores the error, and reading goes on after the block. Otherwise the error leaves the block.
 
     Args:
         is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
@@ -84,7 +85,9 @@ class Diagnostics:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        self._problems: dict[ListProblem, None] = {}  # once each: several files may extend a broken one
+        # The keys of a dict, because they are ordered and unique: a file with an error is read again for each file that
+        # extends it, and reports the same error each time.
+        self._problems: dict[ListProblem, None] = {}
 
     def __enter__(self) -> None:
         pass
@@ -98,7 +101,7 @@ class Diagnostics:
         return True
 
     def warn(self, text: str, path: str, line: int, column: int) -> None:
-        """Log or collect a warning about an entry without effect."""
+        """Log or collect a warning, such as one about an entry without effect."""
         self.has_warned = True
         if self.is_collecting:
             self._problems[ListProblem(text, path, line, column, is_warning=True)] = None
@@ -107,23 +110,23 @@ class Diagnostics:
 
     @property
     def errors(self) -> list[ListProblem]:
-        """The collected errors, sorted by place."""
+        """The collected errors, sorted by location."""
         return self._get(is_warning=False)
 
     @property
     def warnings(self) -> list[ListProblem]:
-        """The collected warnings, sorted by place."""
+        """The collected warnings, sorted by location."""
         return self._get(is_warning=True)
 
     def _get(self, is_warning: bool) -> list[ListProblem]:
-        """Return problems by line and column, the files in the order of their first problem."""
+        """Return the errors or the warnings by line and column, the files in the order of their first problem."""
         problems = [problem for problem in self._problems if problem.is_warning is is_warning]
         files = [problem.path for problem in problems]
         return sorted(problems, key=lambda problem: (files.index(problem.path), problem.line or 0, problem.column or 0))
 
 
-def fault(problem: str, path: Path, node: Node) -> OpListError:
-    """Return the error of a value, with its place."""
+def error_at(problem: str, path: Path, node: Node) -> OpListError:
+    """Return an error about the value of a node, with the location of the node."""
     return OpListError(problem, path, node.line, node.column)
 
 
@@ -131,14 +134,14 @@ def fault(problem: str, path: Path, node: Node) -> OpListError:
 
 
 def is_op_list(root: Node) -> bool:
-    """Return whether a file is an op list. All values of a presets file are mappings."""
+    """Return whether a file that was given as presets is an op list: it has keys of op lists, and no level."""
     assert isinstance(root.value, dict)
-    has_key = has_level = False
+    has_list_key = has_level = False
     for key, node in root.value.items():
-        is_level = isinstance(node.value, dict)
-        has_key = has_key or (key in KEYS and not is_level)
-        has_level = has_level or (key not in KEYS and is_level)
-    return has_key and not has_level
+        is_mapping = isinstance(node.value, dict)  # every level is a mapping, and no value of an op list is
+        has_list_key = has_list_key or (key in KEYS and not is_mapping)
+        has_level = has_level or (key not in KEYS and is_mapping)
+    return has_list_key and not has_level
 
 
 def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
@@ -149,14 +152,14 @@ def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Nod
             f"this is a presets file, with levels at its top ({', '.join(root.value)}): pass it as presets=...; an op"
             f" list has the keys {', '.join(KEYS)}"
         )
-        raise fault(problem, path, root)
+        raise error_at(problem, path, root)
     return check_keys(root, KEYS, path, diagnostics)
 
 
 def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return the values of a mapping by key, after checking the keys."""
+    """Return the values of a mapping by key. Raises or collects an error for each key that is not allowed."""
     assert isinstance(node.value, dict)
-    for key, (line, column) in node.key_at.items():
+    for key, (line, column) in node.key_positions.items():
         with diagnostics:
             if key not in allowed:
                 unknown = f"unknown key {key!r}; allowed are {', '.join(allowed)}.{did_you_mean(key, allowed)}"
@@ -166,10 +169,10 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
 
 
 def read_text(node: Node, path: Path, meaning: str) -> str:
-    """Return the text of a scalar. An error begins with `meaning`, the meaning of the value."""
+    """Return the text of a scalar. `meaning` names the value at the start of an error, such as "run"."""
     if not isinstance(node.value, str):
         kind = "list" if isinstance(node.value, list) else "mapping"
-        raise fault(f"{meaning} must be a single text value, not a {kind}; write the text alone", path, node)
+        raise error_at(f"{meaning} must be a single text value, not a {kind}; write the text alone", path, node)
     return node.value
 
 
@@ -178,7 +181,7 @@ def read_choice(node: Node, path: Path, meaning: str, allowed: tuple[str, ...]) 
     text = read_text(node, path, meaning)
     if text not in allowed:
         problem = f"{meaning} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
-        raise fault(problem, path, node)
+        raise error_at(problem, path, node)
     return text
 
 
@@ -188,7 +191,10 @@ def is_null(node: Node | None) -> bool:
 
 
 def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
-    """Return the items of a key. An empty key has none. `extends` may hold one name without brackets."""
+    """Return the items of the list under a key: none if the key is missing or empty.
+
+    Under `extends`, a single name without brackets is a list of one item.
+    """
     if node is None or (node.value == "" and not node.quoted):
         return []
     if isinstance(node.value, list):
@@ -196,7 +202,7 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
     if key == "extends":
         return [node]
     item = "{type: torch.nn.LayerNorm, run: float32}" if key == "modules" else "softmax"
-    raise fault(f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`", path, node)
+    raise error_at(f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`", path, node)
 
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
@@ -204,16 +210,16 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """One line of a list file.
+    """One entry of a list file, which puts an op under a rule.
 
     Attributes:
         op: the name, as written.
         rule: the key that the entry is under.
-        why: free text.
-        path, line, column: the place of the name.
-        since, until: the first version of torch that the entry applies to, and the first that it no longer applies to;
-            empty for no bound.
-        is_optional: whether torch may lack the op.
+        why: the reason, in free text.
+        path, line, column: the location of the name.
+        since, until: the first version of torch that the entry applies to, and the first later one that it does not
+            apply to; empty for no bound.
+        is_optional: torch may lack the op. If False, a missing op is an error.
     """
 
     op: str
@@ -240,9 +246,9 @@ class OpEntry:
         is_late = bool(self.until) and running >= _parse_version(self.until)
         return not is_early and not is_late
 
-    def find_doubt(self) -> str | None:
-        """Return a sentence if the bounds exclude every torch that exists and is supported."""
-        # a list may look ahead, but not to another major version
+    def find_warning(self) -> str | None:
+        """Return the text of a warning if the bounds exclude every supported version of torch, or None."""
+        # an entry may be for a later minor version than the running one, but not for another major version
         if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
@@ -251,11 +257,12 @@ class OpEntry:
 
 
 def _running_torch() -> tuple[int, ...]:
+    """Return the three numbers of the running torch's version."""
     return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
 
 
 def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) -> Iterator[OpEntry]:
-    """Yield the entries of all rules."""
+    """Yield the entries under all rules of a file, in the order of the rules."""
     for rule in RULE_KEYS:
         nodes: list[Node] = []
         with diagnostics:
@@ -266,15 +273,16 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 
 
 def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
+    """Return an entry that is written as a name alone (`- softmax`) or as a mapping (`- {op: softmax, ...}`)."""
     if not isinstance(node.value, dict):
         return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
     for key in node.value:
-        if "." in key or key in get_op_names():  # `softmax: range`, or `linear: float32`
+        if "." in key or key in get_op_names():  # a common mistake: `- softmax: range`, or `- linear: float32`
             problem = (
                 f"{key!r} is an op, and not a key of an entry; put `- {key}` under the list that decides its dtype, or"
                 f" with a reason `- {{op: {key}, why: range}}`"
             )
-            raise fault(problem, path, node)
+            raise error_at(problem, path, node)
     fields = check_keys(node, ENTRY_KEYS, path, diagnostics)
     values = {"why": "", "since": "", "until": "", "optional": "false"}
     for name in values:
@@ -285,9 +293,9 @@ def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) 
     with diagnostics:
         if since and until and _parse_version(since) >= _parse_version(until):
             problem = f"until {until!r} is not later than since {since!r}, so no torch fits; give a later one"
-            raise fault(problem, path, fields["until"])
+            raise error_at(problem, path, fields["until"])
     if "op" not in fields:
-        raise fault(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
+        raise error_at(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
     op = fields["op"]
     name, is_optional = _read_name(op, rule, path), values["optional"] == "true"
     return OpEntry(name, rule, values["why"], str(path), op.line, op.column, since, until, is_optional)
@@ -301,33 +309,36 @@ def _read_field(name: str, node: Node, path: Path) -> str:
         return read_choice(node, path, name, BOOLEANS)
     text = read_text(node, path, name)
     if not VERSION.fullmatch(text):
-        raise fault(f"{name} is {text!r}; give a torch version such as 2.12", path, node)
+        raise error_at(f"{name} is {text!r}; give a torch version such as 2.12", path, node)
     return text
 
 
 def _read_name(node: Node, rule: OpRule, path: Path) -> str:
+    """Return the name of an op, after checking its form. Whether torch has the op is checked later."""
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        name = name.replace("::", ".")  # a kernel; `refuse_kernel` names its function
+        # a kernel, such as aten::mm: with a dot it passes as a name, and `refuse_kernel` reports the function to name
+        name = name.replace("::", ".")
     if not NAME.fullmatch(name):
+        # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`
         key, colon, rest = name.partition(":")
         if colon and key in ENTRY_KEYS:
-            raise fault(f"a colon needs a space after it; write {{{key}: {rest.strip() or 'softmax'}}}", path, node)
+            raise error_at(f"a colon needs a space after it; write {{{key}: {rest.strip() or 'softmax'}}}", path, node)
         problem = (
             f"{name!r} is not an op name; write a name such as softmax or torch.fft.rfft, each on a line that begins"
             " with `- `, the dashes below each other"
         )
-        raise fault(problem, path, node)
+        raise error_at(problem, path, node)
     if rule is OpRule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
             " unlisted, it takes 16-bit inputs as it is"
         )
-        raise fault(problem, path, node)
+        raise error_at(problem, path, node)
     return name
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
-    """Return the three numbers of a version."""
+    """Return the three numbers of a version; missing ones are 0."""
     parts = [int(part) for part in text.split(".")]
     return (*parts, 0, 0, 0)[:3]

@@ -1,4 +1,4 @@
-"""Which file the name of an op list means. Imports no torch."""
+"""Finds the file of an op list by its name or path. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,10 @@ from .shipped import lists_dir, shipped_names
 
 
 def locate(spec: str | os.PathLike[str], base: Path) -> Path:
-    """Return the file of a shipped list, or the path from `base`. Raises OpListError, without a place, for neither."""
+    """Return the file that a user means by a list: a shipped list by its name, or a path relative to `base`.
+
+    The path need not exist. Raises OpListError, without a location, for text that is neither.
+    """
     text = str(os.fspath(spec))
     separators = tuple(filter(None, (os.sep, os.altsep)))
     is_path = text.endswith((".yaml", ".yml")) or any(separator in text for separator in separators)
@@ -19,6 +22,7 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     known = shipped_names()
     if text in known:
         return lists_dir() / f"{text}.yaml"
+    # a common mistake: `lists="O1"`
     for level in read_levels():
         if level.name.casefold() == text.casefold():
             if level.lists:
@@ -30,7 +34,7 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _suggest(text: str, base: Path) -> str:
-    """Return a hint for an unknown name: a look-alike character, a file of that name in `base`, or a similar list."""
+    """Return a hint for an unknown name: its look-alike character, a file of that name in `base`, or a similar list."""
     look_alike = find_look_alike(text)
     if look_alike is not None:
         return f" Note: {look_alike[1]}."

@@ -1,12 +1,14 @@
-"""Characters that look like characters of YAML and of names: curly quotes, dashes, spaces, foreign letters.
+"""Finds look-alikes: characters outside ASCII that look like one in it, such as curly quotes, dashes and wide spaces.
 
-Word processors and chats insert them. YAML reads them as text, so a pattern with them matches nothing.
+Word processors and chats insert them. YAML reads them as ordinary text, so a name or a pattern with one of them matches
+nothing, and nobody can see why.
 """
 
 import re
 import unicodedata
 
-_SIGNS = {
+# quotes, dashes, asterisks, dots and colons, each with the ASCII character that it looks like
+_PUNCTUATION = {
     **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u2036\u275d\u275e\u301d\u301e", '"'),
     **dict.fromkeys("\u2018\u2019\u201a\u201b\u2039\u203a\u2032\u2035\u00b4\u275b\u275c", "'"),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2043", "-"),
@@ -14,7 +16,7 @@ _SIGNS = {
     **dict.fromkeys("\u00b7\u2219\u22c5", "."),
     **dict.fromkeys("\u0589\u2236\ua789", ":"),
 }
-# Cyrillic and Greek letters with the shape of a Latin one
+# Cyrillic letters, then Greek letters, each with the Latin letter of the same shape
 _LETTERS = {
     **dict(zip("аеорсухіјѕһԁԛԝАВЕКМНОРСТУХІЈЅ", "aeopcyxijshdqwABEKMHOPCTYXIJS", strict=True)),
     **dict(zip("οανΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "oavABEZHIKMNOPTYX", strict=True)),
@@ -26,36 +28,40 @@ _WORD = re.compile(r"\w+")
 
 
 def find_look_alike(text: str) -> tuple[int, str] | None:
-    """Return the position of the first such character and a sentence about it, or None.
+    """Return the index of the first look-alike in a text and a sentence about it, or None.
 
-    A foreign letter counts only beside Latin ones: names may be in any script.
+    A Cyrillic or Greek letter counts only in a word that also has Latin ones: whole names may be in any alphabet.
     """
     for match in _NOT_ASCII.finditer(text):
         character = match[0]
-        instead = _SIGNS.get(character) or _find_ascii(character)
-        if instead is None and character in _LETTERS and _is_beside_latin(text, match.start()):
-            instead = _LETTERS[character]
-        if instead is not None:
-            return match.start(), _describe(character, instead)
+        meant = _PUNCTUATION.get(character) or _find_ascii(character)
+        if meant is None and character in _LETTERS and _is_in_latin_word(text, match.start()):
+            meant = _LETTERS[character]
+        if meant is not None:
+            return match.start(), _describe(character, meant)
     return None
 
 
 def _find_ascii(character: str) -> str | None:
     """Return the ASCII form of a character, such as a wide letter; "" for an invisible one; None for others."""
+    # format characters (such as a zero-width space), and the separators of lines and paragraphs
     if unicodedata.category(character) in ("Cf", "Zl", "Zp"):
         return ""
+    # NFKC replaces wide letters, ligatures and special spaces by the characters that they stand for
     plain = unicodedata.normalize("NFKC", character)
     return plain if plain.isascii() else None
 
 
-def _is_beside_latin(text: str, place: int) -> bool:
-    word = next(match for match in _WORD.finditer(text) if match.start() <= place < match.end())
+def _is_in_latin_word(text: str, index: int) -> bool:
+    """Return whether the word around the letter at `index` has a Latin letter."""
+    word = next(match for match in _WORD.finditer(text) if match.start() <= index < match.end())
     return _LATIN.search(word[0]) is not None
 
 
-def _describe(character: str, instead: str) -> str:
+def _describe(character: str, meant: str) -> str:
+    """Return a sentence about a look-alike, for the ASCII character that was meant; "" if it must be removed."""
     named = f"U+{ord(character):04X} ({unicodedata.name(character, 'a control character').lower()})"
-    if not instead:
+    if not meant:
         return f"the character {named} cannot be seen; remove it"
-    shown = "a space" if instead == " " else instead
+    shown = "a space" if meant == " " else meant
     return f"the character {named} only looks like {shown}; write {shown} in its place"

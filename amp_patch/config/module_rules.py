@@ -1,8 +1,8 @@
 """Module rules: parts of a model that run in the low dtype or in float32, whatever the op lists say about their ops.
 
-docs/lists.md describes the key `modules` of list files. A rule covers the modules it chooses and everything inside
-them. If several rules cover a module, the last one counts, and rules of later files come later. Finding a type imports
-nothing: a class of a package that is not imported has no instances.
+docs/lists.md describes the key `modules` of list files. A rule chooses modules by name or by class, and covers these
+modules and everything inside them. If several rules cover a module, the last one counts; rules of later files come
+later. Looking up a class imports nothing: a class whose package is not imported has no instances in a model.
 """
 
 import difflib
@@ -15,11 +15,13 @@ from pathlib import Path
 from torch import nn
 
 from ..errors import OpListError, did_you_mean
-from .list_file import Diagnostics, check_keys, fault, read_choice, read_text
+from .list_file import Diagnostics, check_keys, error_at, read_choice, read_text
 from .op_names import check_that_it_may_come, count_imported, is_installed
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
+"""The values of the key `run`: the dtypes in which a rule runs modules."""
+
 MODULE_KEYS = ("match", "type", "run", "why")
 TYPE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -31,9 +33,9 @@ class ModuleRule:
     Attributes:
         chooser: the value of `match` or `type`, as written.
         run: "low" or "float32".
-        pattern: `match`, compiled; None for a rule by type.
-        why: free text.
-        path, line, column: where the entry starts.
+        pattern: `match` as a regular expression; None for a rule by `type`.
+        why: the reason, in free text.
+        path, line, column: the location where the entry starts.
     """
 
     chooser: str
@@ -45,39 +47,42 @@ class ModuleRule:
     column: int
 
     def chooses(self, name: str, module: nn.Module) -> bool:
-        """Return whether the rule chooses this module itself. The name of the model is ""."""
+        """Return whether the rule chooses this module itself, not only a module around it.
+
+        `name` is the qualified name of the module, "" for the model.
+        """
         if self.pattern is None:
             chosen = _find_value(_split(self.chooser))
             return isinstance(chosen, type) and isinstance(module, chosen)
         if self.chooser.startswith("re:"):
             return self.pattern.search(name) is not None
         if name:
-            name += "."
+            name += "."  # patterns of globs expect a dot after every part
         return self.pattern.fullmatch(name) is not None
 
     def find_problem(self) -> str | None:
-        """Return why the rule cannot choose a module, as far as imported packages show, or None."""
+        """Return the text of an error if the rule can choose no module, as far as imported packages show, or None."""
         if self.pattern is not None:
             return None
         return _find_problem(self.chooser)
 
 
 def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> ModuleRule | None:
-    """Return the rule that an entry of `modules` states, or None if it has unknown keys, which go to `diagnostics`.
+    """Return the rule that an entry of `modules` states. Raises OpListError with its location.
 
-    Raises OpListError with its place.
+    Returns None if the entry has unknown keys and `diagnostics` has collected the error.
     """
     if not isinstance(node.value, dict):
         example = '{match: "encoder.*.norm", run: float32}'
-        raise fault(f"an entry of modules must be a mapping; write one such as {example}", path, node)
+        raise error_at(f"an entry of modules must be a mapping; write one such as {example}", path, node)
     fields = check_keys(node, MODULE_KEYS, path, diagnostics)
     if not set(fields) <= set(MODULE_KEYS):
         return None
     if ("match" in fields) == ("type" in fields):
         needed = "either 'match' (a qualified name) or 'type' (a class), and not both"
-        raise fault(f"an entry of modules needs {needed}; give one", path, node)
+        raise error_at(f"an entry of modules needs {needed}; give one", path, node)
     if "run" not in fields:
-        raise fault(f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}", path, node)
+        raise error_at(f"an entry of modules needs the key 'run'; write run: {' or run: '.join(RUNS)}", path, node)
     run = read_choice(fields["run"], path, "run", RUNS)
     why = ""
     if "why" in fields:
@@ -89,27 +94,31 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
         chooser, pattern = read_text(fields["type"], path, "type"), None
         problem = _find_problem(chooser)
         if problem is not None:
-            raise fault(problem, path, fields["type"])
-        doubt = find_doubt(chooser)
-        if doubt is not None:
+            raise error_at(problem, path, fields["type"])
+        warning = find_warning(chooser)
+        if warning is not None:
             diagnostics.warn(
-                f"{chooser!r} has no effect: {doubt}", str(path), fields["type"].line, fields["type"].column
+                f"{chooser!r} has no effect: {warning}", str(path), fields["type"].line, fields["type"].column
             )
     return ModuleRule(chooser, run, pattern, why, str(path), node.line, node.column)
 
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
-    """Return `match` as a regular expression. The expression of a glob expects a dot after every part of a name."""
+    """Return `match`, a glob or `re:` and a regular expression, as a compiled regular expression."""
     try:
         if match.startswith("re:"):
             return re.compile(match.removeprefix("re:"))
         return re.compile(_translate(match))
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         remedy = "write one such as encoder.*.norm, or re: and a regular expression"
-        raise fault(f"{match!r} is not a pattern: {error}; {remedy}", path, node) from None
+        raise error_at(f"{match!r} is not a pattern: {error}; {remedy}", path, node) from None
 
 
 def _translate(glob: str) -> str:
+    """Return a regular expression for a glob. It matches a name with a dot after every part, as in `encoder.0.norm.`.
+
+    The dot at the end lets `**` match any number of parts, also none.
+    """
     translated = ""
     for part in glob.split("."):
         if not part:
@@ -124,7 +133,7 @@ def _translate(glob: str) -> str:
 
 
 def _find_problem(chooser: str) -> str | None:
-    """Return why the value of `type` names no class of modules, as far as imported packages show, or None."""
+    """Return the text of an error if `type` names no module class, as far as imported packages show, or None."""
     if not TYPE_NAME.fullmatch(chooser):
         return f"{chooser!r} is not a class with its module; {_find_remedy(chooser)}"
     names = _split(chooser)
@@ -134,7 +143,7 @@ def _find_problem(chooser: str) -> str | None:
     if value is not None:
         return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
     if names[0] == "__main__" or _may_come(names):
-        return None
+        return None  # the script, or an import, may still define the class
     imported = count_imported(names)
     hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.")
     missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
@@ -142,21 +151,23 @@ def _find_problem(chooser: str) -> str | None:
 
 
 def _find_remedy(chooser: str) -> str:
-    """Return the advice for a class name without its module. A class of torch is suggested only for a similar spelling:
-    scripts define classes such as Attention and Dense.
+    """Return the advice for a class name without its module, such as `LayerNorm`.
+
+    It suggests a class of torch only if that is spelled almost alike, because `Attention` or `Dense` is usually a class
+    of the script.
     """
     by_folded = {name.casefold(): f"torch.nn.{name}" for name in _torch_modules()}
     alike = difflib.get_close_matches(chooser.casefold(), by_folded, n=1, cutoff=0.8)
-    own = f"__main__.{chooser}"
+    in_script = f"__main__.{chooser}"
     if not chooser.isidentifier():
-        own = "__main__.Attention"
-    if not alike or _find_value(own.split(".")) is not None:
-        return f"write {own} for a class of your script, or a name such as torch.nn.LayerNorm"
-    return f"write {by_folded[alike[0]]}, or {own} for a class of your script"
+        in_script = "__main__.Attention"
+    if not alike or _find_value(in_script.split(".")) is not None:
+        return f"write {in_script} for a class of your script, or a name such as torch.nn.LayerNorm"
+    return f"write {by_folded[alike[0]]}, or {in_script} for a class of your script"
 
 
-def find_doubt(chooser: str) -> str | None:
-    """Return a sentence if the package of a type is not installed, or None. Imports nothing."""
+def find_warning(chooser: str) -> str | None:
+    """Return the text of a warning if the package of a class is not installed, or None. Imports nothing."""
     names = _split(chooser)
     if names[0] in ("__main__", "torch") or count_imported(names) or is_installed(names[0]):
         return None
@@ -164,26 +175,28 @@ def find_doubt(chooser: str) -> str | None:
 
 
 def _may_come(names: list[str]) -> bool:
-    """Return whether a missing class may be defined after more imports."""
+    """Return whether a later import may define a class that is missing now."""
     try:
         check_that_it_may_come(names)
     except OpListError:
         return False
-    return names[0] != "torch" or len(names) > 2  # torch itself imports modules at their first use, but no class
+    # two names, such as torch.LayerNorm, mean an attribute of torch: torch imports only modules at their first use
+    return names[0] != "torch" or len(names) > 2
 
 
 def _torch_modules() -> list[str]:
+    """Return the names of the module classes in torch.nn."""
     return [name for name, value in vars(nn).items() if isinstance(value, type) and issubclass(value, nn.Module)]
 
 
 def _split(chooser: str) -> list[str]:
-    """Return the parts of a class's name. `nn` means torch.nn, as in scripts."""
+    """Return the parts of a dotted class name. A leading `nn` means torch.nn, as in scripts."""
     names = chooser.split(".")
     return ["torch", *names] if names[0] == "nn" else names
 
 
 def _find_value(names: list[str]) -> object:
-    """Return a class of an imported package, or None. Runs no code."""
+    """Return the value of a dotted name in an imported package, or None. Runs no code of the package."""
     length = count_imported(names)
     value: object = sys.modules.get(".".join(names[:length]))
     for name in names[length:]:

@@ -1,8 +1,8 @@
-"""Op lists: which torch functions run in the low dtype, which in float32, which in the widest dtype of their arguments.
+"""Op lists: which functions of torch run in the low dtype, in float32, or in the widest dtype of their arguments.
 
-`list_file` reads one file, `op_names` finds the spellings of a name, `Overlay` lays files over each other, and
-`load_oplists` keeps the result. In-place twins (`exp_` of `exp`) are added by rule. Reading a list imports nothing and
-runs nothing. docs/lists.md describes the files.
+The module `list_file` reads one file, and `op_names` finds the spellings of a name. Here, `Overlay` merges files, and
+`load_oplists` caches the result. Where the rule of an op allows it, its in-place twin (`exp_` for `exp`) gets the rule
+too. Reading a list imports no package and runs no code of one. docs/lists.md describes the files.
 """
 
 import hashlib
@@ -18,39 +18,40 @@ from ..errors import OpListError, did_you_mean
 from .list_file import Diagnostics as Diagnostics
 from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
-from .list_file import fault, get_items, is_null, read_entries, read_keys, read_text
+from .list_file import error_at, get_items, is_null, read_entries, read_keys, read_text
 from .list_names import locate as locate
 from .module_rules import ModuleRule, read_module_rule
 from .op_names import (
     SpellingKey,
     find_deferred,
-    find_doubt,
+    find_warning,
     inplace_twin,
     is_augmented,
     is_inplace,
 )
 from .op_names import find_spellings as find_spellings
-from .op_namespaces import OWNERS
+from .op_namespaces import NAMESPACES
 from .op_rules import RULE_KEYS as RULE_KEYS
 from .op_rules import RULES as RULES
 from .op_rules import OpRule as OpRule
-from .product_names import find_products as find_products
+from .product_names import find_float32_spellings as find_float32_spellings
 from .product_names import is_product as is_product
-from .product_names import is_without_kernel as is_without_kernel
+from .product_names import is_without_cpu_kernel as is_without_cpu_kernel
 from .shipped import lists_dir, shipped_names
 from .yaml_nodes import Node, load_mapping, read_bytes
 
-MAX_LOADED = 16
+MAX_CACHED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One attribute to replace: `getattr(owner, name)` is to follow the rule `kind`.
+    """A function that follows a rule: `getattr(owner, name)`.
 
     Attributes:
-        owner: None while its package is not imported.
-        entry: the line that decides.
-        overridden: the entries that earlier files had for it, the earliest first.
+        owner: the module or class that has the function; None while its package is not imported.
+        kind: the rule.
+        entry: the entry of a list that decides.
+        overridden: the entries of earlier files for the same function, the earliest first.
     """
 
     owner: object | None
@@ -63,17 +64,20 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class OpLists:
-    """The resolved lists. Each (owner_name, name) occurs once in `spellings` and `deferred` together.
+    """Merged lists, with their names looked up in torch.
+
+    Each pair of `owner_name` and `name` occurs at most once in `spellings` and `deferred` together.
 
     Attributes:
-        names: the lists asked for.
-        missing: entries that the running torch has no op for.
-        deferred: spellings of packages that are not imported yet.
+        names: the lists as the caller named them.
+        spellings: the functions to patch.
+        missing: entries whose op the running torch does not have.
+        deferred: functions to patch once their package is imported.
         modules: rules for parts of a model. If several cover a module, the last one counts.
-        digest: SHA-256 of the rules, the same wherever the files lie and whatever is imported.
-        neutral: spellings that a neutral entry took off.
-        other_torch: entries that `since` or `until` keep out on the running torch.
-        is_whole: whether a file says `extends: null`.
+        digest: SHA-256 of the rules. It depends neither on the paths of the files nor on the imported packages.
+        neutral: functions that a neutral entry took off their list.
+        other_torch: entries that do not apply to the running torch, because of `since` or `until`.
+        is_whole: a file says `extends: null`, so the lists do not build on others.
     """
 
     names: tuple[str, ...]
@@ -93,16 +97,16 @@ class OpLists:
 def load_oplists(
     spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, may_be_overlay: bool = False
 ) -> OpLists:
-    """Return the lists that `spec` names: a shipped name, a path, or a sequence of them. Later ones win.
+    """Return the merged lists that `spec` names: a shipped name, a path, or a sequence of them. Later ones win.
 
-    The result is kept, and returned again while the files, the names of torch and the owners of names outside torch are
-    the same: scripts call `initialize` in loops, and resolving names takes 30 ms.
+    The result is cached, because scripts call `initialize` in loops, and looking up the names takes 30 ms. It is
+    returned again as long as loading the lists again would give the same.
 
     Args:
-        may_be_overlay: the lists are shown alone but used over others, so neutral entries without a list below them are
-            no reason to warn.
+        may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. A neutral
+            entry that takes nothing off is then no reason to warn.
 
-    Raises OpListError, with its place if the fault is in a file, before anything has been changed anywhere.
+    Raises OpListError, with its location if the fault is in a file, before anything has been changed anywhere.
     """
     specs: list[Any] = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not specs or not all(isinstance(name, (str, os.PathLike)) for name in specs):
@@ -111,14 +115,14 @@ def load_oplists(
     names = tuple(str(os.fspath(name)) for name in specs)
     paths = tuple(map(_locate, specs))
     key = (names, tuple(map(str, paths)), torch.__version__, may_be_overlay)
-    kept = _kept.pop(key, None)
-    if kept is None or not kept.is_current():
-        kept = _Loaded(names, paths, may_be_overlay=may_be_overlay)
-    if not kept.has_warned:  # a warning comes each time
-        _kept[key] = kept
-    while len(_kept) > MAX_LOADED:
-        del _kept[next(iter(_kept))]
-    return kept.lists
+    cached = _cache.pop(key, None)
+    if cached is None or not cached.is_current():
+        cached = _CachedLists(names, paths, may_be_overlay=may_be_overlay)
+    if not cached.has_warned:  # lists with a warning are loaded each time, so the user sees the warning each time
+        _cache[key] = cached
+    while len(_cache) > MAX_CACHED:
+        del _cache[next(iter(_cache))]
+    return cached.lists
 
 
 def _locate(spec: str | os.PathLike[str]) -> Path:
@@ -128,8 +132,8 @@ def _locate(spec: str | os.PathLike[str]) -> Path:
         raise OpListError(f"op list {os.fspath(spec)!r}: {error}") from None
 
 
-class _Loaded:
-    """Resolved lists, with their sources: the files, the names of torch, and the owners of names outside torch."""
+class _CachedLists:
+    """Merged lists, with everything that they were made from: the files, and the names in torch's namespaces."""
 
     def __init__(self, names: tuple[str, ...], paths: Sequence[Path], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
@@ -142,7 +146,7 @@ class _Loaded:
         self._names_of_torch = _get_names_of_torch()
 
     def is_current(self) -> bool:
-        """Return whether loading the files again would give the same."""
+        """Return whether loading the lists again would give the same, as far as can be checked quickly."""
         if self._names_of_torch != _get_names_of_torch():
             return False
         lists = self.lists
@@ -161,23 +165,26 @@ class _Loaded:
 
 
 def _get_names_of_torch() -> list[list[str]]:
-    """Return the names in each namespace of ops. While they are the same, names on a list mean the same ops."""
-    return [list(vars(owner)) for owner in OWNERS.values()]
+    """Return the names in each namespace of torch. As long as they do not change, names on a list mean the same ops."""
+    return [list(vars(owner)) for owner in NAMESPACES.values()]
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name outside torch has the owner that it had: modules are reloaded, and cells run again."""
-    if spelling.owner_name in OWNERS:
+    """Return whether a name outside torch still has the same owner.
+
+    Notebooks replace owners: they reload modules, and run cells that define classes again.
+    """
+    if spelling.owner_name in NAMESPACES:
         return True
     owners = find_spellings(spelling.entry.op, may_be_missing=True)
     return owners == {(spelling.owner_name, spelling.name): spelling.owner}
 
 
-_kept: dict[object, _Loaded] = {}  # the lists that were used last come last
+_cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
 
 
 def check_oplists(path: Path) -> Diagnostics:
-    """Return all faults of a list file and of the files that it extends. Raises nothing."""
+    """Return all errors and warnings about a list file and the files that it extends. Raises no OpListError."""
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
         Overlay(diagnostics, may_be_overlay=True).read_file(path)
@@ -185,25 +192,29 @@ def check_oplists(path: Path) -> Diagnostics:
 
 
 def find_owner(spelling: Spelling) -> object | None:
-    """Return the owner of a deferred op, or None while it may come; OpListError with its place if it cannot."""
+    """Return the owner of a deferred op, or None if a later import may define the op.
+
+    Raises OpListError with its location if no import can define it any more.
+    """
     entry = spelling.entry
     try:
         return find_deferred(entry.op)
     except OpListError as error:
-        raise _at(entry, str(error)) from None
+        raise _error_of(entry, str(error)) from None
 
 
-# ---- files over files ------------------------------------------------------------------------------------------------
+# ---- merging files ---------------------------------------------------------------------------------------------------
 
 
 class Overlay:
-    """The spellings that files put on lists, later files over earlier ones.
+    """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
-    Until `resolve`, the `kind` of each spelling is the rule of its entry. A `with self._diagnostics` block encloses
-    the code that is useless after a fault: when faults are collected, reading goes on after the block.
+    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `kind` of each spelling is the rule of
+    its entry. A `with self._diagnostics` block encloses code that makes no sense after an error in it: when errors are
+    collected, reading goes on after the block.
 
     Args:
-        may_be_overlay: the files are only shown or checked, and may be meant for use over others.
+        may_be_overlay: the files are only shown or checked, and may be meant for use on top of others.
     """
 
     def __init__(self, diagnostics: Diagnostics, *, may_be_overlay: bool) -> None:
@@ -212,7 +223,7 @@ class Overlay:
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
-        self._done: set[str] = set()  # the files that were read
+        self._files_read: set[str] = set()
         self._spellings: dict[SpellingKey, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
@@ -220,21 +231,24 @@ class Overlay:
         self._is_whole = is_whole
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
-        """Read the files that a file extends, then the file itself, each once. `chain`: the files that extend it."""
+        """Read the files that a file extends, then the file itself, unless it was read before.
+
+        `chain`: the files whose `extends` led to this one, so that a circle is noticed.
+        """
         identity = _identify(path)
-        if identity in self._done:
+        if identity in self._files_read:
             return
         content = self._diagnostics.files[path] = read_bytes(path, OpListError)
         keys = read_keys(load_mapping(path, OpListError, content), path, self._diagnostics)
         extends = keys.get("extends")
         if is_null(extends):
-            # null: nothing that was read before this file counts
+            # `extends: null` discards the files that were read before this one
             self._clear(is_whole=True)
             extends = None
         for node in get_items(extends, path, "extends"):
             with self._diagnostics:
                 self.read_file(_find_base(node, path, (*chain, identity)), (*chain, identity))
-        self._done.add(identity)
+        self._files_read.add(identity)
         self._read_settings(keys, path)
         self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
 
@@ -250,8 +264,8 @@ class Overlay:
                     self._modules.append(rule)
 
     def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Lay the entries of one file over the entries of earlier files."""
-        named: dict[SpellingKey, Spelling] = {}
+        """Add the entries of one file. They override the entries of earlier files."""
+        named: dict[SpellingKey, Spelling] = {}  # by this file
         missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
             if not entry.is_for_this_torch():
@@ -259,11 +273,12 @@ class Overlay:
                 self._warn_of_version(entry, is_shipped)
                 continue
             with self._diagnostics:
+                # shipped lists are for all versions of torch, so an op that one of them lacks is no error
                 owners = self._find_owners(entry, named, missing, may_be_missing=is_shipped or entry.is_optional)
                 if not owners:
                     missing["", entry.op] = entry
                 for key, owner in owners.items():
-                    named[key] = self._lay_over(entry, key, owner)
+                    named[key] = self._override_earlier(entry, key, owner)
         if self._diagnostics.is_collecting:
             self._warn_of_redundant(named)
         self._spellings |= named
@@ -278,30 +293,30 @@ class Overlay:
         *,
         may_be_missing: bool,
     ) -> dict[SpellingKey, object | None]:
-        """Return the spellings of an entry with their owners; none if torch lacks the op and may lack it.
+        """Return the spellings of an entry with their owners; no spellings if torch lacks the op.
 
-        Raises OpListError if torch must have the op, or the same file names a spelling twice. `named`, `missing`: the
-        entries of the file so far.
+        Raises OpListError if the op is missing and may not be, or if an earlier entry of the same file means the same
+        spelling. Such entries are in `named`, or in `missing` if torch lacks their op.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
         except OpListError as error:
-            raise _at(entry, str(error)) from None
-        # an op that torch lacks may not be named twice either
+            raise _error_of(entry, str(error)) from None
+        # a file may not name an op twice; an op that torch lacks has no spelling, so its name is compared
         for key in owners or {("", entry.op): None}:
             earlier = named[key].entry if key in named else missing.get(key)
             if earlier is not None:
-                raise _twice(entry, earlier, ".".join(key).removeprefix("."))
+                raise _duplicate_error(entry, earlier, ".".join(key).removeprefix("."))
         if owners and not may_be_missing:
-            problem = find_doubt(entry.op)
+            problem = find_warning(entry.op)
             if problem:
                 self._warn(entry, f"{entry.op!r} has no effect: {problem}")
         if owners and entry.rule is OpRule.NEUTRAL:
             self._warn_of_neutral(entry, owners, named)
         return owners
 
-    def _lay_over(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
-        """Return the spelling that an entry names, with the entries of earlier files that it overrides."""
+    def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
+        """Return the spelling that an entry names. It lists the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()
         if earlier is not None:
@@ -309,12 +324,15 @@ class Overlay:
         return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
-        """Add the in-place twins, and freeze."""
+        """Return the merged lists. Adds in-place twins, and gives spellings that write to an argument their rule.
+
+        `names`: the lists as the caller named them.
+        """
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
             if spelling.entry.rule.covers_twins:
                 twin = inplace_twin(key)
-                # an entry of its own decides a twin
+                # a twin that has an entry of its own follows that entry
                 if twin is not None and twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
         live: list[Spelling] = []
@@ -346,58 +364,68 @@ class Overlay:
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    # ---- warnings of entries without effect ----
+    # ---- warnings about entries without effect ----
 
     def _warn_of_version(self, entry: OpEntry, is_shipped: bool) -> None:
-        """Warn if the bounds of an entry fit no torch, and, when a file is checked, if they do not fit this one."""
-        doubt = entry.find_doubt()
-        if doubt is None and self._diagnostics.is_collecting and not is_shipped:
-            doubt = f"its bounds leave out torch {torch.__version__}"
-        if doubt is not None:
-            self._warn(entry, f"{entry.op!r} has no effect: {doubt}")
+        """Warn if the bounds of an entry exclude every torch. When a user's file is checked, also if they exclude this
+        one.
+        """
+        reason = entry.find_warning()
+        if reason is None and self._diagnostics.is_collecting and not is_shipped:
+            reason = f"its bounds leave out torch {torch.__version__}"
+        if reason is not None:
+            self._warn(entry, f"{entry.op!r} has no effect: {reason}")
 
     def _warn_of_neutral(
         self, entry: OpEntry, keys: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
     ) -> None:
-        """Warn if a neutral entry takes off nothing: no spelling, nor the op whose in-place twin it is, has a rule."""
+        """Warn if a neutral entry takes nothing off: neither a spelling of it, nor the op whose twin it is, has a rule.
+
+        Args:
+            keys: the spellings of the entry.
+            named: the spellings that earlier entries of the same file name.
+        """
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other, so the lists below it are unknown
-        ruled = {**self._spellings, **named}
-        if not any(key in ruled or _without_underscore(key) in ruled for key in keys):
+            return  # the file extends no other one: the user may put it on top of lists that are unknown here
+        listed = {**self._spellings, **named}
+        if not any(key in listed or _without_underscore(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
     def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
-        """Warn of entries that change nothing: all their spellings follow that rule already, or as twins."""
+        """Warn about entries that change nothing, because all their spellings would follow the same rule without them.
+
+        `named`: the spellings that the entries of one file name.
+        """
         by_entry: dict[OpEntry, list[SpellingKey]] = {}
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)
         for entry, keys in by_entry.items():
-            causes = [self._cause(key, entry.rule, named) for key in keys]
-            if None not in causes:
-                self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {causes[0]}")
+            reasons = [self._explain_redundant(key, entry.rule, named) for key in keys]
+            if None not in reasons:
+                self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
-    def _cause(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return why a spelling follows a rule even without its entry in the file of `named`; None if it would not."""
+    def _explain_redundant(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
+        """Return why a spelling would follow a rule without its entry in this file, or None if it would not."""
         earlier = self._spellings.get(key)
         if earlier and earlier.entry.rule is not rule:
             return None
         if earlier:
             return f"by {earlier.entry.op!r} at {earlier.entry.location}"
-        base = _without_underscore(key)
-        plain = named.get(base) or self._spellings.get(base)
-        if plain is None or plain.entry.rule is not rule or not rule.covers_twins or inplace_twin(base) != key:
+        op_key = _without_underscore(key)
+        op = named.get(op_key) or self._spellings.get(op_key)
+        if op is None or op.entry.rule is not rule or not rule.covers_twins or inplace_twin(op_key) != key:
             return None
-        return f"as the in-place twin of {plain.entry.op!r} at {plain.entry.location}"
+        return f"as the in-place twin of {op.entry.op!r} at {op.entry.location}"
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
 
 
 def _find_rule(name: str, rule: OpRule) -> OpRule:
-    """Return the rule that a spelling follows whose entry is under `rule`.
+    """Return the rule that a spelling follows if its entry is under `rule`.
 
-    An op that writes to its first argument must not get a cast copy of it. Augmented operators count as such ops:
-    `x **= 2` may write to `x`.
+    An op that writes to its first argument must not get a cast copy of that argument, or the write would be lost.
+    Augmented operators count as such ops, because `x **= 2` may write to `x`.
     """
     writes = is_inplace(name) or is_augmented(name)
     if writes and not rule.covers_writes:
@@ -406,46 +434,50 @@ def _find_rule(name: str, rule: OpRule) -> OpRule:
 
 
 def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
-    """Return the file that an item of `extends` names; one of `chain` would close a circle."""
+    """Return the file that an item of `extends` in the file `path` names.
+
+    Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
+    """
     text = read_text(node, path, "extends")
     try:
         base = locate(text, path.parent)
     except OpListError as error:
-        raise fault(str(error), path, node) from None
+        raise error_at(str(error), path, node) from None
     if not os.path.exists(base):
         files = (file.name for file in base.parent.glob("*.y*ml") if file.name != path.name)
         hint = did_you_mean(base.name, files, prefix=text.removesuffix(base.name), cutoff=0.8)
         known = ", ".join(shipped_names())
         problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
-        raise fault(problem, path, node)
+        raise error_at(problem, path, node)
     identity = _identify(base)
     if identity in chain:
         shown = " -> ".join(Path(name).name for name in (*chain, identity))
-        raise fault(f"the files extend each other: {shown}; remove one `extends`", path, node)
+        raise error_at(f"the files extend each other: {shown}; remove one `extends`", path, node)
     return base
 
 
 def _identify(path: Path) -> str:
+    """Return the path without links, so that a file under two paths is recognized."""
     try:
         return os.path.realpath(path)
-    except (OSError, ValueError):  # a null byte, a loop of links: the reader says it with the path
+    except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
         return str(path)
 
 
 def _without_underscore(key: SpellingKey) -> SpellingKey:
-    """Return the spelling of the op whose in-place twin this may be."""
+    """Return the spelling of the op whose in-place twin a spelling may be."""
     return key[0], key[1].removesuffix("_")
 
 
-def _at(entry: OpEntry, problem: str) -> OpListError:
+def _error_of(entry: OpEntry, problem: str) -> OpListError:
     return OpListError(problem, entry.path, entry.line, entry.column)
 
 
-def _twice(entry: OpEntry, earlier: OpEntry, spelling: str) -> OpListError:
-    """Return the error of two entries of one file that mean the same spelling."""
+def _duplicate_error(entry: OpEntry, earlier: OpEntry, spelling: str) -> OpListError:
+    """Return the error for two entries of one file that mean the same spelling."""
     named_by = f"{earlier.op!r} at {earlier.location}"
     if entry.rule is earlier.rule:
         problem = f"{entry.op!r} is on {entry.rule} twice: {spelling} is also meant by {named_by}"
     else:
         problem = f"{entry.op!r} is on {entry.rule}, but {spelling} is on {earlier.rule} by {named_by}"
-    return _at(entry, f"{problem}; take one of them out")
+    return _error_of(entry, f"{problem}; take one of them out")

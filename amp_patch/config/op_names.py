@@ -1,8 +1,9 @@
 """Finds the functions that a name on a list means, in torch or in a package built on it.
 
-A bare name (`softmax`) means every spelling: `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`,
-`torch.special.softmax`, and the spellings of its aliases. A dotted name means one spelling. Looking a name up imports
-nothing and runs nothing: names are attributes of torch's op namespaces, and of packages that are imported already.
+A *spelling* is one attribute that holds an op. A bare name (`softmax`) means every spelling of the op:
+`torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`, `torch.special.softmax`, and the spellings of
+its aliases. A dotted name (`torch.softmax`) means one spelling. Names are looked up as attributes of torch's
+namespaces, and of packages that are imported already. A look-up imports nothing and runs no code of a package.
 """
 
 import contextlib
@@ -16,23 +17,36 @@ import types
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .op_namespaces import GROUPS, OPERATORS, OWNERS, READS, REFUSED, RNN, SEARCHED, SET_ITEM, find_fault, get_op_names
+from .op_namespaces import (
+    ACCESSORS,
+    ALIASES_OF,
+    BARE_NAME_NAMESPACES,
+    NAMESPACES,
+    NEVER_LISTED,
+    OPERATORS,
+    RNN_OPS,
+    SET_ITEM,
+    explain_non_op,
+    get_op_names,
+)
 
 SpellingKey = tuple[str, str]  # owner name, attribute name
 
-# The usual short names of the namespaces.
+# The short names that scripts use for namespaces.
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
 
 _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
 
 
 def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name with their owners.
+    """Return the spellings of a name, each with its owner: the module or class that has it as an attribute.
 
-    A missing op has none. The owner is None if its package is not imported yet.
+    The owner is None if its package is not imported yet.
 
-    Raises OpListError, without a place, if no rule can apply to the name, or if the op may not be missing and torch or
-    an imported package lacks it.
+    Args:
+        may_be_missing: return no spellings for an op that torch, or an imported package, does not have.
+
+    Raises OpListError, without a location, if no rule can apply to the name, or if the op is missing and may not be.
     """
     first, dot, rest = op.partition(".")
     refuse_kernel(op)
@@ -40,21 +54,21 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
         op = f"{SHORT[first]}.{rest}"
     owner_name, _, name = op.rpartition(".")
     _check_that_it_may_be_listed(op, owner_name, name, may_be_missing)
-    if owner_name and owner_name not in OWNERS:
-        return _find_elsewhere(op, owner_name, name, may_be_missing)
+    if owner_name and owner_name not in NAMESPACES:
+        return _find_outside_torch(op, owner_name, name, may_be_missing)
     owners: dict[SpellingKey, object | None] = {}
-    faults: list[str] = []
+    reasons: list[str] = []
     for key, owner in _candidates(owner_name, name):
         value = getattr(owner, key[1], None)
         if value is None:
             continue
-        fault = find_fault(value, key[1])
-        if fault:
-            faults.append(fault)
+        reason = explain_non_op(value, key[1])
+        if reason:
+            reasons.append(reason)
         else:
             owners[key] = owner
-    if faults and not owners:
-        raise OpListError(f"{op!r} is {faults[0]}, so no rule can apply to it; name a function")
+    if reasons and not owners:
+        raise OpListError(f"{op!r} is {reasons[0]}, so no rule can apply to it; name a function")
     if not owners and not may_be_missing:
         raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(op, name)}")
     return owners
@@ -62,23 +76,23 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
 
 @functools.lru_cache(maxsize=4096)
 def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
-    """Return every spelling that a name could have, with its owner, whether torch has it or not."""
+    """Return every spelling that a name could have, with its owner. torch has only some of them."""
     if owner_name:
-        return (((owner_name, name), OWNERS[owner_name]),)
+        return (((owner_name, name), NAMESPACES[owner_name]),)
     keys: list[SpellingKey] = []
-    for alias in GROUPS.get(name, (name,)):
-        if alias.startswith("__"):
+    for alias in get_names(name):
+        if alias.startswith("__"):  # operators are methods of tensors
             keys.append(("torch.Tensor", alias))
             continue
-        for searched in SEARCHED:
-            keys.append((searched, alias))
-        if alias in RNN:
+        for namespace in BARE_NAME_NAMESPACES:
+            keys.append((namespace, alias))
+        if alias in RNN_OPS:
             keys.append(("torch._VF", alias))
-    return tuple((key, OWNERS[key[0]]) for key in keys)
+    return tuple((key, NAMESPACES[key[0]]) for key in keys)
 
 
 def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_missing: bool) -> None:
-    """Raise OpListError for a name that no list may hold, whatever it means in torch."""
+    """Raise OpListError for a name that no list may contain, before it is looked up."""
     if not may_be_missing and _is_module_class(owner_name, name):
         meant = did_you_mean(name, get_op_names(), cutoff=0.8)
         raise OpListError(
@@ -88,11 +102,11 @@ def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_mis
     if name.startswith("__") and name not in OPERATORS:
         allowed = ", ".join(sorted(OPERATORS))
         raise OpListError(f"{name!r} is not an operator that a rule can apply to; allowed are {allowed}")
-    if owner_name and owner_name not in OWNERS:
-        return
-    if name in REFUSED:
+    if owner_name and owner_name not in NAMESPACES:
+        return  # the names below are forbidden for functions of torch only
+    if name in NEVER_LISTED:
         raise OpListError(f"{op!r} cannot be on a list: casts are made of it, or it is not an op; leave it out")
-    if name in READS:
+    if name in ACCESSORS:
         raise OpListError(f"{op!r} cannot be on a list, since it returns no tensor; leave it out")
 
 
@@ -100,7 +114,10 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 
 
 def refuse_kernel(op: str) -> None:
-    """Raise OpListError for the name of a kernel, as in recordings. The message names the function that runs it."""
+    """Raise OpListError for the name of a kernel, such as `aten::mm`. The message suggests the function that runs it.
+
+    Recordings and profilers name kernels, so users copy these names into lists.
+    """
     kernel = _KERNEL.fullmatch(op)
     if kernel is None:
         return
@@ -112,14 +129,14 @@ def refuse_kernel(op: str) -> None:
     if functions:
         hint = f" Did you mean {functions[-1]!r}?"
     elif name == "to_copy":
-        hint = " This one is a cast."
+        hint = " This kernel is a cast."
     raise OpListError(f"{op!r} is a kernel, and lists name the functions that scripts call.{hint}")
 
 
 def _is_module_class(owner_name: str, name: str) -> bool:
-    """Return whether a name on a list means one of torch's module classes, with or without the namespace."""
-    is_there = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
-    return is_there and isinstance(getattr(torch.nn, name, None), type)
+    """Return whether a name is one of torch's module classes, as `LayerNorm` or `torch.nn.LayerNorm`."""
+    may_be_module = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
+    return may_be_module and isinstance(getattr(torch.nn, name, None), type)
 
 
 def _suggest_op(op: str, name: str) -> str:
@@ -134,24 +151,27 @@ def _suggest_op(op: str, name: str) -> str:
 
 
 def get_names(op: str) -> tuple[str, ...]:
-    """Return all names of an op, including `op`."""
-    return GROUPS.get(op, (op,))
+    """Return a name with its aliases."""
+    return ALIASES_OF.get(op, (op,))
 
 
 def inplace_twin(key: SpellingKey) -> SpellingKey | None:
-    """Return the spelling of an op's in-place twin (`exp_` of `exp`), or None. Operators have none."""
+    """Return the spelling of an op's in-place twin (`exp_` for `exp`), or None if it has none, as operators have."""
     owner_name, name = key
-    if owner_name not in OWNERS or name.endswith("_"):
+    if owner_name not in NAMESPACES or name.endswith("_"):
         return None
     twin = f"{name}_"
-    value = getattr(OWNERS[owner_name], twin, None)
-    if value is None or find_fault(value, twin):
+    value = getattr(NAMESPACES[owner_name], twin, None)
+    if value is None or explain_non_op(value, twin):
         return None
     return owner_name, twin
 
 
 def get_op(key: SpellingKey) -> str:
-    """Return the name that means all spellings of an op and its twins: a bare one if that includes this spelling."""
+    """Return the name to show for the op of a spelling: a bare name if there is one that means it, else a dotted one.
+
+    An in-place twin is shown under the name of its op, and an alias under the first name of its group.
+    """
     owner_name, name = key
     candidates = [name]
     if is_inplace(name):
@@ -165,7 +185,7 @@ def get_op(key: SpellingKey) -> str:
 
 
 def find_or_none(op: str) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name, or none if no rule can apply to it."""
+    """Return the spellings of a name with their owners, or an empty dictionary if no rule can apply to the name."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -173,7 +193,7 @@ def find_or_none(op: str) -> dict[SpellingKey, object | None]:
 
 
 def is_inplace(name: str) -> bool:
-    """Return whether an op of this name writes to its first argument. Augmented operators are not included."""
+    """Return whether an op of this name always writes to its first argument. Augmented operators only may."""
     return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
 
 
@@ -185,10 +205,11 @@ def is_augmented(name: str) -> bool:
 # ---- other packages --------------------------------------------------------------------------------------------------
 
 
-def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
+def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
+    """Do as `find_spellings` for a name in a package other than torch."""
     if owner_name.partition(".")[0] == "torch":
-        hint = did_you_mean(owner_name, OWNERS, cutoff=0.8)
-        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(OWNERS)}.{hint}")
+        hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
+        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(NAMESPACES)}.{hint}")
     try:
         return {(owner_name, name): _find_owner(op, owner_name.split("."), name)}
     except OpListError:
@@ -198,9 +219,9 @@ def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -
 
 
 def find_deferred(op: str) -> object | None:
-    """Return the owner of a name outside torch, or None while an import may still define the name.
+    """Return the owner of a deferred op, which is in a package outside torch; None if a later import may define the op.
 
-    Raises OpListError, without a place, if the modules on the path are imported and lack it. Imports nothing.
+    Raises OpListError, without a location, if no import can define it any more. Imports nothing.
     """
     owner_name, _, name = op.rpartition(".")
     path = owner_name.split(".")
@@ -211,7 +232,11 @@ def find_deferred(op: str) -> object | None:
 
 
 def _find_owner(op: str, path: list[str], name: str) -> object | None:
-    """Return the owner of a name outside torch, or None if an import may still define it. Runs no code."""
+    """Return the owner of `op`, a name outside torch, or None if a later import may define it.
+
+    Raises OpListError if the path leads to something else than a function of the package. `path` and `name` are the
+    parts of `op`. Runs no code of the package: `getattr_static` calls no `__getattr__` and no descriptor.
+    """
     top = path[0]
     if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
@@ -256,19 +281,22 @@ def _serves_names(module: types.ModuleType) -> bool:
 
 
 def count_imported(path: list[str]) -> int:
-    """Return the number of parts of a path up to the last module on it that is imported."""
+    """Return how many of the first parts of a dotted path name an imported module; 0 for none.
+
+    2 for `["torchvision", "ops", "roi_align"]` if `torchvision.ops` is imported.
+    """
     for length in range(len(path), 0, -1):
-        # None in sys.modules stands for a module that must not be imported
+        # sys.modules maps a module that must not be imported to None
         if sys.modules.get(".".join(path[:length])) is not None:
             return length
     return 0
 
 
 def check_that_it_may_come(path: list[str]) -> None:
-    """Raise OpListError if the first module on the path that is not imported does not exist."""
+    """Raise OpListError if no import can define the name at a dotted path, because a module on it does not exist."""
     imported = count_imported(path)
     if imported in (0, len(path)):
-        return  # nothing is imported yet, or everything is, and the last module imports names at their first use
+        return  # either nothing is imported yet, or everything is, and the last module imports names at their first use
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
     if _serves_names(parent) or part in vars(parent):
         return
@@ -277,17 +305,17 @@ def check_that_it_may_come(path: list[str]) -> None:
     raise OpListError(f"{'.'.join(path[:imported])!r} has no {part!r}.{did_you_mean(part, vars(parent))}")
 
 
-def find_doubt(op: str) -> str | None:
-    """Return a sentence if the package of an op is not installed, else None. Imports nothing."""
+def find_warning(op: str) -> str | None:
+    """Return the text of a warning if the package of an op is not installed, or None. Imports nothing."""
     root, dot, _ = op.partition(".")
     if not dot or root in SHORT or sys.modules.get(root) is not None or is_installed(root):
         return None
-    hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # for `linalg.norm` and the like
+    hint = did_you_mean(op, get_op_names(), cutoff=0.7)  # `linalg.norm` lacks the `torch.` in front
     return f"there is no package {root!r} installed.{hint}"
 
 
 def is_installed(root: str) -> bool:
     """Return whether a package is installed, without importing it."""
-    with contextlib.suppress(ImportError, ValueError):  # a module without a spec
+    with contextlib.suppress(ImportError, ValueError):  # find_spec raises ValueError for a module without a spec
         return importlib.util.find_spec(root) is not None
     return False

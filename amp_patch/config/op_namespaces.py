@@ -1,4 +1,4 @@
-"""torch's namespaces of ops, the aliases of ops, and the attributes of a namespace that are no ops."""
+"""torch's namespaces of ops, the aliases of ops, and the attributes of a namespace that are not ops."""
 
 import functools
 import inspect
@@ -10,10 +10,10 @@ import torch
 
 from .. import torch_private
 
-# The namespaces a name may be resolved in. A bare name is looked up in the first five. `torch.fft` is left to dotted
-# names: its members are called `fft` or `rfft`, and `torch.fft` itself is a module, so a bare `fft` would be read two
-# ways.
-OWNERS: dict[str, object] = {
+# The namespaces in which a name on a list is looked up. A dotted name (`torch.fft.rfft`) says its namespace. A bare
+# name (`softmax`) is looked up in all of `BARE_NAME_NAMESPACES`. `torch.fft` is left out there, because a bare `fft`
+# could mean the function `torch.fft.fft` or the module `torch.fft`.
+NAMESPACES: dict[str, object] = {
     "torch": torch,
     "torch.nn.functional": torch.nn.functional,
     "torch.Tensor": torch.Tensor,
@@ -23,23 +23,24 @@ OWNERS: dict[str, object] = {
     "torch.sparse": torch.sparse,
     "torch._VF": torch_private.VF,
 }
-SEARCHED = ("torch", "torch.nn.functional", "torch.Tensor", "torch.special", "torch.linalg")
-# nn.RNN and its relatives call the C functions through torch._VF, which torch.lstm and the others do not pass by.
-RNN = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell"))
+BARE_NAME_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.special", "torch.linalg")
+# Ops that recurrent layers (nn.LSTM and others) take from torch._VF, so a patch of torch.lstm alone would miss the
+# layers. A bare name of one of these is therefore looked up in torch._VF too.
+RNN_OPS = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell"))
 
 SET_ITEM = "__setitem__"
-"""`x[index] = values`, which torch runs below `index_put_` and `copy_`."""
+"""The operator of `x[index] = values`. torch runs it by `index_put_` or `copy_` in C++, so patching these misses it."""
 
-# Names of the same op: naming one names them all. Two names belong together if they compute the same function of the
-# same arguments, in any order and up to argument defaults, because a rule looks at dtypes only.
-# Kept apart on purpose: float_power (always float64), fmod (rounds differently from remainder), equal (returns one bool
-# for a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and var_mean
-# (another function).
-# The same name in torch and torch.linalg may differ (norm, cross, lu_solve, vander) and still means both: each reads
-# the same data with the same range, so one rule fits. torch.cond and torch.solve are not ops (control flow; a function
-# that only raises) and are never matched.
-ALIASES = (
-    # arithmetic: the operators, their reflected and their augmented forms
+# Aliases: names of the same op. An entry for one of them applies to all. Two names are aliases if they compute the same
+# function of the same arguments. Order and defaults of the arguments may differ, because a rule looks at dtypes only.
+# Not aliases, on purpose: float_power (always float64), fmod (rounds differently from remainder), equal (returns one
+# bool for a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and
+# var_mean (another function).
+# Some names mean different functions in torch and torch.linalg (norm, cross, lu_solve, vander). One bare name still
+# means both, because both read the same data with the same range, so one rule fits. torch.cond (control flow) and
+# torch.solve (a function that only raises an error) are not ops, and no name matches them.
+ALIAS_GROUPS = (
+    # arithmetic: functions, and their operators in plain, reflected (`__radd__`) and augmented (`__iadd__`) form
     "add __add__ __radd__ __iadd__",
     "sub subtract rsub __sub__ __rsub__ __isub__",
     "mul multiply __mul__ __rmul__ __imul__",
@@ -79,32 +80,37 @@ ALIASES = (
     "igamma gammainc",
     "igammac gammaincc",
 )
-GROUPS = {name: tuple(group.split()) for group in ALIASES for name in group.split()}
-OPERATORS = frozenset(name for name in GROUPS if name.startswith("__")) | {SET_ITEM}
+ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in group.split()}
+"""All names of an op, by each of them. Ops with one name are left out."""
 
-# Casts call these themselves, or they compute nothing.
-REFUSED = frozenset(
+OPERATORS = frozenset(name for name in ALIASES_OF if name.startswith("__")) | {SET_ITEM}
+
+# Functions that a cast itself calls, so that their patches would call themselves, and functions that compute nothing.
+NEVER_LISTED = frozenset(
     {
         *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
         *("detach", "copy_"),
     }
 )
 
-# These read a tensor and return a number, a tuple, a list or a handle, so casting the tensor is useless.
-_READS = (
+# Functions that read a tensor and return a number, a tuple, a list or a handle, so that casting the tensor is useless.
+_ACCESSORS = (
     "item tolist numpy size stride dim ndimension numel nelement element_size storage_offset storage storage_type",
     "untyped_storage data_ptr get_device dim_order sparse_dim dense_dim has_names retain_grad register_hook",
     "is_contiguous is_floating_point is_complex is_nonzero is_signed is_pinned is_shared is_inference is_neg is_conj",
     "is_same_size is_set_to is_coalesced register_post_accumulate_grad_hook",
 )
-READS = frozenset(name for row in _READS for name in row.split())
+ACCESSORS = frozenset(name for row in _ACCESSORS for name in row.split())
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def find_fault(value: Any, name: str) -> str | None:
-    """Return why an attribute of a namespace (or its replacement) is no op, or None if it is one."""
+def explain_non_op(value: Any, name: str) -> str | None:
+    """Return why an attribute of a namespace of torch is not an op, as "a class", or None if it is one.
+
+    `value` may also be the replacement of an op, which amp_patch or another package has installed.
+    """
     if isinstance(value, type):
         return "a class"
     if isinstance(value, types.ModuleType):
@@ -112,22 +118,23 @@ def find_fault(value: Any, name: str) -> str | None:
     if not callable(value):
         return "not a function"
     if isinstance(value, types.FunctionType):
-        # a replacement names the module of its original; only the original shows whether that is a builtin
+        # the original of a replacement: a replacement has the `__module__` of its original, but is never a builtin
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
+    # functions only: a mock, whose class is in the standard library, stands for a function of torch
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
-        return f"a function of {module}, not of torch"  # other callables, such as mocks, stand for torch's
+        return f"a function of {module}, not of torch"
     if (
         isinstance(value, types.FunctionType)
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
     ):
-        module = home  # a replacement names the module of the original
-    # a method of C, or a replacement that amp_patch or another package installed
-    is_foreign = module.partition(".")[0] != "torch"
+        # a replacement of amp_patch that cannot be unwrapped: its `__module__` is that of the original
+        module = home
+    is_python_of_torch = isinstance(value, types.FunctionType) and module.partition(".")[0] == "torch"
     if (
         module == torch_private.C_MODULE
-        or (isinstance(value, types.FunctionType) and not is_foreign and module not in torch_private.PYTHON_OP_MODULES)
-        or name in REFUSED
+        or (is_python_of_torch and module not in torch_private.PYTHON_OP_MODULES)
+        or name in NEVER_LISTED
     ):
         return "not an op"
     return None
@@ -141,13 +148,13 @@ def get_op_names() -> tuple[str, ...]:
     """
     bare: set[str] = set()
     dotted: set[str] = set()
-    for owner_name, owner in OWNERS.items():
+    for owner_name, owner in NAMESPACES.items():
         for name in dir(owner):
             is_operator = name in OPERATORS and owner is torch.Tensor
             value = None if name.startswith("_") and not is_operator else getattr(owner, name, None)
-            if value is None or name in READS or find_fault(value, name):
+            if value is None or name in ACCESSORS or explain_non_op(value, name):
                 continue
             dotted.add(f"{owner_name}.{name}")
-            if owner_name in SEARCHED or name in RNN:
+            if owner_name in BARE_NAME_NAMESPACES or name in RNN_OPS:
                 bare.add(name)
     return (*sorted(bare), *sorted(dotted))

@@ -1,6 +1,6 @@
-"""The rules for ops: one row for each. List files, messages, recordings and casts read a rule's properties here.
+"""The rules for ops, one row for each rule. List files, messages, recordings and casts take its properties from here.
 
-To add a rule, add a row here and its cast to `casting/wrappers.py`. Imports no torch.
+To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 AS_IT_IS = "as it is"
+"""The effect on an argument that a rule does not change."""
+
 _SIXTEEN_BIT = ("float16", "bfloat16")
 _CASTABLE = (*_SIXTEEN_BIT, "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The properties of a rule; see `OpRule`. `effects` holds only dtypes that the rule affects."""
+    """The properties of a rule, which `OpRule` describes. `effects` has the dtypes that the rule changes or refuses."""
 
     name: str
     summary: str
@@ -22,38 +24,39 @@ class _Row:
     example: str = ""
     runs_in: str = ""
     effects: Mapping[str, str] = field(default_factory=dict)
-    exempt: tuple[str, ...] = ()
+    opt_outs: tuple[str, ...] = ()
     covers_twins: bool = False
     covers_writes: bool = False
-    reads_first: bool = False
+    takes_sequence: bool = False
     may_run_low: bool = False
 
 
 class OpRule(StrEnum):
-    """A rule for the arguments of an op. A member equals its name, prints as it, and is written to JSON as it.
+    """A rule for the arguments of an op. A member is the text of its name, in comparisons, messages and JSON.
 
     Attributes:
         summary: the rule in a few words; `{low}` stands for the low dtype.
-        meaning: the comment above its key in a list file. Rules without one are not keys of list files.
+        meaning: the comment above the rule's key in a new list file. Empty for a rule that is no key of list files.
         example: an entry of a list file.
         runs_in: "low" or "float32" if the rule casts every argument to that dtype. Regions and module rules override
-            such a rule. Empty if the arguments decide, or nothing is cast.
-        exempt: the arguments with which a call runs as it was written.
-        covers_twins: whether the in-place twin of an op follows an entry of the op.
-        covers_writes: whether a spelling that writes to its first argument follows the rule itself, instead of
-            `match_self`. A rule that casts the first argument must not: the op would write to a copy.
-        reads_first: whether the op takes its tensors in a sequence, its first argument.
-        may_run_low: whether an op may run in 16 bits because of the rule, so that taking it off the list helps.
+            such a rule. Empty if the dtypes of the arguments decide, or if nothing is cast.
+        opt_outs: the names of arguments that switch the rule off: a call that passes one runs as it was written.
+        covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
+        covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
+            `match_self` in its place, because a cast of the first argument would make the op write to a copy.
+        takes_sequence: the op takes its tensors in a sequence, as its first argument.
+        may_run_low: the rule may be the reason why an op runs in 16 bits, so that taking the op off the list may help
+            against a fault.
     """
 
     summary: str
     meaning: str
     example: str
     runs_in: str
-    exempt: tuple[str, ...]
+    opt_outs: tuple[str, ...]
     covers_twins: bool
     covers_writes: bool
-    reads_first: bool
+    takes_sequence: bool
     may_run_low: bool
     _effects: Mapping[str, str]
 
@@ -64,7 +67,7 @@ class OpRule(StrEnum):
         example="{op: gelu, why: speed}",
         runs_in="low",
         effects=dict.fromkeys(_CASTABLE, "cast to {low}"),
-        exempt=("out",),
+        opt_outs=("out",),
         covers_twins=True,
         may_run_low=True,
     )
@@ -75,7 +78,7 @@ class OpRule(StrEnum):
         example="{op: softmax, why: range}",
         runs_in="float32",
         effects=dict.fromkeys(_SIXTEEN_BIT, "cast to float32"),
-        exempt=("out", "dtype"),
+        opt_outs=("out", "dtype"),
         covers_twins=True,
     )
     PROMOTE = _Row(
@@ -87,7 +90,7 @@ class OpRule(StrEnum):
             "float16": "cast to float32 beside float32 or bfloat16",
             "bfloat16": "cast to float32 beside float32 or float16",
         },
-        exempt=("out",),
+        opt_outs=("out",),
         covers_twins=True,
         may_run_low=True,
     )
@@ -97,8 +100,8 @@ class OpRule(StrEnum):
         meaning="The same for ops whose first argument is a sequence of tensors.",
         example="cat",
         effects=PROMOTE.effects,
-        exempt=("out",),
-        reads_first=True,
+        opt_outs=("out",),
+        takes_sequence=True,
     )
     BANNED = _Row(
         name="banned",
@@ -131,15 +134,15 @@ class OpRule(StrEnum):
         member.meaning = row.meaning
         member.example = row.example
         member.runs_in = row.runs_in
-        member.exempt = row.exempt
+        member.opt_outs = row.opt_outs
         member.covers_twins = row.covers_twins
         member.covers_writes = row.covers_writes
-        member.reads_first = row.reads_first
+        member.takes_sequence = row.takes_sequence
         member.may_run_low = row.may_run_low
         member._effects = row.effects
         return member
 
-    # messages show the rule as text, without the name of the class
+    # messages that show a rule by `!r` show its name in quotes, not the name of the class
     __repr__ = str.__repr__
 
     @property
@@ -148,11 +151,16 @@ class OpRule(StrEnum):
         return bool(self._effects)
 
     def describe_effects(self, low: str) -> dict[str, str]:
-        """Return the effect on an argument, for each dtype that is ever cast, when the low dtype is `low`."""
+        """Return the effect of the rule on a float16, a bfloat16 and a float32 argument, by the name of the dtype.
+
+        `low` is the name of the low dtype.
+        """
         described = {}
         for dtype in _CASTABLE:
             effect = self._effects.get(dtype, AS_IT_IS).format(low=low)
-            described[dtype] = AS_IT_IS if effect == f"cast to {dtype}" else effect
+            if effect == f"cast to {dtype}":  # a cast to its own dtype
+                effect = AS_IT_IS
+            described[dtype] = effect
         return described
 
 

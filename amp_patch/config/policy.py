@@ -1,4 +1,4 @@
-"""`Policy`: the properties of a run, how their values are read, who may state them, and which contradict each other."""
+"""`Policy`: the properties of a run, how their values are read, who may set them, and which contradict each other."""
 
 import math
 import os
@@ -19,8 +19,8 @@ ParseValue = Callable[[Any], Any]
 # ---- the loss scale: a number, or how a dynamic scale starts, grows and backs off ------------------------------------
 
 INIT_SCALE = 2.0**16
-MOST = 2**31 - 1
-"""Steps and overflows are counted in int32."""
+MAX_COUNT = 2**31 - 1
+"""The largest number of steps or overflows: both are counted in int32 on the device."""
 
 
 def _to_number(value: object) -> float:
@@ -39,60 +39,61 @@ def is_scale(number: float) -> bool:
 
 
 def _is_fraction(value: object) -> bool:
-    """Return whether a number is written as a fraction, such as 2.0."""
+    """Return whether a value is a number with a decimal point, such as 2.0, and so no count."""
     return isinstance(value, float) or (isinstance(value, str) and "." in value)
 
 
 def _is_count(number: float) -> bool:
-    return 1 <= number <= MOST and number.is_integer()
+    return 1 <= number <= MAX_COUNT and number.is_integer()
 
 
-def _knob(default: float, is_allowed: Callable[[float], bool], allowed: str) -> Any:
-    """Return a field of `DynamicScale`. `allowed` describes the values that pass `is_allowed`."""
+def _setting(default: float, is_allowed: Callable[[float], bool], allowed: str) -> Any:
+    """Return a field of `DynamicScale`. `allowed` describes the values that pass `is_allowed`, for errors."""
     return field(default=default, metadata={"is_allowed": is_allowed, "allowed": allowed})
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScale:
-    """How a dynamic loss scale moves: names and defaults of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
+    """How a dynamic loss scale moves: the settings of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
     Attributes:
-        init: the first scale. The default gives way to a bound that excludes it.
-        growth_factor: multiplies the scale after `growth_interval` steps in a row without an overflow.
-        backoff_factor: multiplies the scale at an overflow, once `hysteresis` overflows have come since the scale last
-            grew, or since the start.
+        init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts at that
+            bound.
+        growth_factor: the scale is multiplied by it after `growth_interval` steps in a row without an overflow.
+        backoff_factor: the scale is multiplied by it at an overflow, after `hysteresis` - 1 earlier overflows since the
+            scale last grew, or since the start.
     """
 
-    init: float = _knob(INIT_SCALE, is_scale, "a finite positive number")
-    growth_factor: float = _knob(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
-    backoff_factor: float = _knob(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, and neither")
-    growth_interval: int = _knob(2000, _is_count, f"a whole number from 1 to {MOST}")
-    hysteresis: int = _knob(1, _is_count, f"a whole number from 1 to {MOST}")
+    init: float = _setting(INIT_SCALE, is_scale, "a finite positive number")
+    growth_factor: float = _setting(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
+    backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, and neither")
+    growth_interval: int = _setting(2000, _is_count, f"a whole number from 1 to {MAX_COUNT}")
+    hysteresis: int = _setting(1, _is_count, f"a whole number from 1 to {MAX_COUNT}")
 
     def __str__(self) -> str:
-        """Return `dynamic`, with values that are not the default in brackets."""
+        """Return `dynamic`, followed by the values that differ from the defaults, in brackets."""
         changed: list[str] = []
-        for knob in fields(self):
-            value = getattr(self, knob.name)
-            if value != knob.default:
-                changed.append(f"{knob.name} {value:.12g}")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                changed.append(f"{setting.name} {value:.12g}")
         return f"dynamic ({', '.join(changed)})" if changed else "dynamic"
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> "DynamicScale":
-        """Return the scale that a mapping states, in numbers or text. Missing keys have their defaults.
+        """Return the settings that a mapping states, as numbers or as text. Missing keys get their defaults.
 
-        Raises PolicyError for the first unknown key or value that is not allowed.
+        Raises PolicyError for the first key that is unknown, or whose value is not allowed.
         """
-        known = {knob.name: knob for knob in fields(cls)}
+        known = {setting.name: setting for setting in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known:
                 raise PolicyError(f"unknown key {name!r} ({', '.join(known)}).{did_you_mean(name, known)}")
-            knob, number = known[name], _to_number(value)
-            is_count = isinstance(knob.default, int)
-            if not knob.metadata["is_allowed"](number) or (is_count and _is_fraction(value)):
-                raise PolicyError(f"{name}={value!r} must be {knob.metadata['allowed']}")
+            setting, number = known[name], _to_number(value)
+            is_count = isinstance(setting.default, int)
+            if not setting.metadata["is_allowed"](number) or (is_count and _is_fraction(value)):
+                raise PolicyError(f"{name}={value!r} must be {setting.metadata['allowed']}")
             if is_count:
                 number = int(number)
             values[name] = number
@@ -100,7 +101,10 @@ class DynamicScale:
 
 
 def parse_loss_scale(value: object) -> float | DynamicScale:
-    """Return a finite positive float, or a dynamic scale; "dynamic" means all defaults. Raises PolicyError."""
+    """Return a fixed scale as a float, or the settings of a dynamic one. "dynamic" means all defaults.
+
+    Raises PolicyError for anything else than a finite positive number, "dynamic" or a mapping of settings.
+    """
     if isinstance(value, DynamicScale):
         return value
     if isinstance(value, Mapping):
@@ -109,7 +113,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
         return DynamicScale()
     number = _to_number(value)
     if not is_scale(number):
-        keys = ", ".join(knob.name for knob in fields(DynamicScale))
+        keys = ", ".join(setting.name for setting in fields(DynamicScale))
         raise PolicyError(
             f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of"
             f" {keys}.{did_you_mean(value, ('dynamic',))}"
@@ -123,7 +127,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
 def _parse_boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    # Apex took the text "True" too, which command lines pass
+    # Apex accepts the text "True" too, because scripts pass arguments of the command line on
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     raise PolicyError(
@@ -148,6 +152,7 @@ def _parse_compute(value: object) -> str:
 
 
 def _parse_dtype_of(name: str) -> ParseValue:
+    """Return a parser of dtypes whose errors name the property `name`."""
     return lambda value: parse_dtype(value, name)
 
 
@@ -170,10 +175,11 @@ def _property(
     """Return a field of `Policy`.
 
     Args:
-        parse: reads a value, and raises PolicyError, ValueError or TypeError.
-        in_presets: whether a presets file may state the property.
-        is_override: whether an argument of `initialize` with the same name overrides it.
-        is_described: whether `describe` includes it.
+        parse: returns the value that a user gave as a value of the property, or raises PolicyError, ValueError or
+            TypeError. None for a property that users cannot set.
+        in_presets: a presets file may state the property.
+        is_override: the argument of `initialize` with the same name overrides it.
+        is_described: `describe` includes it.
     """
     metadata = {"parse": parse, "in_presets": in_presets, "is_override": is_override, "is_described": is_described}
     return field(default=default, metadata=metadata)
@@ -181,9 +187,9 @@ def _property(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run. `presets.yaml` describes them. Runs with equal policies can share a session.
+    """The properties of one run. `presets.yaml` explains each. Models with equal policies can share a session.
 
-    Code that reads, overrides or prints properties takes them from the fields of this class.
+    Each field says how it is read, who may set it, and whether it is printed. To add a property, add a field.
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -203,7 +209,7 @@ class Policy:
 
     @property
     def low_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype in force, or None at a float32 level."""
+        """The 16-bit dtype that ops or the model are cast to, or None at a float32 level."""
         if self.patch_torch_functions:
             return self.patch_torch_functions_type
         if self.cast_model_type in LOW_DTYPES:
@@ -212,11 +218,11 @@ class Policy:
 
     @property
     def is_scale_dynamic(self) -> bool:
-        """Whether the loss scale follows the gradients, and an overflow skips a step."""
+        """Whether the loss scale grows and backs off, and a step with an overflow is skipped."""
         return isinstance(self.loss_scale, DynamicScale)
 
     def as_level(self) -> Level:
-        """Return the facts of a level with these properties."""
+        """Return the facts of the level, after the overrides."""
         return Level(
             self.opt_level,
             low="" if self.low_dtype is None else dtype_name(self.low_dtype),
@@ -227,7 +233,10 @@ class Policy:
         )
 
     def computes_in_float32(self, device_type: str) -> bool:
-        """Return whether products of 16-bit values are computed in float32 on devices of this type."""
+        """Return whether products of 16-bit values (matrix products, convolutions, ...) are computed in float32.
+
+        Under `compute="auto"`, this is so on devices of a type that has no instructions for them.
+        """
         low = self.low_dtype
         if low is None:
             return False
@@ -236,8 +245,10 @@ class Policy:
         return self.compute == "float32"
 
     def get_longest_attention(self, device_type: str) -> int:
-        """Return the largest number of queries times keys at which attention is computed in float32 on devices of this
-        type, although other products are not. 0 for none.
+        """Return up to which size attention is computed in float32 on devices of this type, for speed; 0 for never.
+
+        The size is the number of queries times the number of keys. It matters only where other products are computed
+        in 16 bits.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
@@ -245,7 +256,7 @@ class Policy:
         return get_longest_attention(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
-        """Return a sentence if devices of this type have no instructions for the products."""
+        """Return a sentence, in a list, if products are computed in float32, or if the device imitates 16-bit ones."""
         low = self.low_dtype
         if low is None:
             return []
@@ -256,16 +267,16 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return name and value, as text, of each property that has an effect."""
-        idle = set()
+        """Return the name and the value, as text, of each property that has an effect."""
+        without_effect = set()
         if not self.patch_torch_functions:
-            idle.add("patch_torch_functions_type")
+            without_effect.add("patch_torch_functions_type")
         if self.low_dtype is None:
-            idle.add("compute")
+            without_effect.add("compute")
         described = []
         for known in fields(self):
             value = getattr(self, known.name)
-            if known.metadata["is_described"] and known.name not in idle and value not in (None, ()):
+            if known.metadata["is_described"] and known.name not in without_effect and value not in (None, ()):
                 described.append((known.name, _in_words(value)))
         return described
 
@@ -296,14 +307,14 @@ def _in_words(value: Any) -> str:
 
 
 def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
-    """Return the contradictions in a policy that was made from a preset and the overrides `given`."""
-    find = _contradict_casts_of_the_model
+    """Return a sentence for each contradiction in `policy`, which is `preset` with the overrides `given`."""
+    find_for_level = _find_at_level_that_casts_models
     if preset.patch_torch_functions:
-        find = _contradict_casts_of_functions
-    return [*find(preset.opt_level, given, policy), *_contradict_bounds(policy)]
+        find_for_level = _find_at_level_that_patches
+    return [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
 
 
-def _contradict_casts_of_functions(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
+def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.cast_model_type not in (None, torch.float32):
         yield (
             f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
@@ -316,11 +327,11 @@ def _contradict_casts_of_functions(level: str, given: Mapping[str, Any], policy:
         yield f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16"
 
 
-def _contradict_casts_of_the_model(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
+def _find_at_level_that_casts_models(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.patch_torch_functions:
         yield f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions"
-    if (named := given.get("patch_torch_functions_type")) is not None:
-        yield f"patch_torch_functions_type={named}: {level} patches nothing; use cast_model_type, or O1 or O4"
+    if (dtype := given.get("patch_torch_functions_type")) is not None:
+        yield f"patch_torch_functions_type={dtype}: {level} patches nothing; use cast_model_type, or O1 or O4"
     if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
         yield (
             f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another"
@@ -328,14 +339,14 @@ def _contradict_casts_of_the_model(level: str, given: Mapping[str, Any], policy:
         )
 
 
-def _contradict_bounds(policy: Policy) -> Iterator[str]:
+def _find_in_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
-    # `not >` also refuses NaN
+    # `not ... > 0`, because NaN must be refused too
     if not policy.max_loss_scale > 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
     scale = policy.loss_scale
-    if isinstance(scale, DynamicScale) and scale.init != INIT_SCALE:  # which gives way to a bound
+    if isinstance(scale, DynamicScale) and scale.init != INIT_SCALE:  # the default start is moved to the bound instead
         lowest = policy.min_loss_scale or 0.0
         if not lowest <= scale.init <= policy.max_loss_scale:
             yield (

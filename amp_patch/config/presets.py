@@ -1,4 +1,4 @@
-"""Makes a `Policy` from a level of a presets file and the caller's overrides."""
+"""Makes a `Policy` from a level in a presets file and the caller's overrides."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,22 +24,22 @@ def make_policy(
     """Return the policy of a level, with overrides applied.
 
     Args:
-        overrides: properties by name. None means not given. Unknown names are ignored, so a caller can pass all its
-            arguments.
+        overrides: properties by name. A value of None counts as not given. Names that are not properties are ignored,
+            so a caller can pass all its arguments.
 
     Raises PolicyError for an unknown level, for a value that cannot be read, and for overrides that contradict the
     level. The message names all contradictions.
     """
-    table = _table(presets)
-    if not isinstance(opt_level, str) or opt_level not in table.names():
-        raise _unknown_level(opt_level, table.names())
-    properties = table.properties(opt_level)
+    levels = _read_presets(presets)
+    if not isinstance(opt_level, str) or opt_level not in levels.names():
+        raise _unknown_level(opt_level, levels.names())
+    properties = levels.properties(opt_level)
     known = Policy.get_overrides()
     given = {}
     for name, value in overrides.items():
         if name in known and value is not None:
             given[name] = value
-    # `lists` may be null in a presets file
+    # `lists: null` in a presets file means no lists, as if the key were missing
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
     policy, problems = _override(preset, given)
     problems += find_contradictions(preset, given, policy)
@@ -56,14 +56,17 @@ def make_policy(
 def make_policy_without_model(
     opt_level: str, overrides: Mapping[str, Any], *, presets: str | os.PathLike[str] | None = None
 ) -> Policy:
-    """Return the policy of a level for code without a model. Raises PolicyError if the level only casts models."""
+    """Return the policy of a level for code without a model.
+
+    Raises PolicyError as `make_policy` does, and for a level that casts models, which would cast nothing here.
+    """
     policy = make_policy(opt_level, overrides, presets=presets)
     if policy.low_dtype is None or policy.patch_torch_functions:
         return policy
-    table = _table(presets)
+    levels = _read_presets(presets)
     patching = []
-    for level in table.names():
-        if table.properties(level).get("patch_torch_functions"):
+    for level in levels.names():
+        if levels.properties(level).get("patch_torch_functions"):
             patching.append(level)
     raise PolicyError(
         f"opt_level {opt_level!r} casts models and patches no functions, so code without a model would run in float32."
@@ -71,19 +74,20 @@ def make_policy_without_model(
     )
 
 
-def _table(presets: str | os.PathLike[str] | None) -> "Presets":
+def _read_presets(presets: str | os.PathLike[str] | None) -> "Presets":
+    """Return the levels of the file that a caller or the environment names, or of the shipped one."""
     if presets is not None and not isinstance(presets, (str, os.PathLike)):
         raise PolicyError(f"presets={presets!r} is not a path: pass the path of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
-    """Return the preset with the given values, and the errors of values that cannot be read."""
+    """Return the preset with the given values in place of its own, and an error for each value that cannot be read."""
     parsers = Policy.get_overrides()
     problems: list[str] = []
     values: dict[str, Any] = {}
     for name, value in given.items():
-        if name == "cast_model_type" and value is False:  # in Apex, False leaves the model alone
+        if name == "cast_model_type" and value is False:  # as in Apex: do not cast the model
             values[name] = None
             continue
         try:
@@ -94,7 +98,7 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
 
 
 def _with_name(error: Exception, name: str, shown: str) -> str:
-    """Return the text of an error about a property. It begins with the property or with `shown`."""
+    """Return the text of an error about a property. `shown` comes first, unless the text names the property already."""
     text = str(error)
     if text.startswith(f"{name}="):
         return text
@@ -102,7 +106,10 @@ def _with_name(error: Exception, name: str, shown: str) -> str:
 
 
 class Presets:
-    """The levels of one presets file."""
+    """The levels of one presets file, and of the shipped file below it.
+
+    A level of a user's file may extend a shipped level, and may replace the shipped level of the same name.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +126,11 @@ class Presets:
         return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the properties of a level of this file, or of the shipped file."""
+        """Return the properties of a level, including those of the levels that it extends.
+
+        Args:
+            seen: the levels that extend this one, so that a circle is noticed.
+        """
         if level not in self._levels and self._shipped is not None:
             return self._shipped.properties(level)
         node = self._levels[level]
@@ -127,7 +138,7 @@ class Presets:
         base = entries.pop("extends", None)
         properties: dict[str, Any] = {}
         if base is not None:
-            properties = self._base(level, base, seen)
+            properties = self._properties_of_base(level, base, seen)
         properties |= _parse(self.path, node, entries)
         low = properties.get("patch_torch_functions_type")
         if properties.get("patch_torch_functions") and low not in LOW_DTYPES:
@@ -135,16 +146,16 @@ class Presets:
             raise PolicyError(problem, self.path, node.line, node.column)
         return properties
 
-    def _base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
-        """Return the properties of the level that `base` names."""
-        builds_on_shipped = self._shipped is not None and level in self._shipped.names()
+    def _properties_of_base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
+        """Return the properties of the level that `base`, the value of `extends` in `level`, names."""
+        replaces_shipped = self._shipped is not None and level in self._shipped.names()
         if not isinstance(base.value, str):
             problem = "extends takes the name of one level"
-        elif (base.value == level and not builds_on_shipped) or base.value in seen:
+        elif (base.value == level and not replaces_shipped) or base.value in seen:
             problem = f"level {level!r} extends itself through {base.value!r}; name another level"
         elif base.value not in self.names():
             problem = str(_unknown_level(base.value, self.names()))
-        elif base.value == level and self._shipped is not None:  # a user's O2 may build on the shipped O2
+        elif base.value == level and self._shipped is not None:  # a user's O2 extends the shipped O2, not itself
             return self._shipped.properties(level)
         else:
             return self.properties(base.value, (*seen, level))
@@ -152,18 +163,20 @@ class Presets:
 
 
 def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
+    """Return the values of a mapping by key. Raises PolicyError for any other node."""
     if not isinstance(node.value, dict):
         problem = "a level must be a mapping of properties; write one such as {extends: O2, loss_scale: 128}"
         raise PolicyError(problem, path, node.line, node.column)
     return node.value
 
 
-def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
+def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
+    """Return the values of the properties that the node `level` states, each read by the parser of its property."""
     parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
         if name not in parsers:
-            line, column = parent.key_at.get(name, (node.line, node.column))
+            line, column = level.key_positions.get(name, (node.line, node.column))
             problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
             raise PolicyError(problem, path, line, column)
         if _is_null(node):
@@ -172,7 +185,7 @@ def _parse(path: Path, parent: Node, entries: Mapping[str, Node]) -> dict[str, A
         try:
             result[name] = parsers[name](_plain(node))
         except AmpError as error:
-            line, column = _place_of_fault(node, parsers[name])
+            line, column = _locate_fault(node, parsers[name])
             raise PolicyError(_with_name(error, name, name), path, line, column) from None
     return result
 
@@ -186,21 +199,25 @@ def _plain(node: Node) -> Any:
     return node.value
 
 
-def _place_of_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
-    """Return line and column of a faulty value: in a mapping, of the first key that is wrong by itself."""
+def _locate_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
+    """Return the line and column to report for a value that `parse` refuses.
+
+    In a mapping, such as a dynamic `loss_scale`, this is the first key that `parse` refuses when it stands alone.
+    """
     if isinstance(node.value, dict):
         for key, item in node.value.items():
             try:
                 parse({key: _plain(item)})
             except AmpError:
-                return node.key_at[key]
+                return node.key_positions[key]
     return node.line, node.column
 
 
 def _is_null(node: Node) -> bool:
+    """Return whether a value is empty, or a word for null that is not in quotes."""
     return isinstance(node.value, str) and not node.quoted and node.value.lower() in ("", "null", "~", "none")
 
 
 def _unknown_level(level: object, allowed: tuple[str, ...]) -> PolicyError:
-    hint = did_you_mean(str(level), allowed)  # a level may be given as a number
+    hint = did_you_mean(str(level), allowed)  # `str`, because a common mistake is the number 1 for "O1"
     return PolicyError(f"opt_level {level!r} is not a preset ({', '.join(allowed)}).{hint}")

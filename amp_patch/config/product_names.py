@@ -1,5 +1,6 @@
-"""The ops that are products, and the ops without a 16-bit kernel on a CPU. A session may compute both in float32 and
-round the result, whatever their rules are.
+"""The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
+
+Where the hardware has no 16-bit instructions, a session computes both in float32 and rounds the results.
 """
 
 import functools
@@ -15,9 +16,9 @@ PRODUCTS = (
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-"""Ops that are products, or call products in C++, named as in lists."""
+"""Ops that are products, or that call products in C++, by their names on lists."""
 
-WITHOUT_KERNEL = (
+WITHOUT_CPU_KERNEL = (
     *("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss"),
     *(
         f"torch.fft.{prefix}{kind}fft{suffix}"
@@ -26,39 +27,47 @@ WITHOUT_KERNEL = (
         for suffix in ("", "2", "n")
     ),
 )
-"""Ops that torch 2.13 runs in float16 on a GPU but not on a CPU. Variants with a kernel of their own, such as
-`interpolate(antialias=True)` and `round(decimals=...)`, are left out: their op has a 16-bit kernel.
+"""Ops that torch 2.13 runs in float16 on a GPU but not on a CPU.
+
+Some ops lack the CPU kernel only for some arguments, such as `interpolate(antialias=True)` and `round(decimals=...)`.
+They are left out, because their usual calls have a 16-bit kernel.
 """
 
 _PRODUCT_NAMES = frozenset(name for op in PRODUCTS for name in get_names(op.rpartition(".")[2]))
-_OTHER_NAMES = frozenset(name.rpartition(".")[2] for name in WITHOUT_KERNEL)
+_NAMES_WITHOUT_CPU_KERNEL = frozenset(name.rpartition(".")[2] for name in WITHOUT_CPU_KERNEL)
 
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Return whether torch's function of that `__name__` is in `PRODUCTS`, or is an operator or in-place twin of one.
+    """Return whether `name`, the `__name__` of a function of torch, means a product, its operator or in-place twin.
 
-    Functions of torch.linalg have names such as `linalg_matmul`, functions of torch.sparse such as `_sparse_mm`.
+    The `__name__` of functions of torch.linalg and torch.sparse has a prefix, as in `linalg_matmul` and `_sparse_mm`.
     """
     return _is_among(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
 
 
 @functools.cache
-def is_without_kernel(name: str) -> bool:
-    """Return the same for `WITHOUT_KERNEL`. Functions of torch.fft have names such as `fft_rfft`."""
-    return _is_among(_OTHER_NAMES, name.removeprefix("fft_"))
+def is_without_cpu_kernel(name: str) -> bool:
+    """Return whether `name`, the `__name__` of a function of torch, means one of `WITHOUT_CPU_KERNEL`.
+
+    The `__name__` of functions of torch.fft has a prefix, as in `fft_rfft`.
+    """
+    return _is_among(_NAMES_WITHOUT_CPU_KERNEL, name.removeprefix("fft_"))
 
 
 def _is_among(names: frozenset[str], name: str) -> bool:
+    """Return whether a name, or the name of the op whose in-place twin it is, is one of `names`."""
     return name in names or name.removesuffix("_") in names
 
 
-def find_products(device_type: str) -> Iterator[tuple[object, str]]:
-    """Yield owner and name of every spelling of a product that this torch has, and of its in-place twin. On a CPU, also
-    yield the ops without a 16-bit kernel.
+def find_float32_spellings(device_type: str) -> Iterator[tuple[object, str]]:
+    """Yield owner and name of each spelling that a session may have to compute in float32 on a type of device.
+
+    These are the spellings of products and of their in-place twins, and on a CPU the ops without a 16-bit kernel there,
+    as far as this torch has them.
     """
     seen = set()
-    for op in (*PRODUCTS, *(WITHOUT_KERNEL if device_type == "cpu" else ())):
+    for op in (*PRODUCTS, *(WITHOUT_CPU_KERNEL if device_type == "cpu" else ())):
         for key, owner in find_spellings(op, may_be_missing=True).items():
             for spelling in (key, inplace_twin(key)):
                 if owner is not None and spelling is not None and spelling not in seen:

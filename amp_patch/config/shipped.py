@@ -1,4 +1,4 @@
-"""The files that come with the package: op lists and presets. Imports no torch."""
+"""Finds the files that come with the package: op lists and presets. Imports no torch."""
 
 from pathlib import Path
 
@@ -6,7 +6,10 @@ from ..errors import OpListError
 
 
 def lists_dir() -> Path:
-    """Return the directory of the shipped lists: inside the package in a wheel, beside it in a checkout."""
+    """Return the directory of the shipped lists: inside an installed package, beside the package in a checkout.
+
+    Raises OpListError if it is in neither.
+    """
     package = Path(__file__).resolve().parent.parent
     candidates = (package / "lists", package.parent / "lists")
     for path in candidates:

@@ -1,7 +1,8 @@
-"""The doctor: finds faults in training scripts that use amp, without running or importing them.
+"""The doctor: finds faults in training scripts that use amp, without running or importing the scripts.
 
-A file becomes a `Script`, and each of the `RULES` yields faults in it. The comment `# amp-patch: ignore[CODE]` on a
-line silences a rule there.
+It parses a file into a `Script`. Each of the `RULES` yields *faults*: nodes of the script, with a message. A *finding*
+is a fault with its file, line and code, as the report shows it. The comment `# amp-patch: ignore[CODE]` on a line
+silences a rule there.
 """
 
 from .machine import get_advice as get_advice

@@ -1,4 +1,4 @@
-"""Rules about amp's state in checkpoints."""
+"""Rules of the doctor about amp's state in checkpoints."""
 
 import ast
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from .tree import function_of, text_of
     """,
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
-    # without a call such as torch.save, the state may be meant for something else
+    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    # without a call such as torch.save, the state may be for something else than a checkpoint
     if any("save" in function_of(call) for call in script.calls):
         for call in _calls_without_amp(script, "state_dict"):
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
@@ -40,31 +40,32 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without the loss scale starts from the first one, and skips steps until it fits again."""
+    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
     for call in _calls_without_amp(script, "load_state_dict"):
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
         yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
 
 
 def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
-    """Return the first call of an optimizer's method that loses the loss scale, in a list, or no call.
+    """Return the first call of an optimizer's `method` in a script that saves or loads no loss scale, or an empty list.
 
-    A script loses a dynamic scale if it neither calls amp's function of the same name nor reads the scalers itself.
+    Only a dynamic loss scale is lost. The script keeps it if it calls amp's function of the same name, or uses the
+    scalers itself.
     """
-    is_kept = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
-    is_trained = bool(script.initializations or script.blocks)
-    if is_kept or not is_trained or not script.uses_amp or not script.expected.skips:
+    keeps_scale = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
+    is_training = bool(script.initializations or script.blocks)
+    if keeps_scale or not is_training or not script.uses_amp or not script.expected.skips:
         return []
     if any(function_of(call).startswith("FP16_Optimizer") for call in script.calls):
-        return []  # it keeps a loss scale of its own
+        return []  # Apex's FP16_Optimizer has a loss scale of its own in its state
     for call, receiver in script.method_calls(method):
         if not script.is_optimizer(receiver) or script.is_without_amp(call):
             continue
         frame = script.frame(call)
         if isinstance(frame, ast.FunctionDef) and frame.name == method:
-            continue  # a wrapper delegates to the optimizer in it
+            continue  # the method of a wrapper, which calls the method of the optimizer in it
         values = script.values_of(text_of(receiver))
-        # an object that was loaded from a file is no optimizer of this run
+        # an object that was loaded from a file is not an optimizer of this run
         if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
             return [call]
     return []
@@ -83,11 +84,11 @@ def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
     """,
 )
 def state_before_initialize(script: Script) -> Iterator[Fault]:
-    """There is no state before `initialize`: the call raises SessionError, in many scripts only when they resume."""
+    """amp has no state before `initialize`, so the call raises SessionError; in many scripts only when they resume."""
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(initialization, call) for initialization in script.initializations)
         is_before = any(script.is_before(call, initialization) for initialization in script.initializations)
-        # in a loop, an earlier turn may have called `initialize`
+        # in a loop, `initialize` may have been called in an earlier iteration
         if is_before and not is_after and not script.is_in_loop(call):
             message = "amp has no state before amp.initialize: this raises SessionError"
             advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."

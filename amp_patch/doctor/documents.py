@@ -1,4 +1,4 @@
-"""Reads Python source, and notebooks, whose code cells become one script."""
+"""`Document`: the text of a Python file, or of a notebook, whose code cells are joined into one script."""
 
 import ast
 import io
@@ -9,23 +9,29 @@ import warnings
 from pathlib import Path
 
 _MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
-"""A line of IPython: `%magic`, `!command`, `names = !command`, `name?`. A line that begins with `% 3` is Python."""
+"""A line that only IPython understands: `%magic`, `!command`, `names = !command`, `name?`.
+
+A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
+"""
 
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
-"""A cell of Python: one without a magic for the whole of it, or with one that runs it as Python."""
+"""The beginning of a Python cell: no magic for the whole cell, as `%%bash` is, or one that runs the cell as Python."""
 
 
 class Document:
-    """A file of code as one text, with the cell and the line in it for each of its lines.
+    """A file of code as one text. For a notebook, it knows the cell of each line.
 
     Args:
-        path: the file. Raises OSError, SyntaxError, ValueError or LookupError if it is no source and no notebook.
+        path: the file. Raises OSError, SyntaxError, ValueError or LookupError if it is neither source nor a notebook.
+
+    Attributes:
+        text: the code.
+        faults: the cells that cannot be parsed, each with its number and error. They are left out of the text.
     """
 
     def __init__(self, path: Path) -> None:
-        self._cells: list[tuple[int, int]] = []  # cell and line in it, by line of the text
+        self._cells: list[tuple[int, int]] = []  # for each line of the text: the number of its cell, and its line there
         self.faults: list[tuple[int, SyntaxError]] = []
-        """The cells that cannot be parsed, by number. The text leaves them out."""
         data = path.read_bytes()
         if path.suffix == ".ipynb":
             self.text = self._read_notebook(data)
@@ -34,12 +40,16 @@ class Document:
             self.text = data.decode(encoding)
 
     def cell_of(self, line: int) -> tuple[int | None, int]:
-        """Return the number of the code cell, and the line in it; None for the cell in a file of source."""
+        """Return the number of the code cell that a line of the text is in, and its line there, both from 1.
+
+        In a Python file, the cell is None.
+        """
         if not self._cells:
             return None, line
         return self._cells[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
+        """Return the code of a notebook, with `pass` in place of magics. Cells that cannot be parsed are left out."""
         try:
             code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
             # the source is one text, or a list of lines
@@ -53,7 +63,7 @@ class Document:
             code = _without_magics(text)
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about invalid escapes in the user's strings
+                    warnings.simplefilter("ignore")  # Python warns about invalid escapes in the user's strings
                     ast.parse("\n".join(code))
             except SyntaxError as error:
                 self.faults.append((number, error))
@@ -68,7 +78,7 @@ def _without_magics(text: str) -> list[str]:
     lines = []
     is_continued = False
     for line in text.split("\n"):
-        # the rest of a magic over several lines; an empty line keeps the line numbers right
+        # the rest of a magic that goes over several lines; an empty line keeps the line numbers right
         if is_continued:
             lines.append("")
         elif _MAGIC.match(line):

@@ -1,4 +1,4 @@
-"""Rules about imports from `apex`, and about names that amp_patch does not have."""
+"""Rules of the doctor about imports from `apex`, and about names that the stand-in or amp_patch does not have."""
 
 import ast
 import importlib
@@ -14,9 +14,9 @@ from .rules import Fault, rule
 from .script import Script
 
 _EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
-"""Apex's compiled modules, which scripts import from the top."""
+"""Apex's compiled modules, which scripts import as top-level modules."""
 
-_APEX = {"apex", *_EXTENSIONS}
+_APEX_PACKAGES = {"apex", *_EXTENSIONS}
 _STAND_IN = "amp_patch.apex"
 
 
@@ -27,7 +27,7 @@ _STAND_IN = "amp_patch.apex"
     good="import amp_patch as amp",
 )
 def covered_imports(script: Script) -> Iterator[Fault]:
-    """Under `amp-patch run`, the import finds the stand-in. Plain `python` imports an installed apex, or fails."""
+    """Under `amp-patch run`, the import finds the stand-in. Under plain `python`, it finds NVIDIA's apex, or fails."""
     for node in script.nodes:
         names = _apex_names(node)
         if names and not any(map(_find_missing, names)):
@@ -53,12 +53,12 @@ def covered_imports(script: Script) -> Iterator[Fault]:
 )
 def uncovered_names(script: Script) -> Iterator[Fault]:
     """The script would fail where it imports or uses the name, perhaps late in a run."""
-    told = set[str]()
+    reported = set[str]()
     for node in script.nodes:
         for name in _apex_names(node):
             missing = _find_missing(name)
             if missing is not None:
-                told.add(name)
+                reported.add(name)
                 yield _uncovered(script, node, name, missing)
         if isinstance(node, ast.ImportFrom) and node.module == "amp_patch" and not node.level:
             for alias in node.names:
@@ -66,34 +66,35 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
                     yield _absent(node, alias.name)
     for attribute in script.nodes:
         if not isinstance(attribute, ast.Attribute) or isinstance(script.parent(attribute), ast.Attribute):
-            continue  # only whole chains are looked up
+            continue  # a part of a longer chain, which is looked up as a whole
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        # a name with several meanings is imported in `try` and again in `except ImportError`
-        if len(names) != 1 or any(f"{name}.".startswith(f"{reported}.") for reported in told):
+        # a name with several meanings has a fallback: it is imported in `try`, and again in `except ImportError`
+        if len(names) != 1 or any(f"{name}.".startswith(f"{known}.") for known in reported):
             continue
         root, _, rest = name.partition(".")
-        if root in _APEX:
+        if root in _APEX_PACKAGES:
             missing = _find_missing(name, is_imported=False)
             if missing is not None:
-                told.add(name)
+                reported.add(name)
                 yield _uncovered(script, attribute, name, missing)
         elif root == "amp_patch" and rest.partition(".")[0] not in _public_names():
-            told.add(name)
+            reported.add(name)
             yield _absent(attribute, rest.partition(".")[0])
 
 
 def _apex_names(node: ast.AST) -> list[str]:
-    """Return the dotted names of Apex that a statement imports; of a star import, the module."""
+    """Return the dotted names of Apex that a statement imports; for a star import, the name of the module."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and not node.level:
         names = [f"{node.module}.{alias.name}".removesuffix(".*") for alias in node.names]
-    return [name for name in names if name.partition(".")[0] in _APEX]
+    return [name for name in names if name.partition(".")[0] in _APEX_PACKAGES]
 
 
 def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, list[str]]) -> Fault:
+    """Return the fault of a name that the stand-in lacks. `missing` is the result of `_find_missing`."""
     advice = did_you_mean(*missing).strip() or "It has no replacement here: look for one in torch."
     gone = describe_gone(name)
     if gone is not None:
@@ -106,36 +107,38 @@ def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, lis
 
 
 def _absent(node: ast.AST, name: str) -> Fault:
+    """Return the fault of a name that amp_patch does not have."""
     advice = did_you_mean(name, _public_names()).strip() or "See `help(amp_patch)` for the names there are."
     return Fault(node, "error", f"amp_patch has no {name!r}", advice)
 
 
-# ---- names of the stand-in, which is imported under its own name -----------------------------------------------------
+# ---- names of the stand-in, which is imported as `amp_patch.apex` ----------------------------------------------------
 
 
 def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
-    """Return the part of a name, such as `apex.optimizers.FusedAdam`, that the stand-in lacks, and the names beside it.
+    """Return the first part of a name, such as `apex.optimizers.FusedAdam`, that the stand-in does not have.
 
-    Returns None if the stand-in has the whole name.
+    Returns it with the names that there are instead, or None if the stand-in has the whole name.
 
     Args:
-        is_imported: the name comes from an import statement, which looks up modules. A chain of attributes stops at the
-            first object that is no module of the stand-in (`amp._amp_state`), even if there is a module of that name:
-            the attributes of such an object are known only when it runs.
+        is_imported: the name comes from an import statement, which looks for modules first. A chain of attributes ends
+            at the first object that is not a module, such as `amp._amp_state`, even if there is a module of that name:
+            the attributes of such an object are known only when the script runs.
     """
-    where = importlib.import_module(_STAND_IN)
+    module = importlib.import_module(_STAND_IN)
     if dotted == "apex":
         return None
-    for part in dotted.removeprefix("apex.").split("."):  # compiled modules lie beside the others there
+    # the stand-ins for compiled modules, such as `amp_C`, are in the same package as those for `apex.amp`
+    for part in dotted.removeprefix("apex.").split("."):
         if part.startswith("__"):
             return None  # every module has a __dict__ and a __name__
-        below = _import(f"{where.__name__}.{part}")
-        value = getattr(where, part, None)
-        if value is not None and value is not below and (below is None or not is_imported):
+        submodule = _import(f"{module.__name__}.{part}")
+        value = getattr(module, part, None)
+        if value is not None and value is not submodule and (submodule is None or not is_imported):
             return None
-        if below is None:
-            return part, [name for name in dir(where) if not name.startswith("_")]
-        where = below
+        if submodule is None:
+            return part, [name for name in dir(module) if not name.startswith("_")]
+        module = submodule
     return None
 
 
@@ -150,7 +153,7 @@ def _import(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # the module exists, and imports another one that is missing
+        # another name is missing: the module exists, and imports a module that does not
         if error.name not in (name, None):
             raise
         return None

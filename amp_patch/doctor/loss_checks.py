@@ -1,4 +1,4 @@
-"""Rules about losses and `scale_loss` blocks."""
+"""Rules of the doctor about losses and `scale_loss` blocks."""
 
 import ast
 import re
@@ -17,10 +17,10 @@ _CLIPPERS = tuple(
 _OTHER_AMP = re.compile(
     r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
-"""Names in scripts that cast by other means than amp, or through a library."""
+"""Words in scripts that use mixed precision by other means than amp, or through a library."""
 
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
-"""Methods that take a value out of its graph, for a log and not for a backward pass."""
+"""Methods that are called on a loss in order to log it, and not before a backward pass."""
 
 
 @rule(
@@ -40,20 +40,20 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
     if not script.expected.scales:
         return
 
-    # names of scaled losses and of values made of them, and of functions that return scaled losses
+    # the names of scaled losses, of values that are computed from them, and of functions that return them
     scaled = {text_of(node) for node in script.nodes if script.names.resolve(node) & {"amp.scale_loss", "amp.scale"}}
     for block in script.blocks:
         scaled |= {block.name, text_of(block.call.func)}
-    for assignment in script.assignments:  # in the order of the text, so that chains are complete
+    for assignment in script.assignments:  # in the order of the text, so that a value of a value is found too
         if names_in(assignment.value) & scaled:
             scaled.add(assignment.target)
 
     for call, loss in script.method_calls("backward"):
         if call.args or text_of(loss) in ("self", "cls", "ctx"):
-            continue  # engine.backward(loss), or a method of the script's own
-        made_by = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
-        # the loss of a GradScaler, or a method that calls the one it overrides
-        if made_by & {"scale", "super"}:
+            continue  # `engine.backward(loss)`, or a method named `backward` of the script's own
+        called = {function_of(node) for node in ast.walk(loss) if isinstance(node, ast.Call)}
+        # `scaler.scale(loss).backward()` of a GradScaler, or `super().backward()`
+        if called & {"scale", "super"}:
             continue
         if script.is_in_block(call) and not names_in(loss) & scaled:
             message = f"{text_of(loss)} is not the scaled loss: the block divides its gradients by the scale"
@@ -97,33 +97,38 @@ def clips_in_block(script: Script) -> Iterator[Fault]:
     """,
 )
 def logged_scaled_losses(script: Script) -> Iterator[Fault]:
-    """The scaled loss is the loss times the loss scale, which starts at 65536 and changes during the run."""
+    """The scaled loss is the loss times the loss scale. The scale starts at 65536, and changes during the run."""
     if not script.expected.scales or not script.blocks:
         return
     names = {block.name for block in script.blocks}
     for name in script.nodes:
         if not isinstance(name, ast.Name) or name.id not in names or not isinstance(name.ctx, ast.Load):
             continue
-        last: ast.AST | None = None  # the last binding of the name before this use
+        last_binding: ast.AST | None = None  # the last place before this use where the name gets a value
         for node in script.nodes:
-            is_bound = isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Store)
-            if is_bound and script.is_before(node, name):
-                last = node
-        if last is None or not any(script.parent(last) in block.statement.items for block in script.blocks):
+            is_binding = isinstance(node, ast.Name) and node.id == name.id and isinstance(node.ctx, ast.Store)
+            if is_binding and script.is_before(node, name):
+                last_binding = node
+        if last_binding is None:
             continue
-        reader = _reader_of(script, name)
-        if reader is not None:
-            message = f"{text_of(reader)} is the scaled loss: the loss times the loss scale"
-            yield Fault(reader, "warning", message, "Log the loss that scale_loss was given.")
+        if not any(script.parent(last_binding) in block.statement.items for block in script.blocks):
+            continue  # the name has another value by now
+        logged = _find_logged(script, name)
+        if logged is not None:
+            message = f"{text_of(logged)} is the scaled loss: the loss times the loss scale"
+            yield Fault(logged, "warning", message, "Log the loss that scale_loss was given.")
 
 
-def _reader_of(script: Script, name: ast.Name) -> ast.AST | None:
-    """Return the expression that reads a scaled loss for a log, or None if the statement says that it is scaled."""
+def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
+    """Return the expression that reads a scaled loss for a log, such as `scaled_loss.item()`.
+
+    Returns None if the loss is not logged, or is logged as a scaled loss, or is perhaps divided by the scale.
+    """
     for node in ast.walk(script.parent_statement(name)):
         if isinstance(node, ast.Constant) and "scale" in str(node.value):
-            return None
+            return None  # a text in the statement names it as scaled
     if any(isinstance(outer, ast.BinOp) for outer, _ in script.around(name)):
-        return None  # it is divided
+        return None
     outer = script.parent(name)
     if isinstance(outer, ast.Attribute) and outer.attr in _READERS and isinstance(script.parent(outer), ast.Call):
         return script.parent(outer)

@@ -1,6 +1,6 @@
-"""Examines the machine: versions, devices, which 16-bit dtypes are fast on them, and the package `apex`.
+"""Examines the machine: versions of packages, devices, the 16-bit dtypes that are fast on them, the package `apex`.
 
-torch is imported late: scripts are read without it.
+torch is imported only when devices are examined, because the doctor reads scripts without it.
 """
 
 import importlib.machinery
@@ -17,12 +17,18 @@ import amp_patch
 from .rules import Finding
 
 LOW_DTYPES = ("float16", "bfloat16")
-_INSTALLED_BY_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transformer")
+_FOLDERS_OF_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transformer")
+"""Folders that show that an installed package `apex` is NVIDIA's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowDtype:
-    """Whether products of a 16-bit dtype on a device are "fast" or "slow" compared with float32, or "unknown"."""
+    """The speed of products (matrix products, convolutions, ...) in a 16-bit dtype on a device.
+
+    Attributes:
+        verdict: "fast" or "slow", compared with float32, or "unknown".
+        evidence: the reason for the verdict.
+    """
 
     name: str
     verdict: str
@@ -39,7 +45,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ApexInstall:
-    """The package that `import apex` would import: "none", "with amp", "without amp", "stand-in" or "other"."""
+    """The package that `import apex` would import.
+
+    Attributes:
+        kind: "none"; "with amp" or "without amp" for NVIDIA's; "stand-in" for amp_patch's; "other".
+        location: its folder; None if there is no package, or if it is only in memory.
+    """
 
     kind: str
     location: str | None
@@ -48,7 +59,7 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The section of the report about the machine."""
+    """The section of the report about the machine. `malloc` is advice on the C library; empty for none."""
 
     python: str
     amp_patch: str
@@ -59,7 +70,7 @@ class Machine:
 
 
 def get_machine() -> Machine:
-    """Examine the machine. Imports torch."""
+    """Examine the machine, and return the result. Imports torch."""
     versions = {name: _version(name) for name in ("torch", "wrapt", "PyYAML")}
     devices = tuple(get_devices())
     malloc = describe_malloc(devices[0], platform.libc_ver()[0], os.environ)
@@ -85,7 +96,7 @@ def get_devices() -> Iterator[Device]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             capability = None
-            # ROCm has compute capabilities too, with another meaning
+            # on AMD GPUs (ROCm), the compute capability has another meaning
             if not torch.version.hip:
                 capability = torch.cuda.get_device_capability(index)
             yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", rate_gpu(capability))
@@ -96,32 +107,41 @@ def get_devices() -> Iterator[Device]:
 
 
 def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return how fast each 16-bit dtype is at a CUDA compute capability; None for GPUs of other makes.
+    """Return how fast each 16-bit dtype is on an NVIDIA GPU of a compute capability. For other GPUs, pass None.
 
-    NVIDIA's matrix units take float16 from 7.0 on, and bfloat16 from 8.0 on.
+    NVIDIA's matrix units (tensor cores) take float16 from 7.0 on, and bfloat16 from 8.0 on.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
     rated = []
-    for name, first in (("float16", 7), ("bfloat16", 8)):
+    for name, needed in (("float16", 7), ("bfloat16", 8)):
         verdict = "slow"
-        if capability >= (first, 0):
+        if capability >= (needed, 0):
             verdict = "fast"
-        evidence = f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with {first}.0"
+        evidence = f"compute capability {capability[0]}.{capability[1]}; matrix units for {name} come with {needed}.0"
         rated.append(LowDtype(name, verdict, evidence))
     return tuple(rated)
 
 
 def rate_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype, ...]:
-    """Return how fast each 16-bit dtype is on a CPU that has instructions for products of the `multiplied` dtypes."""
-    has = ", ".join(flags) or "no instructions for 16 bits"
-    fast = {name: LowDtype(name, "fast", has) for name in multiplied}
-    slow = {name: LowDtype(name, "slow", f"products are computed in float32 by default; {has}") for name in LOW_DTYPES}
-    return tuple((slow | fast).values())
+    """Return how fast each 16-bit dtype is on a CPU.
+
+    Args:
+        flags: the names of its instructions for 16 bits.
+        multiplied: the dtypes whose products it computes with such instructions.
+    """
+    instructions = ", ".join(flags) or "no instructions for 16 bits"
+    rated = []
+    for name in LOW_DTYPES:
+        if name in multiplied:
+            rated.append(LowDtype(name, "fast", instructions))
+        else:
+            rated.append(LowDtype(name, "slow", f"products are computed in float32 by default; {instructions}"))
+    return tuple(rated)
 
 
 def get_advice(device_type: str = "") -> str:
-    """Return advice on the fastest level, for the first device (of a type)."""
+    """Return advice on the fastest level for the first device, or for the first device of a type."""
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
@@ -145,9 +165,10 @@ def recommend(device: Device) -> str:
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
-    """Return advice on the C library's handling of freed memory, or "" where tensors are not in its memory.
+    """Return advice on how glibc handles freed memory, or "" if the device, the library or the environment needs none.
 
-    Measured (torch 2.13.0, AVX512_BF16): a step of a small network takes 0.7 to 0.95 of the time, with amp and without.
+    Only tensors on a CPU are in the memory of the C library. Measured with the advice (torch 2.13.0, AVX512_BF16): a
+    step of a small network takes 0.7 to 0.95 of the time, with amp and without.
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""
@@ -161,10 +182,10 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
 
 
 def find_apex() -> ApexInstall:
-    """Return the package that `import apex` would find, by its files and metadata. It is not imported."""
+    """Return the package that `import apex` would find. Looks at its files and metadata, and does not import it."""
     try:
         spec = importlib.util.find_spec("apex")
-    except (ValueError, ImportError):  # a module without a spec: a script made it
+    except (ValueError, ImportError):  # a module without a spec, which a program has made in memory
         return ApexInstall("other", None, None)
     if spec is None:
         return ApexInstall("none", None, None)
@@ -178,7 +199,7 @@ def _kind(folders: Sequence[Path]) -> str:
         return "stand-in"
     if any((folder / "amp" / "__init__.py").is_file() for folder in folders):
         return "with amp"
-    if any((folder / name).is_dir() for folder in folders for name in _INSTALLED_BY_NVIDIA):
+    if any((folder / name).is_dir() for folder in folders for name in _FOLDERS_OF_NVIDIA):
         return "without amp"
     return "other"
 

@@ -1,4 +1,6 @@
-"""`Names`: the meaning of the names in a script, as dotted names, through imports and plain aliases."""
+"""`Names`: the dotted names that the names in a script mean, by its imports (`import torch.nn as nn`) and its aliases
+(`relu = nn.ReLU`).
+"""
 
 import ast
 
@@ -12,11 +14,14 @@ _SPELLINGS = (
     ("apex.amp.", "amp."),
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
 )
-"""Prefixes that mean the same. The functions of Apex's amp and of amp_patch both become `amp.name`."""
+"""Prefixes of dotted names, each with the prefix that the rules use instead.
+
+The functions of Apex's amp and of amp_patch both become `amp.name`.
+"""
 
 
 def canonical(dotted: str) -> str:
-    """Return the spelling of a dotted name that the rules use."""
+    """Return a dotted name in the spelling that the rules use."""
     for prefix, spelling in _SPELLINGS:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
@@ -24,9 +29,9 @@ def canonical(dotted: str) -> str:
 
 
 class Names:
-    """The imports and aliases of one script, all scopes together.
+    """The imports and aliases of one script. Scopes are not told apart.
 
-    A name may have several meanings (`try`/`except ImportError`).
+    A name may mean several dotted names: scripts import one in `try`, and another in `except ImportError`.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -43,12 +48,12 @@ class Names:
                     self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
-        # after all imports: an alias may stand before the import of its name, in another function
+        # after all imports, because an alias may come before the import of its name in the text, in another function
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names, as imported, that a name or a chain of attributes may mean."""
+        """Return the dotted names that a name or a chain of attributes may mean, in the spelling of the imports."""
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))
         if isinstance(node, ast.Name):
@@ -56,5 +61,5 @@ class Names:
         return frozenset()
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
-        """Return the possible meanings of an expression, in the spelling of the rules."""
+        """Return the dotted names that a name or a chain of attributes may mean, in the spelling of the rules."""
         return frozenset(canonical(name) for name in self.dotted(node))

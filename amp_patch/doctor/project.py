@@ -1,4 +1,4 @@
-"""`Project`: files that are read together, and the findings of the rules in them."""
+"""`Project`: the files of one run of the doctor, which are read together, and the findings in them."""
 
 import io
 import os
@@ -8,7 +8,14 @@ import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import checkpoint_checks, import_checks, loss_checks, setup_checks  # noqa: F401 - registers their rules
+from . import (  # noqa: F401 - registers their rules
+    checkpoint_checks,
+    import_checks,
+    loss_checks,
+    precision_checks,
+    region_checks,
+    setup_checks,
+)
 from .documents import Document
 from .rules import RULES, Finding, Selection
 from .script import Script, expect
@@ -16,14 +23,17 @@ from .script import Script, expect
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 _SUFFIXES = (".py", ".ipynb")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
-_LOOKED_AT = re.compile(r"amp|apex|backward\(")
+_MAY_HAVE_FAULTS = re.compile(r"amp|apex|autocast|backward\(|half|float16|[bf]p?16")
+"""The words of which one is in every script in which a rule can find a fault."""
+
 _EVERY_CODE = "*"
+"""Stands for all codes, after `# amp-patch: ignore` without a code."""
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files among `paths`, and the scripts and notebooks below the directories, each once and in order.
+    """Return the files among `paths`, and the scripts and notebooks in the directories among them, each once.
 
-    Hidden directories, virtual environments and build output are passed over; links to directories are not followed.
+    Skips hidden directories, virtual environments and build output, and follows no links to directories.
     """
     files: list[Path] = []
     for path in paths:
@@ -46,7 +56,8 @@ def _is_of_interest(folder: Path) -> bool:
 class Project:
     """Files that are read together, and neither run nor imported.
 
-    The calls of `initialize` in any of them apply to the files without one.
+    A file without a call of `initialize` belongs to a script that calls it in another file. So its rules assume that
+    any call of `initialize` in these files may apply to it.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -55,12 +66,12 @@ class Project:
         for file in files:
             self._read(file)
         self._scripts = [script for script, _ in self._documents]
-        users = [script for script in self._scripts if script.uses_amp]
-        together = expect(users)
+        amp_users = [script for script in self._scripts if script.uses_amp]
+        expected_of_all = expect(amp_users)
         for script in self._scripts:
-            script.expected = together
-        for script in users:
-            # its own calls count, and not the calls in other files
+            script.expected = expected_of_all
+        for script in amp_users:
+            # for a file with calls of its own, the calls in other files do not count
             if script.initializations:
                 script.expected = expect([script])
 
@@ -70,6 +81,7 @@ class Project:
         return any(script.uses_amp for script in self._scripts)
 
     def _read(self, file: Path) -> None:
+        """Add a file to the scripts, or a finding if it cannot be read or parsed."""
         shown, document = str(file), None
         try:
             document = Document(file)
@@ -88,8 +100,8 @@ class Project:
         """Return the findings in all files, in order."""
         findings = [finding for finding in self._unreadable if selection.has(finding.code)]
         for script, document in self._documents:
-            # most files of a folder have nothing that a rule looks at
-            if not _LOOKED_AT.search(script.text):
+            # saves time: most files of a folder have nothing to do with amp
+            if not _MAY_HAVE_FAULTS.search(script.text):
                 continue
             try:
                 findings += dict.fromkeys(self._findings(script, document, selection))
@@ -98,17 +110,17 @@ class Project:
         return sorted(findings, key=_sort_key)
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:
-        """Yield the findings of all rules in a script, without the ones that a comment silences."""
-        ignored = _read_ignore_comments(script.text)
+        """Yield the findings of the selected rules in a script, except those that a comment silences."""
+        ignored_by_line = _read_ignore_comments(script.text)
         for rule in RULES.values():
             if rule.find is None or not selection.has(rule.code):
                 continue
             for fault in rule.find(script):
                 line, column = script.location_of(fault.node)
-                # the comment may be on any line of an expression that has several
-                last = getattr(fault.node, "end_lineno", line)
-                codes = set[str]().union(*(ignored.get(number, ()) for number in range(line, last + 1)))
-                if rule.code not in codes and _EVERY_CODE not in codes:
+                # the comment may be on any line of an expression that has several lines
+                last_line = getattr(fault.node, "end_lineno", line)
+                ignored = set[str]().union(*(ignored_by_line.get(number, ()) for number in range(line, last_line + 1)))
+                if rule.code not in ignored and _EVERY_CODE not in ignored:
                     cell, line = document.cell_of(line)
                     yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
 
@@ -135,7 +147,10 @@ def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Findin
 
 
 def _read_ignore_comments(text: str) -> dict[int, set[str]]:
-    """Return the codes that `# amp-patch: ignore[CODE, ...]` names, by line; a comment without codes means all."""
+    """Return the codes that comments such as `# amp-patch: ignore[CODE, ...]` name, by line.
+
+    A comment without codes gives `_EVERY_CODE`.
+    """
     codes: dict[int, set[str]] = {}
     if not _IGNORE.search(text):
         return codes
@@ -149,5 +164,5 @@ def _read_ignore_comments(text: str) -> dict[int, set[str]]:
             else:
                 codes[token.start[0]] = set(re.split(r"[,\s]+", comment[1]))
     except (tokenize.TokenError, SyntaxError):
-        pass  # the few sources that only ast accepts have no comments worth reading
+        pass  # a few sources can be parsed but not tokenized; their comments are not read to the end
     return codes

@@ -10,6 +10,7 @@ from ..tables import align, count_of
 from .machine import Machine, recommend
 from .rules import SEVERITIES, Finding
 
+# what the report says about each `kind` of `ApexInstall`
 _APEX = {
     "none": "not installed",
     "with amp": "NVIDIA's, with amp",
@@ -21,14 +22,17 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in a number of files, and the machine if it was examined."""
+    """The findings in `file_count` files, and the machine if it was examined."""
 
     findings: Sequence[Finding]
     file_count: int
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return the machine, the findings in order, and a summary. Without `with_notes`, notes are only counted."""
+        """Return the lines about the machine, the findings in order, and a summary.
+
+        Without `with_notes`, notes are counted and not shown.
+        """
         lines: list[str] = []
         if self.machine is not None:
             lines += _machine_lines(self.machine)
@@ -57,6 +61,7 @@ class Report:
 
 
 def _machine_lines(machine: Machine) -> list[str]:
+    """Return a table about the machine, as lines."""
     versions = ", ".join(f"{name} {version or 'missing'}" for name, version in machine.versions.items())
     rows = [("python", machine.python), ("packages", f"amp_patch {machine.amp_patch}, {versions}")]
     for device in machine.devices:

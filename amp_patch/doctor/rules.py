@@ -1,8 +1,9 @@
 """`Rule`: a code, the reason for the rule, a bad and a good example, and the function that finds its faults.
 
-A rule is a generator of faults with the decorator `rule`. Its docstring gives the reason. The examples are its test: it
-reports the lines of `bad` that end in its code, and nothing in `good`. Codes never change: people select them, and
-silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules, which are not used again.
+To add a rule, write a generator of faults with the decorator `rule`, and the reason as its docstring. The examples are
+its test: it must report the lines of `bad` that end in its code, and nothing in `good`. Codes never change, because
+users select them, and silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules; do
+not use them again.
 """
 
 import ast
@@ -18,11 +19,13 @@ from .script import Script
 Severity = Literal["error", "warning", "note"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""error: breaks, or gives wrong numbers. warning: does so at some levels or in some runs. note: worth knowing."""
+"""error: the script fails, or computes wrong numbers. warning: it does so at some levels, or in some runs. note: worth
+knowing.
+"""
 
 
 class Fault(NamedTuple):
-    """A fault at a node, as a rule yields it."""
+    """A fault that a rule has found at a node of a script."""
 
     node: ast.AST
     severity: Severity
@@ -35,8 +38,8 @@ class Finding:
     """One line of the report: a fault with its code and location.
 
     Attributes:
-        line, column: start at 1 and count characters; None for findings about the machine.
-        cell: the number of the code cell of a notebook, from 1, within which lines are counted.
+        line, column: counted from 1, in characters; None for a finding about the machine.
+        cell: in a notebook, the number of the code cell, from 1; `line` is then counted in the cell.
     """
 
     code: str
@@ -61,7 +64,7 @@ Find = Callable[[Script], Iterator[Fault]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule. Without `find`, reading a file or examining the machine reports it."""
+    """A rule. If `find` is None, other code reports its findings: when it reads a file, or examines the machine."""
 
     code: str
     summary: str
@@ -81,7 +84,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
-    """Decorator: make a rule of a function. Its docstring gives the reason."""
+    """Decorator: register a function that finds faults as a rule. Its docstring becomes the reason for the rule."""
 
     def register(find: Find) -> Find:
         why = inspect.cleandoc(find.__doc__ or "")
@@ -109,9 +112,10 @@ def explain_rule(code: str) -> str:
 
 
 class Selection:
-    """The rules to apply: of the prefixes of a code in `select` and `ignore`, the longest decides, at a tie `ignore`.
+    """The rules to apply, by prefixes of their codes to select and to ignore.
 
-    Raises SettingsError for a prefix that no code has.
+    If prefixes of both kinds fit a code, the longest decides; of two equally long ones, the one to ignore. Raises
+    SettingsError for a prefix that fits no code.
     """
 
     def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:

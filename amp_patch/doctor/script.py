@@ -1,4 +1,4 @@
-"""`Script`: a training script, read and never run: its assignments, its calls of amp, and its levels."""
+"""`Script`: the facts about a training script that its source shows: its assignments, calls of amp, and levels."""
 
 import ast
 import warnings
@@ -11,12 +11,13 @@ from ..config import DEFAULT_LEVEL
 from .names import Names
 from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
-_CORE = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
-_AMP = (*_CORE, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
+# The names of functions of amp, in the spelling of the rules. `_TRAINING` is called where a script trains with amp.
+_TRAINING = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
+_AMP = (*_TRAINING, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
 
 class BlockStatement(NamedTuple):
-    """A `with ... scale_loss(...) as name:`. The name is "" if the block binds none, or something other than a name."""
+    """A `with amp.scale_loss(...) as name:` block. `name` is "" without `as`, or if the target is not a plain name."""
 
     statement: ast.With | ast.AsyncWith
     call: ast.Call
@@ -34,11 +35,12 @@ class Script(Tree):
     """A parsed script.
 
     Args:
-        path: as the report shows it.
+        path: the path to show in the report.
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
 
     Attributes:
-        expected: how amp may act in it, by its own calls of `initialize`, or by those in files read with it.
+        expected: whether the loss may be scaled and steps may be skipped in it. `Project` sets it from the calls of
+            `initialize` in the script, or in other files. Until then, both are possible.
     """
 
     def __init__(self, path: str, text: str) -> None:
@@ -46,20 +48,20 @@ class Script(Tree):
         self.text = text
         self.expected = Expected(scales=True, skips=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escapes in the user's strings
+            warnings.simplefilter("ignore")  # Python warns about invalid escapes in the user's strings
             super().__init__(ast.parse(text))
 
-    # Cached properties, because most files of a directory need none of them.
+    # The properties below are computed at their first use and cached, because most files need none of them.
 
     @cached_property
     def names(self) -> Names:
-        """The meaning of its names."""
+        """The imports and aliases of the script."""
         return Names(self.tree)
 
     def location_of(self, node: ast.AST) -> tuple[int, int]:
         """Return the line and the column of a node, both from 1, the column in characters."""
         line, byte_column = position(node)
-        # not splitlines, which also splits at a form feed, where Python begins no line
+        # not `splitlines`, which also splits at a form feed, where Python does not begin a new line
         lines = self.text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         # ast counts columns in bytes of UTF-8
         before = lines[line - 1].encode()[:byte_column]
@@ -77,15 +79,35 @@ class Script(Tree):
         return [(call, self.names.resolve(call.func)) for call in self.calls]
 
     def calls_of(self, *names: str) -> list[ast.Call]:
-        """Return the calls of functions of these names, in the rules' spelling, in the order of the text."""
+        """Return the calls of functions with these names, spelled as in the rules, in the order of the text."""
         return [call for call, resolved in self._resolved_calls if not resolved.isdisjoint(names)]
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield (call, receiver) for each call of a method of these names, and not of functions of imported modules."""
+        """Yield each call of a method with one of these names, and the expression whose method it is.
+
+        Calls of a function in an imported module, such as `torch.save()`, are left out.
+        """
         for call in self.calls:
             function = call.func
             if isinstance(function, ast.Attribute) and function.attr in names and not self.names.dotted(function.value):
                 yield call, function.value
+
+    @cached_property
+    def identifiers(self) -> str:
+        """The names, attributes, imports and keywords in the code, a line each. Comments and texts are left out."""
+        words = set[str]()
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                words.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, (ast.arg, ast.keyword)):
+                words.add(str(node.arg))
+            elif isinstance(node, ast.alias):
+                words.add(f"{node.name} {node.asname}")
+            elif isinstance(node, ast.ImportFrom):
+                words.add(str(node.module))
+        return "\n".join(sorted(words))
 
     @cached_property
     def uses_amp(self) -> bool:
@@ -99,7 +121,10 @@ class Script(Tree):
 
     @cached_property
     def blocks(self) -> list[BlockStatement]:
-        """The `scale_loss` blocks, in the order of the text, by whatever name the script reaches amp (`args.amp`)."""
+        """The `scale_loss` blocks, in the order of the text.
+
+        The name before `scale_loss` does not matter: scripts keep amp in variables such as `args.amp`.
+        """
         blocks = []
         for statement in self.nodes:
             if not isinstance(statement, (ast.With, ast.AsyncWith)):
@@ -115,25 +140,25 @@ class Script(Tree):
         return blocks
 
     def is_in_block(self, node: ast.AST) -> bool:
-        """Return whether a node runs in the body of a block."""
+        """Return whether a node is in the body of a `scale_loss` block."""
         statements = [block.statement for block in self.blocks]
         for outer, _ in self.around(node):
             if outer in statements:
                 return True
-            # a function that is defined in a block may run elsewhere
+            # the body of a function that is defined in a block may run outside of it
             if isinstance(outer, SCOPES):
                 return False
         return False
 
     @cached_property
     def optimizers(self) -> frozenset[str]:
-        """The expressions that are passed as optimizers to `initialize` or `scale_loss`."""
+        """The expressions, as text, that are passed as optimizers to `initialize` or `scale_loss`."""
         given = [argument_of(call, "optimizers", 1) for call in self.initializations]
         given += [argument_of(block.call, "optimizers", 1) for block in self.blocks]
         return frozenset(text_of(part) for argument in given for part in parts_of(argument))
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Return whether an expression is an optimizer: amp is given it, or its name contains `optim`."""
+        """Return whether an expression seems to be an optimizer: it is passed to amp as one, or is named so."""
         text = text_of(node)
         return text in self.optimizers or "optim" in text.rpartition(".")[2].lower()
 
@@ -141,7 +166,7 @@ class Script(Tree):
 
     @cached_property
     def assignments(self) -> list[Assignment]:
-        """Every assignment; tuples of equal length are taken apart."""
+        """Every assignment to a single target. `a, b = x, y` counts as `a = x` and `b = y`."""
         assignments: list[Assignment] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -156,12 +181,15 @@ class Script(Tree):
         return [assignment.value for assignment in self.assignments if assignment.target == name]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Return whether a node runs only without amp: on the other arm of an `if` from a call of amp."""
-        return any(self.are_exclusive(node, call) for call in self.calls_of(*_CORE))
+        """Return whether a node runs only without amp: a call of amp is on another arm of the same `if`."""
+        return any(self.are_exclusive(node, call) for call in self.calls_of(*_TRAINING))
 
 
 def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
-    """Yield the assignments of one statement: each element of a tuple gets its own value, or the whole one."""
+    """Yield the assignments to the single targets of one statement.
+
+    If a tuple of targets cannot be matched with a tuple of values, each target gets the whole value.
+    """
     if not isinstance(target, (ast.Tuple, ast.List)):
         yield Assignment(text_of(target), value)
     elif isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts):
@@ -176,11 +204,11 @@ def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
 
 
 class Expected(NamedTuple):
-    """How amp may act after some calls of `initialize`, at any of their possible levels.
+    """What amp may do in a training, at any of the levels that it may run at.
 
     Attributes:
         scales: the loss may be multiplied by a scale other than 1.
-        skips: steps may be skipped after an overflow, because the scale is dynamic.
+        skips: steps may be skipped after an overflow, because the loss scale is dynamic.
     """
 
     scales: bool
@@ -188,7 +216,7 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return how amp may act after the calls of `initialize` in these scripts. Without any, everything is possible."""
+    """Return what amp may do after the calls of `initialize` in these scripts. Without a call, it may do everything."""
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
         return Expected(scales=True, skips=True)
@@ -196,10 +224,11 @@ def expect(scripts: Sequence[Script]) -> Expected:
 
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
+    """Return what amp may do after one call of `initialize`."""
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
-    # *args and **kwargs may hold any argument
+    # `*args` or `**kwargs` may contain a loss scale or a level
     has_stars = any(isinstance(given, ast.Starred) for given in call.args)
     has_stars = has_stars or not all(keyword.arg for keyword in call.keywords)
     if enabled is False:
@@ -212,13 +241,16 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 
 
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
-    """Return the value of a constant, or of a name that is assigned once, to a constant; else the source text."""
+    """Return the value of a constant, or of a name whose only value is a constant; else the text of the expression.
+
+    Returns `default` for None, an argument that is not given.
+    """
     if node is None:
         return default
     if isinstance(node, ast.Name):
         values = script.values_of(node.id)
+        # an argument of a function also has the values that callers pass
         is_argument = any(isinstance(part, ast.arg) and part.arg == node.id for part in script.nodes)
-        # an argument of a function has the values that its callers pass, too
         if len(values) == 1 and not is_argument:
             node = values[0]
     if isinstance(node, ast.Constant):

@@ -1,4 +1,4 @@
-"""Rules about models and optimizers around `initialize`."""
+"""Rules of the doctor about models and optimizers around `amp.initialize`."""
 
 import ast
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
     """,
 )
 def models_moved_late(script: Script) -> Iterator[Fault]:
-    """`initialize` prepares casts for the device of the model; `scale_loss` raises an error for a loss on another."""
+    """`initialize` prepares casts for the device of the model. `scale_loss` refuses a loss on another device."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
-        return  # models are made on their device
+        return  # models are made on their device, and a later move changes nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
         for model in parts_of(argument_of(call, "models", 0)):
@@ -40,23 +40,24 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 
 
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
-    """Return whether the last value of a name before a call is surely a model on the CPU: made by a class, or by
-    `from_pretrained`. Other functions may move the model that they make.
+    """Return whether the last value of a name before a call is surely a model on the CPU.
+
+    This is so if a class or `from_pretrained` makes it. Other functions may move the model that they make.
     """
-    made = [value for value in script.values_of(name) if script.is_before(value, call)]
-    if not made or not isinstance(made[-1], ast.Call):
+    values = [value for value in script.values_of(name) if script.is_before(value, call)]
+    if not values or not isinstance(values[-1], ast.Call):
         return False
-    maker = function_of(made[-1])
-    return maker[:1].isupper() or maker == "from_pretrained"
+    maker = function_of(values[-1])
+    return maker[:1].isupper() or maker == "from_pretrained"  # the names of classes begin with a capital
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
-    """Return whether a call of `cuda` or `to` moves to a device that may be other than the CPU."""
+    """Return whether a call of `cuda` or `to` moves a model to a device that is perhaps not the CPU."""
     if function_of(call) == "cuda":
         return True
     device = argument_of(call, "device", 0)
     if device is None or any(name.startswith("torch.") for name in script.names.resolve(device)):
-        return False  # a dtype
+        return False  # a cast, such as `to(torch.float16)`
     if isinstance(device, ast.Constant):
         return device.value != "cpu"
     return any(word in text_of(device).lower() for word in ("dev", "cuda", "gpu", "rank"))
@@ -75,8 +76,8 @@ def _is_move(script: Script, call: ast.Call) -> bool:
     """,
 )
 def optimizers_made_anew(script: Script) -> Iterator[Fault]:
-    """amp knows only the optimizers passed to `initialize`. `scale_loss` raises an error for another one, and at O2 its
-    steps change nothing.
+    """amp knows only the optimizers that are passed to `initialize`. `scale_loss` raises an error for any other, and at
+    O2 the steps of any other change nothing.
     """
     stepped = {text_of(receiver) for _, receiver in script.method_calls("step")}
     given_anywhere: set[str] = set()
@@ -86,12 +87,12 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
         given = set(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
         models = set(map(text_of, parts_of(argument_of(call, "models", 0))))
         for name, value in script.assignments:
-            # optimizer = Wrapper(optimizer) makes no new optimizer
+            # `optimizer = Wrapper(optimizer)` makes no new optimizer
             if not isinstance(value, ast.Call) or name in names_in(value):
                 continue
             params = argument_of(value, "params", 0)
             if params is None or "param" not in text_of(params):
-                continue  # it makes no optimizer
+                continue  # the call makes no optimizer: optimizers take parameters first
             is_given_again = any(script.is_before(value, later) for later in script.initializations)
             if not script.is_before(call, value) or is_given_again or script.is_without_amp(value):
                 continue
@@ -119,18 +120,18 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
     """,
 )
 def initialize_in_loop(script: Script) -> Iterator[Fault]:
-    """amp_patch ignores calls for a model that it has already. Apex starts again from the initial loss scale."""
+    """amp_patch ignores a second call for the same model. Apex starts again from the initial loss scale."""
     for call in script.initializations:
         statement = script.parent_statement(call)
         loop = script.parent(statement)
         if not isinstance(loop, (ast.For, ast.AsyncFor, ast.While)):
-            continue  # under an `if` it may run once
+            continue  # under an `if` in the loop, the call may run only once
         models = argument_of(call, "models", 0)
         if models is None:
             continue
-        # names that the loop, or a statement in it before the call, assigns
+        # names that the loop itself, or a statement in it before the call, assigns: each may be a new model
         stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-        made = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
-        if not names_in(models) & made:
+        assigned = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
+        if not names_in(models) & assigned:
             message = "amp.initialize in a loop, for a model that the loop does not make"
             yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")

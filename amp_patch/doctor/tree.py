@@ -1,4 +1,4 @@
-"""`Tree`: a syntax tree, the order in which its nodes run, and which nodes never run in the same pass."""
+"""`Tree`: a syntax tree with parents. It knows which of two nodes runs first, and which nodes never run in one pass."""
 
 import ast
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ SCOPES = (*_FUNCTIONS, ast.ClassDef)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
-    """Return (line, byte column) of a node's start."""
+    """Return the line and the column, in bytes, where a node starts."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def end(node: ast.AST) -> tuple[int, int]:
-    """Return (line, byte column) of a node's end."""
+    """Return the line and the column, in bytes, where a node ends."""
     return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
 
 
 def text_of(node: ast.AST) -> str:
-    """Return the normalized source text of a node."""
+    """Return the source text of a node, with uniform spaces and quotes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -29,12 +29,12 @@ def text_of(node: ast.AST) -> str:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Return the names and chains of attributes in an expression."""
+    """Return the names and chains of attributes in an expression: `model` and `model.weight` in `f(model.weight)`."""
     return {text_of(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
 
 
 def parts_of(node: ast.expr | None) -> list[ast.expr]:
-    """Return the elements of a list or tuple; of any other expression, itself; of None, nothing."""
+    """Return the elements of a list or tuple, or else the expression itself in a list; an empty list for None."""
     if node is None or (isinstance(node, ast.Constant) and node.value is None):
         return []
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -58,12 +58,12 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module that may run, with their parents."""
+    """The nodes of a module, with their parents. Nodes that never run, as under `if False`, are removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
-                setattr(node, "orelse" if node.test.value else "body", [])  # never runs
+                setattr(node, "orelse" if node.test.value else "body", [])  # this arm never runs
         self.tree = tree
 
     @cached_property
@@ -79,15 +79,18 @@ class Tree:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node with a position, in the order of the text."""
+        """Every node that has a position, in the order of the text."""
         return sorted((node for node in self._parents if hasattr(node, "lineno")), key=position)
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return the node around this one; None for the module."""
+        """Return the node that directly contains this one; None for the module."""
         return self._parents.get(node, (None, ""))[0]
 
     def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-        """Yield the nodes around this one, from the inside out, each with the field (`body`) that holds this one."""
+        """Yield the nodes that contain this one, the innermost first, each with the field of it that this one is in.
+
+        The field of an `if`, for example, is "test", "body" or "orelse".
+        """
         while node in self._parents:
             node, field = self._parents[node]
             yield node, field
@@ -99,7 +102,9 @@ class Tree:
         return node
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function or module that a node runs in; a class body runs where it is defined."""
+        """Return the innermost function, or the module, whose call runs a node. The body of a class runs at once, so a
+        class is none.
+        """
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":
                 return outer
@@ -120,19 +125,19 @@ class Tree:
         return is_earlier and not self.are_exclusive(first, second)
 
     def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether two nodes are on different arms of an if, try or match: no pass runs both."""
-        arms = dict(self._arms(second))
-        return any(split in arms and arms[split] != arm for split, arm in self._arms(first))
+        """Return whether two nodes are on different arms of an `if`, `try` or `match`, so that no pass runs both."""
+        arms_of_second = dict(self._arms(second))
+        return any(branch in arms_of_second and arms_of_second[branch] != arm for branch, arm in self._arms(first))
 
     def _arms(self, node: ast.AST) -> Iterator[tuple[ast.AST, object]]:
-        """Yield every if, try and match around a node, with the arm that the node is on."""
+        """Yield every `if`, `try` and `match` around a node, each with a value that identifies the arm of the node."""
         child = node
         for outer, field in self.around(node):
             if isinstance(outer, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
                 yield outer, field
             elif field in ("handlers", "cases"):
                 yield outer, child
-            # `else` runs after the body, so both are one arm; `finally` runs in any case and is none
+            # `else` of a `try` runs after the body, so both are one arm; `finally` runs in any case, so it is no arm
             elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .quiet_record import QuietRecord as QuietRecord
+    from .quiet_text import find_level as find_level
+    from .quiet_text import format_quiet as format_quiet
     from .recorder import explain as explain
     from .recorder import recording as recording
     from .recordings import Recording as Recording
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FaultRecord": "fault_record",
+    "QuietRecord": "quiet_record",
     "Recording": "recordings",
     "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
@@ -39,8 +43,10 @@ _HOMES = {
     "describe_further": "fault_text",
     "describe_search": "fault_text",
     "explain": "recorder",
+    "find_level": "quiet_text",
     "find_remedy": "causes",
     "format_fault": "fault_text",
+    "format_quiet": "quiet_text",
     "format_recording": "text",
     "recording": "recorder",
     "trace": "tracer",

@@ -6,6 +6,7 @@ from ..tables import align, count_of
 from .advice import advise
 from .causes import describe_cause, find_remedy
 from .fault_record import FaultRecord, Phase, Reach, Value
+from .quiet_text import format_quiet
 from .recordings import Recording
 from .records import RunRecord
 from .remedies import format_scale
@@ -23,10 +24,11 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the faults of a traced run, or how many steps had none."""
+    """Return the faults of a traced run, or how many steps had none, and what is lost quietly."""
     faults, searches = recording.faults, recording.searches
+    quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
     if faults:
-        return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults)])
+        return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *quiet])
     lines = [describe_search(searches, is_all=len(searches) >= len(recording.steps))] if searches else []
     skipped = sum(step.skipped is True for step in recording.steps)
     fitting = len(recording.steps) - max(skipped, len(searches))
@@ -34,7 +36,7 @@ def format_faults(recording: Recording) -> str:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
     elif not searches:
         lines.append("no fault, and no step of an optimizer")
-    return "\n".join(lines)
+    return "\n".join([*lines, *quiet])
 
 
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:

@@ -21,6 +21,9 @@ from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, RegionKin
 from .folding import OpCall
 from .naming import ModuleStack, name_tensors
 from .ops import Op, Overload, compute_in_float32
+from .quiet.findings import Findings
+from .quiet.gradients import GradientWatch
+from .quiet.values import ValueWatch
 from .recent import Blame, Recent
 from .repair import Repair
 from .rules import short
@@ -96,8 +99,11 @@ class FaultFinder:
         self.faults: list[FaultRecord] = []
         self.storages = Storages()
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
+        self.findings = Findings()
+        self.gradients = GradientWatch(self.findings)
         self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
         self._recent = Recent()
+        self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
 
     def watch(self, session: Session, running: ModuleStack) -> None:
@@ -110,6 +116,7 @@ class FaultFinder:
         self.storages.end_step()
         self._recent.clear()
         self._by_node.clear()
+        self.values.end_step()
         self.repair = Repair(self._underflow, self._get_scale, self.storages.is_scaled)
         self.peaks.clear()
 
@@ -169,6 +176,16 @@ class FaultFinder:
             self.storages.keep(tensor, written)
         if call is not None and made:
             self._recent.keep(op, made[0], is_backward=call.phase == "backward")
+        if call is not None:
+            self._look_for_quiet(op, call, outputs, made)
+
+    def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
+        """Look at an op for what is lost although every value fits."""
+        with current.without_casts():
+            if call.phase == "forward":
+                self.values.look(op, call, made)
+            elif call.phase == "backward":
+                self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
         """Note that a line gives inf in other modules, too, although these have not run."""

@@ -17,26 +17,26 @@ from torch import Tensor
 from ..casting import Mode, compiling
 from ..config import op_lists
 from ..dtypes import CASTABLE, LOW_DTYPES
-from ..events import add_watching_modes
 from ..interrupts import UndoStack
 from ..patching import references
 from ..session import Session
 from ..torch_dispatch import (
     TO_COPY,
-    TorchDispatchMode,
-    as_called,
     count_nodes,
     get_current_node,
     get_node_number,
     leave_mode,
+    restore_caller_state,
 )
 from .faults import FaultFinder
 from .folding import Folding, OpCall
 from .naming import ModuleStack
 from .ops import Op, compute_in_float32, find_overload
+from .quiet.watch import QuietWatch
 from .rules import RuleFinder, short, spelled
 from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
 from .tensors import address_of, storage_of, tensors_in
+from .watching import WatchingMode
 
 
 class _ThreadState(threading.local):
@@ -61,9 +61,16 @@ class Observer:
         session: whose ops are observed.
         folding: counts the calls.
         finder: looks at the values that ops compute; None: nothing does.
+        quiet: looks at the changes of 16-bit tensors; None: nothing does.
     """
 
-    def __init__(self, session: Session, folding: Folding, finder: FaultFinder | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        folding: Folding,
+        finder: FaultFinder | None = None,
+        quiet: QuietWatch | None = None,
+    ) -> None:
         self._switch = session.switch
         self._has_casts = session.casts is not None
         self._patcher = session.patcher
@@ -71,6 +78,7 @@ class Observer:
         self._running = ModuleStack(session.models)
         self._folding = folding
         self.finder = finder
+        self.quiet = quiet
         if finder is not None:
             finder.watch(session, self._running)
         self._local = _ThreadState()
@@ -114,6 +122,10 @@ class Observer:
         if self.is_on and self._local.is_paused:
             self._local.is_below, self._local.is_paused = True, False
             self._below.__enter__()
+
+    def find_module(self) -> str:
+        """Return the name of the innermost module that is running in this thread, "" outside of all modules."""
+        return self._running.here()
 
     def end_step(self) -> None:
         """Forget the nodes and storages of the step."""
@@ -268,7 +280,7 @@ class Observer:
                 return None
             call = OpCall(f"aten.{name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
-            with as_called():
+            with restore_caller_state():
                 call.is_reached = self._is_reached()
             call.names_dtype = cast is not None and not site.by and names_dtype()
         call.casts = int(cast is not None)
@@ -298,27 +310,20 @@ class Observer:
         return torch.is_grad_enabled() and (bool(self._running.here()) or is_under_checkpoint())
 
 
-class _Below(TorchDispatchMode):
+class _Below(WatchingMode):
     """Shows every op to an observer after it has run."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
-
-    def __enter__(self) -> "_Below":
-        add_watching_modes(1)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        add_watching_modes(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)
-        before = args
+        before, site = args, None
         if observer.finder is not None:
             before = observer.finder.prepare(overload, args)
+        if observer.quiet is not None:
+            site = observer.quiet.prepare(overload, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
@@ -326,7 +331,10 @@ class _Below(TorchDispatchMode):
                 observer.note_overflow(Op(overload, func, args, before, kwargs, None, get_current_node()))
             raise
         if observer.is_on:
-            observer.note(Op(overload, func, args, before, kwargs, result, get_current_node()))
+            op = Op(overload, func, args, before, kwargs, result, get_current_node())
+            observer.note(op)
+            if observer.quiet is not None:
+                observer.quiet.note(op, site)
         return result
 
 

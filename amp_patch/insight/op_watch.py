@@ -14,8 +14,7 @@ from ..interrupts import UndoStack
 from ..native import calls_under_way
 from ..patching import references
 from ..session import Session
-from ..torch_dispatch import get_current_node
-from ..torch_private import leave_function_mode
+from ..torch_dispatch import get_current_node, leave_function_mode
 from .naming import ModuleStack
 from .rules import RuleFinder
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import COPIES, OVERWRITES, WITHOUT_KERNEL, clone, find_written, is_mutable
+from ..torch_dispatch import ALIASES, COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})
@@ -36,22 +36,26 @@ class Overload(NamedTuple):
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
         is_silent: whether it computes no number, like a view or an empty tensor.
+        is_alias: whether its result has the storage of an argument.
         is_in_bulk: whether it works on many tensors at once, or with other processes.
         written: positions of the arguments that it writes.
         moves_statistics: whether it writes running statistics, which it does not return.
         is_overwriting: whether it only writes its first argument, and does not read it.
         has_one_output: whether only the first of its outputs is for the caller.
+        is_pointwise: whether each element of its result depends on one element of each input.
     """
 
     packet: Any
     name: str
     is_copy: bool
     is_silent: bool
+    is_alias: bool
     is_in_bulk: bool
     written: frozenset[int]
     is_overwriting: bool
     moves_statistics: bool
     has_one_output: bool
+    is_pointwise: bool
 
 
 @functools.cache
@@ -69,12 +73,14 @@ def find_overload(function: Any) -> Overload:
         packet,
         name,
         is_copy=packet in COPIES,
-        is_silent=function.namespace in _SILENT or packet in WITHOUT_KERNEL or function.is_view,
+        is_silent=function.namespace in _SILENT or packet in COMPUTES_NOTHING or function.is_view,
+        is_alias=function.is_view or packet in ALIASES,
         is_in_bulk=name.startswith(_IN_BULK) or function.namespace != "aten",
         written=written,
         is_overwriting=packet in OVERWRITES,
         moves_statistics=moves_statistics,
         has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
+        is_pointwise=torch.Tag.pointwise in function.tags,
     )
 
 
@@ -99,6 +105,10 @@ class Op(NamedTuple):
     def inputs(self) -> list[Tensor]:
         """Return the tensors among its arguments."""
         return [*tensors_in(self.args), *tensors_in(self.kwargs.values())]
+
+    def before_inputs(self) -> list[Tensor]:
+        """Return the tensors among its arguments as they were before the call."""
+        return [*tensors_in(self.before), *tensors_in(self.kwargs.values())]
 
     def outputs(self) -> list[Tensor]:
         """Return the tensors in its result."""
@@ -127,8 +137,8 @@ def find_factor(op: Op, output: Tensor) -> float:
     return 1.0
 
 
-def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
+def run_in_float32(op: Op) -> Op | None:
+    """Return an op as it runs on its inputs in float32, or None if it cannot run so."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -147,8 +157,14 @@ def compute_in_float32(op: Op) -> list[Tensor]:
         kwargs["out"] = out.new_empty(0)  # torch resizes it, and the tensor of the run stays as it is
     args = [widen(value) for value in op.before]
     with random_numbers_kept(args), contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-        return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs)).floating_results()
-    return []
+        return op._replace(args=args, kwargs=kwargs, result=op.function(*args, **kwargs))
+    return None
+
+
+def compute_in_float32(op: Op) -> list[Tensor]:
+    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
+    run = run_in_float32(op)
+    return [] if run is None else run.floating_results()
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:

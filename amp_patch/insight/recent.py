@@ -10,10 +10,10 @@ from ..casting import cast_tree
 from ..torch_dispatch import get_node_number, is_random
 from ..torch_private import get_version
 from .ops import Op
-from .repair import Twins
 from .rules import short
 from .short_dtypes import TINY
 from .tensors import is_finite, read_largest, storage_of, tensors_in
+from .twins import Twins
 from .written import Written
 
 _FEWEST = 16  # as many ops are kept however large they are
@@ -82,6 +82,10 @@ class Recent:
         self._size += kept.size
         while self._size > _LARGEST and len(self._forward) > _FEWEST:
             self._size -= self._forward.popleft().size
+
+    def find(self, written: Written) -> Op | None:
+        """Return the op of the forward pass with a record, or None if it is no longer kept."""
+        return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
         """Compute an op again with all ops that it depends on in float32; return None if its result still does not fit.

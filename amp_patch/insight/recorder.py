@@ -18,6 +18,7 @@ from .faults import FaultFinder
 from .folding import Folding
 from .naming import find_prefixes
 from .observe import Observer
+from .quiet.watch import QuietWatch
 from .recordings import Record, Recording
 from .records import RunRecord, StepRecord
 from .rules import short
@@ -47,6 +48,7 @@ class Recorder(Probe):
         self._last = last
         self._folding = Folding()
         self._finder: FaultFinder | None = None
+        self._quiet: QuietWatch | None = None
         self._session: Session | None = None
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
@@ -152,7 +154,7 @@ class Recorder(Probe):
         return self._last is not None and self._last <= self._count and not self._steps
 
     def _observe(self, session: Session) -> None:
-        self._observer = Observer(session, self._folding, self._finder)
+        self._observer = Observer(session, self._folding, self._finder, self._quiet)
         self._observers.append(self._observer)
         self._observer.start()
 

@@ -14,6 +14,7 @@ from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
+from .quiet_record import QuietRecord
 from .record_checks import find_problem
 from .records import (
     SCHEMA,
@@ -40,6 +41,7 @@ Record = (
     | UndoneCastRecord
     | StepRecord
     | FaultRecord
+    | QuietRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -100,6 +102,11 @@ class Recording:
     def searches(self) -> list[FaultRecord]:
         """The faults of steps that were skipped while a dynamic loss scale came down."""
         return [fault for fault in self.of(FaultRecord) if fault.effect.is_search]
+
+    @property
+    def quiet(self) -> list[QuietRecord]:
+        """What 16 bits lose although every value is finite."""
+        return self.of(QuietRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""

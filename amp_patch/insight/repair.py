@@ -7,89 +7,22 @@ into float32 whose gradient it is, since the output of this op has the dtype of 
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..casting import cast_tree
 from ..config import op_lists
-from ..dtypes import LOW_DTYPES, PLAIN_CLASSES
-from ..torch_dispatch import clone
+from ..dtypes import LOW_DTYPES
 from .folding import OpCall
-from .ops import Op, compute_in_float32
+from .ops import Op
 from .rules import short
 from .short_dtypes import LARGEST, TINY
-from .tensors import is_finite, is_whole, read_largest_number, storage_of, tensors_in
+from .tensors import is_finite, read_largest_number
+from .twins import Twins
 from .written import Culprit, Written, find_culprits
 
 _Pair = tuple[Tensor, Tensor]  # a tensor and its twin
-
-
-class Twins:
-    """float32 values of tensors that were computed in 16 bits, by the storages of these tensors."""
-
-    def __init__(self) -> None:
-        self._flat: dict[int, tuple[weakref.ref[Any], Tensor, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._flat)
-
-    def find(self, tensor: Tensor) -> Tensor | None:
-        """Return the twin of a tensor, a view of the same shape and strides, or None."""
-        if not self._flat or type(tensor) not in PLAIN_CLASSES or not storage_of(tensor):
-            return None
-        known = self._flat.get(id(tensor.untyped_storage()))
-        if known is None or known[2] != tensor.element_size():
-            return None
-        flat: Tensor = known[1]
-        # The twin of the whole storage, seen through the strides of the view.
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Store float32 values of the shape of a tensor as its twin."""
-        if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
-            return
-        known = self.find(tensor)
-        if known is None:
-            known = self._make(tensor)
-        known.copy_(value)
-
-    def drop(self, tensor: Tensor) -> None:
-        """Forget the twin of a tensor that was overwritten."""
-        if self.find(tensor) is not None and is_whole(tensor):
-            del self._flat[id(tensor.untyped_storage())]
-
-    def compute(self, op: Op) -> list[Tensor]:
-        """Return the results of an op in float32, with the twins of its inputs. See `compute_in_float32`."""
-
-        def take(tensor: Tensor) -> Tensor:
-            twin = self.find(tensor)
-            return tensor if twin is None else clone(twin)
-
-        args = [
-            cast_tree(given, take) if self._has_twin(given) else earlier
-            for given, earlier in zip(op.args, op.before, strict=True)
-        ]
-        kwargs = {name: cast_tree(value, take) for name, value in op.kwargs.items()}
-        return compute_in_float32(op._replace(before=args, kwargs=kwargs))
-
-    def _has_twin(self, value: Any) -> bool:
-        return any(self.find(tensor) is not None for tensor in tensors_in([value]))
-
-    def _make(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), tensor.element_size()
-        everything = tensor.detach().as_strided((storage.nbytes() // size,), (1,), 0)
-        flat: Tensor = clone(everything.float())
-
-        def forget(_: Any) -> None:
-            self._flat.pop(key, None)
-
-        # The allocator reuses addresses, so a twin dies with the storage object of its tensor.
-        self._flat[key] = weakref.ref(storage, forget), flat, size
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Needs(NamedTuple):

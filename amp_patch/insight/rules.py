@@ -60,7 +60,7 @@ class RuleFinder:
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
         """Return whether a patched attribute is an op: on a list, or a product."""
         is_listed = self.find_spelling(owner, name, replacement) is not None
-        return is_listed or op_lists.is_product(name) or op_lists.is_without_kernel(name)
+        return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
         """Return the list entry of a patched attribute; None if it is on no list."""

@@ -89,8 +89,8 @@ class Probe(events.Watcher, abc.ABC):
 
     def _is_counted(self, optimizer: "Optimizer") -> bool:
         """Return whether the step that has ended counts. May be called several times for a step."""
-        if self._answered[0] != events.number.value:
-            self._answered = events.number.value, self._counter.note(optimizer)
+        if self._answered[0] != events.event_count.value:
+            self._answered = events.event_count.value, self._counter.note(optimizer)
         return self._answered[1]
 
 

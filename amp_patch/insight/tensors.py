@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES
-from ..torch_dispatch import find_range
+from ..torch_dispatch import aminmax
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -55,7 +55,7 @@ def read_largest(tensor: Tensor) -> float:
     """Return the largest magnitude of a tensor that is not empty; inf or NaN if it has one. Waits for the device."""
     values = tensor.detach()
     # One kernel for both ends, without a copy of the magnitudes. NaN wins both.
-    low, high = find_range(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
+    low, high = aminmax(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
     smallest, largest = low.item(), high.item()
     if math.isnan(smallest):
         return math.nan

@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from ..errors import ArgumentValueError, NonFiniteError
 from ..reporting import warn
 from ..session import Session
-from ..torch_dispatch import get_current_node
+from ..torch_dispatch import get_current_node, leave_mode
 from ..training import unscaling
 from .fault_record import Cause, Effect, Evidence, FaultRecord, Origin, Phase, RegionKind, Value
 from .fault_text import format_fault
 from .faults import FaultFinder, name_value, none_if_inf
 from .folding import Folding
+from .quiet.watch import QuietWatch
 from .recorder import Recorder, in_block
 from .recordings import Record, Recording
 from .rules import short
@@ -80,6 +81,7 @@ class Tracer(Recorder):
         self._are_weights_finite = False
         self._scale: float | None = None  # of the last `scale_loss` block
         self._seen = SeenInStep()
+        self._quiet: QuietWatch = QuietWatch(lambda: self._watched, self._find_module)
 
     @property
     def _watched(self) -> Session:
@@ -89,7 +91,14 @@ class Tracer(Recorder):
     def _records(self) -> list[Record]:
         """Return the faults so far, and last those that belong to the search for a loss scale."""
         steps = self._steps if self._keeps_steps else []
-        return [*self._faults, *self._finder.faults, *self._searches, *steps]
+        return [
+            *self._faults,
+            *self._finder.faults,
+            *self._searches,
+            *self._quiet.records(),
+            *self._finder.findings.records(),
+            *steps,
+        ]
 
     @property
     def faults(self) -> list[FaultRecord]:
@@ -146,12 +155,15 @@ class Tracer(Recorder):
         if self.is_recording:
             self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
             self._look_at_size(optimizer)
+            self._quiet.begin_step(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Finish the faults of the step, and end the run if there are any."""
         if self._stepping != id(optimizer):  # a step with a closure reports only its end
             self.step_begun(optimizer)
         self._stepping = None
+        if self.is_recording:
+            self._quiet.end_step(optimizer, self._count + 1)
         is_skipped = self._watched.is_skipped(optimizer)
         if self.is_recording and not is_skipped:
             self._look_at_weights(optimizer)
@@ -163,7 +175,7 @@ class Tracer(Recorder):
             if is_skipped and not self._counts_skipped and self._last is not None:
                 self._last += 1
         super().step_ended(optimizer)
-        self._finder.step = self._count
+        self._finder.step = self._finder.findings.step = self._count
         if self._faults and self.is_recording:
             # No session that opens later is to be observed.
             self._last = 0
@@ -179,6 +191,7 @@ class Tracer(Recorder):
         seen.are_gradients_bad = bool(bad)
         seen.mended += map(finder.repair.holds, bad_gradients)
         seen.is_lost |= any(map(finder.repair.loses, bad_gradients))
+        finder.gradients.check_step(parameters, self._watched.names_of)
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
         seen.total += len(gradients)
         seen.reaching_gradients |= finder.storages.find_faults(gradients)
@@ -246,6 +259,9 @@ class Tracer(Recorder):
         self._unused = [replace(fault, effect=Effect()) for fault in finished.unused]
         self._seen = SeenInStep()
 
+    def _find_module(self) -> str:
+        return "" if self._observer is None else self._observer.find_module()
+
     def _step_faults(self) -> StepFaults:
         has_grown = self._loss.is_beyond(_GROWN_LOSS) or self._largest_weight.is_beyond(_GROWN_WEIGHTS)
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
@@ -256,6 +272,8 @@ class Tracer(Recorder):
         A script may change its weights by hand, or end between two steps.
         """
         if not self.is_recording:
+            super().stop()
+            leave_mode(self._quiet)
             return
         trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
         if self._finder.faults and self._seen.is_loss_seen and trained:
@@ -266,6 +284,7 @@ class Tracer(Recorder):
             self._finish_faults(None)
         else:
             self._finder.faults = self._step_faults().add_fixes(self._finder.faults)
+        self._quiet.end_step(None, self._count)
         super().stop()
 
     def _make_unseen(self) -> FaultRecord:

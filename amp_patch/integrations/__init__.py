@@ -1,3 +1,3 @@
-"""amp_patch under trainers and trackers of others, each module imported only by its name: `lightning`, `huggingface`,
-`accelerate`, `trackers`.
+"""Adapters for trainers and experiment trackers: `lightning`, `huggingface`, `accelerate`, `trackers`. Import the
+module that you need; this package imports none of them.
 """

@@ -40,9 +40,9 @@ class _AmpState:
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """An accelerate.Accelerator whose `prepare` initializes amp, and whose `backward` scales the loss.
 
-    Clipping clips masters at levels that have them. `optimizer_step_was_skipped` is true after a skipped step, and
-    `save_state` and `load_state` include the loss scale. Gradients of several `backward` calls between steps
-    (`accumulate`) add up under one scale.
+    At levels with masters, clipping clips the gradients of masters. `optimizer_step_was_skipped` is true after a
+    skipped step. `save_state` and `load_state` include the loss scale. Gradients that several `backward` calls
+    accumulate between steps (`accumulate`) have one scale.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
@@ -58,12 +58,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ArgumentTypeError(
                 f"mixed_precision={self.mixed_precision!r}: leave it out, since opt_level decides what runs in 16 bits"
             )
+        # None after `adopt`: the caller initializes amp
         self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}
         self._amp_models: list[nn.Module] = []
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator) -> None:
-        """Turn an accelerate.Accelerator into one of this class. The caller calls `amp_patch.initialize`."""
+        """Make an existing accelerate.Accelerator an instance of this class, for a trainer that has created it. Call
+        `amp_patch.initialize` yourself: `prepare` does not.
+        """
         accelerator.__class__ = cls
         accelerator._amp_options = None
 
@@ -74,6 +77,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._initialize([argument for argument in args if isinstance(argument, nn.Module)], optimizers)
         prepared = super().prepare(*args, **kwargs)
         for optimizer in self._optimizers:
+            # Accelerate has no way to choose the class of the wrapper
             if type(optimizer) is AcceleratedOptimizer:
                 optimizer.__class__ = _Optimizer
         if optimizers and not any(isinstance(saved, _AmpState) for saved in self._custom_objects):
@@ -84,6 +88,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.device_placement:
             for model in models:
                 model.to(self.device)
+        # all models so far, because `prepare` may be called once for each
         self._amp_models += models
         if models or optimizers:
             amp.initialize(self._amp_models, optimizers, **(self._amp_options or {}))
@@ -91,8 +96,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass of the loss, divided by the accumulation steps and multiplied by the loss scale."""
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
-        # as in accelerate.Accelerator
+        # accelerate.Accelerator.backward divides in the same way
         loss = loss / self.gradient_accumulation_steps
+        # gradients stay scaled until the last micro-batch before a step
         with amp.scale_loss(loss, optimizers, delay_unscale=not self.sync_gradients) as scaled_loss:
             scaled_loss.backward(**kwargs)
 

@@ -23,9 +23,9 @@ STATE_NAME = "amp.pt"
 class AmpTrainerMixin:
     """A mixin: put it before a Trainer class of transformers in the bases of your class.
 
-    It scales losses, and gradients accumulate under one scale. `max_grad_norm` and the `grad_norm` in the logs refer to
-    unscaled gradients. The schedule does not advance after a skipped step. Checkpoints hold amp's state in `amp.pt`,
-    and saved models are float32.
+    It scales losses. Gradients that accumulate between two steps have one scale. `max_grad_norm`, and `grad_norm` in
+    the logs, refer to unscaled gradients. The schedule does not advance after a skipped step. Checkpoints hold amp's
+    state in `amp.pt`, and saved models are float32.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
@@ -55,6 +55,7 @@ class AmpTrainerMixin:
         trainer: Any = self
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         optimizer = unwrapped(trainer.optimizer)
+        # the Trainer may call this several times, with the same optimizer or a new one
         if optimizer is not self._amp_optimizer:
             amp.initialize(trainer.model, optimizer, **self._amp_options, replace=self._amp_optimizer is not None)
             self._amp_optimizer = optimizer
@@ -84,5 +85,6 @@ class AmpTrainerMixin:
         model = trainer.accelerator.unwrap_model(trainer.model)
         config: Any = getattr(model, "config", None)
         if trainer.args.should_save and str(getattr(config, "dtype", None)).endswith("float16"):
-            config.dtype = torch.float32  # the dtype of the saved weights; transformers wrote the parameters' dtype
+            # transformers has written the dtype of the parameters, but the saved weights are float32
+            config.dtype = torch.float32
             config.save_pretrained(trainer.args.output_dir if output_dir is None else output_dir)

@@ -29,8 +29,9 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
     Every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a model, so calls such as
     `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself stay float32. The closure
-    of a step runs once, before amp decides whether to skip the step. Schedules that advance every step do not advance
-    after a skip. The session outlives the fit, so you can evaluate and save the model; `amp_patch.reset()` ends it.
+    of a step runs once, before amp decides whether to skip the step. Schedules that advance after every step do not
+    advance after a skipped step. The session outlives the fit, so you can evaluate and save the model.
+    `amp_patch.reset()` ends it.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
@@ -48,13 +49,15 @@ class AmpPrecision(Precision):  # type: ignore[misc]
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
         """Initialize amp for the children of the LightningModule and the optimizers."""
-        inner = getattr(model, "module", model) if not hasattr(model, "training_step") else model
-        models = [child for child in inner.children() if next(child.parameters(), None) is not None]
+        # a strategy may pass the LightningModule inside a wrapper
+        lightning_module = getattr(model, "module", model) if not hasattr(model, "training_step") else model
+        models = [child for child in lightning_module.children() if next(child.parameters(), None) is not None]
         if optimizers:
             amp.initialize(models, optimizers, **self._options, replace=bool(self._optimizers))
             self._optimizers = list(optimizers)
         for entry in lr_schedulers:
-            kind = type(entry.scheduler)  # not by an attribute, which its state dict would hold
+            # replace the class and not the method `step`: an attribute would be saved in the schedule's state dict
+            kind = type(entry.scheduler)
             if entry.interval == "step" and not issubclass(kind, _WaitingAfterSkips):
                 entry.scheduler.__class__ = type(kind.__name__, (_WaitingAfterSkips, kind), {})
         return model, optimizers, lr_schedulers
@@ -66,7 +69,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             super().backward(scaled_loss, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then step. LBFGS runs the closure itself, which needs a static loss scale."""
+        """Run the closure, then step. LBFGS runs the closure itself, so it needs a static loss scale."""
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
@@ -86,7 +89,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
 
 class _WaitingAfterSkips:
-    """Step a schedule, unless the optimizer skipped its step."""
+    """A mixin for LR schedules: `step` does nothing after a step that the optimizer has skipped."""
 
     optimizer: Any
 

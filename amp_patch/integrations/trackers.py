@@ -24,14 +24,15 @@ Log = Callable[[str, float, int], object]
 class Tracker:
     """Logs `amp/loss_scale`, `amp/steps_skipped` and `amp/grad_norm`.
 
-    The norm is over the unscaled gradients of the coming step; with shards, over all shards together. Each entry is
-    written when the next one is due, since its values are usually ready by then, or by `flush`. Scale and skipped steps
-    are as the host knew them at the time of the step. With several scalers, `amp/loss_scale_0`, `_1`, ... are logged.
+    The norm is over the unscaled gradients of the coming step. With shards, it is over all shards together. An entry is
+    written when the next one is due, or by `flush`. By then the device has usually computed its values, so nothing has
+    to wait. The scale and the number of skipped steps are the numbers that the host knew at the time of the step. With
+    several scalers, `amp/loss_scale_0`, `_1`, ... are logged.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
             `log(tag, value, step)`.
-        every: steps between two entries, at least 1.
+        every: the number of steps from one entry to the next, at least 1.
     """
 
     def __init__(self, target: Any, every: int = 50) -> None:
@@ -57,9 +58,10 @@ class Tracker:
         gradients = [parameter.grad for parameter in amp.master_params(optimizer) if parameter.grad is not None]
         if gradients:
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-            together = torch.stack([norm.to(whole[0].device) for norm in whole])
-            values["amp/grad_norm"] = torch.linalg.vector_norm(together)
+            # the norm of a DTensor is one, too: full_tensor() reduces it over the ranks
+            full_norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+            stacked = torch.stack([norm.to(full_norms[0].device) for norm in full_norms])
+            values["amp/grad_norm"] = torch.linalg.vector_norm(stacked)
         self._pending = self._step, values
 
     def flush(self) -> None:
@@ -71,6 +73,7 @@ class Tracker:
 
 
 def _as_log(target: Any) -> Log:
+    """Return a function that logs one number to any of the targets. Raises ArgumentTypeError for anything else."""
     if hasattr(target, "add_scalar"):
         return lambda tag, value, step: target.add_scalar(tag, value, step)
     if hasattr(target, "log"):

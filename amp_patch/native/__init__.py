@@ -1,4 +1,4 @@
-"""Apply op lists to scripts that use `torch.autocast`, without changing them; and examine scripts without amp.
+"""Applies op lists to unmodified scripts that use `torch.autocast`, and lets commands observe scripts without amp.
 
     import amp_patch.native
 

@@ -1,4 +1,4 @@
-"""`Changes`: how the regions of `torch.autocast` in a script are to run, and the session that makes them run so."""
+"""`Changes`: what a takeover changes in the regions of `torch.autocast` of a script. It makes the session for that."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,14 +34,14 @@ class Kind(Enum):
 
 
 class Changes:
-    """How a script is to run.
+    """The changes to the regions of a script.
 
     Args:
         level, lists, compute: as for `install`.
 
     Attributes:
-        policy: the policy of the level; None without one.
-        has_module_rules: the lists have rules for modules.
+        policy: the policy of the level, or None without a level.
+        has_module_rules: whether the lists have rules for modules.
 
     Raises PolicyError or OpListError for a level or lists that do not exist or cannot be read.
     """
@@ -67,7 +67,7 @@ class Changes:
 
     @property
     def level_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype of the level, None without one."""
+        """The 16-bit dtype of the level, or None without a level."""
         return None if self.policy is None else self.policy.low_dtype
 
     def check_level(self) -> None:
@@ -88,42 +88,43 @@ class Changes:
             )
 
     def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
-        """Return a session that makes these changes, not opened yet.
+        """Return a session that makes these changes. It is not open yet.
 
         Args:
-            low: the dtype of the region that is being entered; None outside of regions.
+            low: the dtype of the region that is being entered, or None outside of regions.
         """
-        own = own_lists(device_type)
+        torch_lists = load_torch_lists(device_type)
         autocast: Autocast | None
         if self.policy is None or self.level is None:
             dtype = low or torch.get_autocast_dtype(device_type)
-            policy = _lay_over(own, dtype, self.lists)
-            # without lists, the session only watches, and regions of either dtype are alike
-            autocast = Autocast(device_type, dtype if self.lists else None, own)
+            policy = _lay_over(torch_lists, dtype, self.lists)
+            # without lists, the session only observes, in regions of any dtype
+            autocast = Autocast(device_type, dtype if self.lists else None, torch_lists)
         elif self.kind is Kind.DISABLED:
             policy = replace(self.policy, description="torch.autocast is disabled")
             autocast = None  # `adapt` disables each region, so there is nothing to cast in
         else:
             lists = (*self.policy.lists, *self.lists)
             # the script's GradScaler scales the loss, not the session
-            made = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
-            policy = replace(made, description=f"{self.level} in the regions of torch.autocast")
-            autocast = Autocast(device_type, policy.low_dtype, own)
-        return NativeSession(policy, device_type, autocast, with_all=bool(events.watchers))
+            policy = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
+            policy = replace(policy, description=f"{self.level} in the regions of torch.autocast")
+            autocast = Autocast(device_type, policy.low_dtype, torch_lists)
+        return NativeSession(policy, device_type, autocast, observes_all=bool(events.watchers))
 
 
-def own_lists(device_type: str) -> OpLists | None:
-    """Return the list with torch.autocast's own rules on a type of device, or None if there is none."""
+def load_torch_lists(device_type: str) -> OpLists | None:
+    """Return the lists with torch.autocast's own rules on a type of device, or None if no list describes them."""
     name = f"autocast-{device_type}"
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def _lay_over(own: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
-    """Return the policy of lists on top of torch.autocast's own."""
+def _lay_over(torch_lists: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
+    """Return the policy of lists on top of torch.autocast's own rules."""
     level = "autocast" if lists else AS_IS
-    if own is None and not lists:  # no list describes the autocast of this device
+    if torch_lists is None and not lists:  # there are no rules to apply
         return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
-    names = [*(() if own is None else own.names), *lists]
+    names = [*(() if torch_lists is None else torch_lists.names), *lists]
+    # "native": products use the kernels that torch.autocast uses, too
     overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}
-    made = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
-    return replace(made, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")
+    policy = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
+    return replace(policy, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")

@@ -24,7 +24,7 @@ from ..dtypes import LOW_DTYPES, is_opaque
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..step_counter import StepCounter
-from ..torch_private import REBUILD_TENSOR, leave_function_mode
+from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3

@@ -1,4 +1,4 @@
-"""`install` and the other functions that put the one `Takeover` of a process into force, and remove it."""
+"""`install` and the other functions that start and remove a `Takeover`. A process has at most one at a time."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ class _Installed:
     """The takeover of the process.
 
     Attributes:
-        is_by_install: `install` installed it, so `remove` may remove it. Commands and recordings remove theirs.
+        is_by_install: whether `install` has started it. Only then may `remove` remove it: a command or a recording
+            removes its own takeover.
     """
 
     takeover: Takeover | None = None
@@ -39,9 +40,9 @@ def install(
     Args:
         opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. None
             keeps the dtype of each region, and torch's rules for ops that `lists` do not name.
-        lists: a shipped name, a path, or a sequence of them. Later ones win.
-        compute: "auto", "native" or "float32", with a level.
-        everywhere: for a script without regions: run this thread in one bfloat16 region.
+        lists: a shipped name, a path, or a sequence of them. Later lists win.
+        compute: "auto", "native" or "float32". Needs a level.
+        everywhere: run this thread in one bfloat16 region. For scripts without regions.
 
     Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces
     this installation.
@@ -51,12 +52,12 @@ def install(
             scale the loss.
         SessionError: `amp-patch` runs the script with lists of its own, or a recording is in progress.
     """
-    given = [lists] if isinstance(lists, (str, os.PathLike)) else lists
-    names = [os.fspath(path) for path in given]
+    paths = [lists] if isinstance(lists, (str, os.PathLike)) else lists
+    names = [os.fspath(path) for path in paths]
     takeover = Takeover(opt_level, names, compute, everywhere=everywhere)  # raises before anything is replaced
     policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
-    casts_some = bool(names) if policy is None else policy.low_dtype is not None
-    if everywhere and not casts_some:
+    casts = bool(names) if policy is None else policy.low_dtype is not None
+    if everywhere and not casts:
         raise PolicyError("everywhere=True needs a level that casts, O4, or lists")
     if everywhere and policy is not None and policy.low_dtype is torch.float16:
         raise PolicyError(
@@ -85,7 +86,7 @@ def check_not_installed() -> None:
 def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
     """Install a takeover for a command or a recording. Call the result to remove it.
 
-    Raises SessionError if there is another.
+    `is_watched`: see `Takeover.watch`. Raises SessionError if a takeover is installed already.
     """
     check_not_installed()
     undo = UndoStack()
@@ -97,7 +98,9 @@ def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
 
 
 def watch() -> Callable[[], None]:
-    """Report scripts without `amp.initialize` to the watchers of `events`, until the result is called."""
+    """Report the models, losses and steps of a script without `amp.initialize` to the watchers of `events`. Call the
+    result to stop.
+    """
     takeover = _installed.takeover
     return start(Takeover(), is_watched=True) if takeover is None else takeover.watch()
 

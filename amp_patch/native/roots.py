@@ -1,4 +1,4 @@
-"""Finds the models of a script (modules that no module calls), and the script's lines, on the Python stack."""
+"""Searches the Python stack for the model of a called module, for calls of modules, and for lines of the script."""
 
 import sys
 import types
@@ -12,14 +12,14 @@ from ..torch_private import MODULE_CALL, get_own_children
 _PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 _WRAPPED = ("module", "_orig_mod")
-"""Attributes in which DistributedDataParallel and DataParallel, and torch.compile, keep the wrapped module."""
+"""Names under which wrappers hold a module: `DistributedDataParallel.module`, and `_orig_mod` after torch.compile."""
 
 
 def find_root(module: nn.Module) -> nn.Module:
     """Return the model of a module that is being called.
 
-    It is the outermost module that contains `module` and has a method on the stack: trainers call methods such as
-    `training_step`.
+    It is the outermost module that contains `module` and has some method on the stack. Any method counts, not only
+    `forward`, because trainers call methods such as `training_step`.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)
@@ -33,7 +33,8 @@ def find_root(module: nn.Module) -> nn.Module:
 
 
 def _read_self(frame: types.FrameType) -> object:
-    """Return `self` of a call. Before Python 3.13, `f_locals` keeps all variables alive until the call is over."""
+    """Return `self` of a call."""
+    # before Python 3.13, `f_locals` is a dict that keeps all variables alive until the call is over: clear it
     variables = frame.f_locals
     owner: object = variables.get("self")
     if sys.version_info < (3, 13):
@@ -53,7 +54,7 @@ def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
 
 
 def find_line() -> str:
-    """Return the line of the script that is running, as `train.py:12`; empty if none is."""
+    """Return the line of the script that is running, as `train.py:12`. Empty if no line of a script is running."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
@@ -61,12 +62,12 @@ def find_line() -> str:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers such as DistributedDataParallel: module rules use its names.
+    """Return the module inside of wrappers such as DistributedDataParallel, whose names module rules use.
 
-    Only classes of libraries are wrappers. A model of the script may have its only child under such a name.
+    Only classes of libraries count as wrappers, because a model of the script may have an only child of such a name.
     """
-    for name in _WRAPPED * 2:  # twice, because wrappers nest in either order
-        children = dict(get_own_children(module).items())  # a scripted module's children are no dict
+    for name in _WRAPPED * 2:  # twice, because either wrapper may be inside the other
+        children = dict(get_own_children(module).items())  # scripted modules keep their children in another type
         inner = children.get(name)
         if inner is not None and len(children) == 1 and _is_of_library(module):
             module = inner

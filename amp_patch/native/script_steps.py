@@ -1,4 +1,4 @@
-"""`ScriptSteps`: follows the losses, the GradScaler and the optimizer steps of a script, and changes none of them.
+"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes none of them.
 
 Each step is checked by `StepChecks`, runs outside of the region of `WholeScript`, and is reported to the session and to
 the watchers of `events`.
@@ -30,8 +30,8 @@ class _ScalerStep:
     """A call of `GradScaler.step` that is under way.
 
     Attributes:
-        is_scaling: the GradScaler is enabled.
-        has_stepped: the optimizer's own `step` has run. GradScaler does not call it on an overflow.
+        is_scaling: whether the GradScaler is enabled.
+        has_stepped: whether the optimizer's own `step` has run. GradScaler does not call it on an overflow.
     """
 
     is_scaling: bool
@@ -42,8 +42,8 @@ class ScriptSteps:
     """The losses and steps of a script.
 
     Args:
-        unscales_first: unscale the gradients before a fused optimizer would do it in its kernel, so that watchers see
-            them unscaled.
+        unscales_first: unscale gradients before the step of a fused optimizer, so that watchers get unscaled gradients.
+            Otherwise the kernel of that optimizer unscales them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ScriptSteps:
         self._checks = checks
         self._whole_script = whole_script
         self._unscales_first = unscales_first
-        self._scaler: weakref.ref[Any] | None = None  # the GradScaler made last
+        self._scaler: weakref.ref[Any] | None = None  # the newest GradScaler
         self._scaler_step: _ScalerStep | None = None
         self._scaled_loss: int | None = None  # id of the loss that a GradScaler returned last
 
@@ -86,11 +86,11 @@ class ScriptSteps:
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _note_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
             self._scaler = weakref.ref(scaler)
 
-        return make
+        return init
 
     def _report_scaled_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, outputs: Any) -> Any:
@@ -109,7 +109,7 @@ class ScriptSteps:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            # a checkpoint calls this inside of a backward pass, with gradients and no loss
+            # inside a backward pass, it is a checkpoint that calls this, with gradients and not with a loss
             if session is not None and isinstance(loss, Tensor) and get_backward_id() == -1:
                 if id(loss) != self._scaled_loss:
                     events.tell(session.without_casts(), "loss_scaled", loss, loss)
@@ -123,16 +123,16 @@ class ScriptSteps:
     def _report_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             enclosing = self._scaler_step
-            this = self._scaler_step = _ScalerStep(scaler.is_enabled())
-            # other optimizers: GradScaler.step itself unscales first
-            if self._unscales_first and this.is_scaling and reads_found_inf(optimizer):
-                with contextlib.suppress(RuntimeError):  # the script has unscaled them
+            this_step = self._scaler_step = _ScalerStep(scaler.is_enabled())
+            # for optimizers that do not unscale by themselves, GradScaler.step unscales before it calls their step
+            if self._unscales_first and this_step.is_scaling and reads_found_inf(optimizer):
+                with contextlib.suppress(RuntimeError):  # raised if the script has unscaled them already
                     scaler.unscale_(optimizer)
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             finally:
                 self._scaler_step = enclosing
-            if this.has_stepped:
+            if this_step.has_stepped:
                 if enclosing is not None:
                     enclosing.has_stepped = True
                 return result
@@ -150,11 +150,11 @@ class ScriptSteps:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Optimizer hook."""
+        """Hook before each optimizer step: check and report it, and leave the region of `WholeScript`."""
         if has_own_amp():
             self._checks.note_amp()
             return
-        if _has_closure(args, kwargs):  # forward and backward are still to come, inside of the region
+        if _has_closure(args, kwargs):  # the step runs forward and backward itself, which need the region
             return
         self._check_step()
         self._whole_script.leave_for_step()
@@ -163,7 +163,7 @@ class ScriptSteps:
             self._report_begin(session, optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Optimizer hook."""
+        """Hook after each optimizer step: report it, and return to the region of `WholeScript`."""
         self._whole_script.come_back()
         if has_own_amp():
             return
@@ -174,7 +174,7 @@ class ScriptSteps:
         session = find_session()
         self._checks.end_step(optimizer, is_open=session is not None)
         if session is not None:
-            found_inf = getattr(optimizer, "found_inf", None)  # set for fused steps that skip on the device
+            found_inf = getattr(optimizer, "found_inf", None)  # GradScaler sets it for a fused step
             self._report_end(session, optimizer, is_skipped=isinstance(found_inf, Tensor) and bool(found_inf))
 
     def _check_step(self) -> None:
@@ -198,5 +198,5 @@ class ScriptSteps:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether the arguments of a step hold a function that runs forward and backward."""
+    """Return whether `step` was called with a closure. `args` begins with the optimizer."""
     return kwargs.get("closure") is not None or any(map(callable, args[1:]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ..casting import Autocast, Mode, OpCasts, RulesAlone
+from ..casting import Autocast, Mode, ModuleRulesSwitch, OpCasts
 from ..config import Policy
 from ..dtypes import LOW_DTYPES
 from ..errors import SessionError
@@ -31,7 +31,7 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether the script called `amp.initialize` itself. Then nothing of this subpackage acts."""
+    """Return whether the script called `amp.initialize` itself. If so, nothing in this subpackage does anything."""
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
 
@@ -46,21 +46,25 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 
 
 class NativeSession(Session):
-    """Applies lists inside regions of `torch.autocast`, or at the level `AS_IS` none.
+    """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` there are no lists, and it only observes.
 
-    It learns of models, optimizers and regions by its `note_` methods. Its loss scale is the one of the script's
-    GradScaler.
+    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Its loss
+    scale is the scale of the script's GradScaler.
+
+    Args:
+        autocast: the regions in which the lists act, or None if autocast is disabled.
+        observes_all: also wrap ops that torch casts by itself, for watchers that observe every op.
 
     Attributes:
         steps_before: the number of steps that the script took before this session was opened.
-        needs_scaler: a step that follows a region had no loss scale, and would need one in float16.
-        seen_low: the dtype of the first region of autocast, None before it.
+        needs_scaler: whether a step after a region had no loss scale, and would need one in float16.
+        seen_low: the dtype of the first region of autocast, or None before that region.
     """
 
     gives_way = True
     find_root = staticmethod(find_root)
 
-    def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, with_all: bool) -> None:
+    def __init__(self, policy: Policy, device_type: str, autocast: Autocast | None, *, observes_all: bool) -> None:
         super().__init__(policy, device_type, 1, has_models=False, autocast=autocast)
         self.steps_before = 0
         self.needs_scaler = False
@@ -73,17 +77,16 @@ class NativeSession(Session):
         self._seen_low: torch.dtype | None = None
         self._low_weights: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
-        # ops that torch casts by itself are wrapped only to be watched, or because of module rules
-        if autocast is not None and self.casts is not None and (with_all or has_rules):
-            alone = RulesAlone(self.switch)
-            self.casts.by_torch = OpCasts(alone, self.casts.low, device_type, None, autocast=autocast)
+        # ops that torch casts by itself are wrapped only to be observed, or because of module rules
+        if autocast is not None and self.casts is not None and (observes_all or has_rules):
+            rules_switch = ModuleRulesSwitch(self.switch)
+            self.casts.by_torch = OpCasts(rules_switch, self.casts.low, device_type, None, autocast=autocast)
 
     # ---- events in the script ----------------------------------------------------------------------------------------
 
     def note_model(self, model: nn.Module) -> None:
-        """Count a module as a model, and apply module rules to it."""
+        """Count a module as a model, and apply module rules to it. Call it again when the model has new parts."""
         self._models = [reference for reference in self._models if reference() is not None]
-        # a model may be noted again: it may have got new parts
         if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
             self._low_weights = self._low_weights or find_low_weights(model)
@@ -96,16 +99,17 @@ class NativeSession(Session):
         return module in self._modules
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Count an optimizer as one that steps."""
+        """Record an optimizer that takes a step."""
         if all(reference() is not optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
-        """Count a step."""
-        if not self._steps_taken and not self._steps_skipped:  # by the end of the first step, all models were called
-            self.bindings.tell_unused_rules()
+        """Count a step, taken or skipped."""
+        if not self._steps_taken and not self._steps_skipped:
+            # by the end of the first step, the script has called all its modules
+            self.bindings.warn_of_unused_rules()
         if self.bindings.regions is not None:
-            self.bindings.regions.look_again()
+            self.bindings.regions.mark_stale()
         if is_skipped:
             self._steps_skipped += 1
             self._skipped.add(id(optimizer))
@@ -117,19 +121,19 @@ class NativeSession(Session):
         """Prepare for a block of torch.autocast, enabled or not."""
         self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
-            self.bindings.regions.look_again()
+            self.bindings.regions.mark_stale()
 
     def note_region(self, low: torch.dtype) -> None:
         """Remember the dtype of an enabled block of torch.autocast."""
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Show the loss scale of a GradScaler before the scales of others."""
+        """Make a GradScaler the first loss scaler of the session. Earlier GradScalers follow it."""
         first = self.scalers[0]
-        if isinstance(first, _ScriptsScaler) and first.scaler is scaler:
+        if isinstance(first, _ScriptScaler) and first.scaler is scaler:
             return
-        later = [shown for shown in self.scalers if isinstance(shown, _ScriptsScaler) and shown.scaler is not scaler]
-        self.scalers[:] = [_ScriptsScaler(scaler), *later]  # type: ignore[list-item]
+        earlier = [shown for shown in self.scalers if isinstance(shown, _ScriptScaler) and shown.scaler is not scaler]
+        self.scalers[:] = [_ScriptScaler(scaler), *earlier]  # type: ignore[list-item]
 
     def scale_loss(self, *given: Any) -> Any:
         """Raise SessionError, because the script has not called `amp.initialize`."""
@@ -140,13 +144,13 @@ class NativeSession(Session):
     @contextlib.contextmanager
     def without_casts(self) -> Iterator[None]:
         """Return a block in which neither amp nor torch casts the ops of this thread."""
-        paused = self._autocast if self._autocast is not None and self._autocast.pause() else None
+        paused_autocast = self._autocast if self._autocast is not None and self._autocast.pause() else None
         try:
             with self.switch.region(Mode.OFF):
                 yield
         finally:
-            if paused is not None:
-                paused.resume()
+            if paused_autocast is not None:
+                paused_autocast.resume()
 
     def models(self) -> list[nn.Module]:
         """Return the models that are still alive."""
@@ -162,7 +166,7 @@ class NativeSession(Session):
 
     @property
     def seen_low(self) -> torch.dtype | None:
-        """The dtype of the first region of autocast, None before it; the policy's where autocast is disabled."""
+        """The dtype of the first region of autocast, or None before it. If autocast is disabled: the policy's dtype."""
         return self._seen_low if self._autocast is not None else self.policy.low_dtype
 
     @property
@@ -175,14 +179,14 @@ class NativeSession(Session):
         return id(optimizer) in self._skipped
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters; of other tensors, `parameter of shape (...)`."""
+        """Return the qualified names of parameters; `parameter of shape (...)` for other tensors."""
         names: dict[int, str] = {}
         for model in self.models():
             for name, parameter in model.named_parameters():
                 names[id(parameter)] = name
         return [names.get(id(tensor), f"parameter of shape {tuple(tensor.shape)}") for tensor in tensors]
 
-    def trained(self) -> list[Tensor]:
+    def trained_parameters(self) -> list[Tensor]:
         """Return the parameters of the models, each once."""
         parameters: dict[int, Tensor] = {}
         for model in self.models():
@@ -195,8 +199,8 @@ class NativeSession(Session):
         return replace(super().stats(wait=wait), steps=self._steps_taken, steps_skipped=self._steps_skipped)
 
 
-class _ScriptsScaler:
-    """A GradScaler of the script, with the interface of a LossScaler, as far as others read it."""
+class _ScriptScaler:
+    """A GradScaler of the script, with the attributes of LossScaler that a NativeSession and its watchers read."""
 
     is_identity = False
     min_loss_scale = None
@@ -217,7 +221,7 @@ class _ScriptsScaler:
         return float(self.scaler.get_scale())
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set the scale. A disabled GradScaler keeps none."""
+        """Set the scale. A disabled GradScaler has no scale, and ignores this."""
         state: dict[str, Any] = self.scaler.state_dict()
         if state:
             self.scaler.load_state_dict({**state, "scale": scale})

@@ -1,4 +1,4 @@
-"""`StepChecks`: raises errors for scripts that cannot run with the changes that were asked for."""
+"""`StepChecks`: raises errors for scripts that cannot run with the changes of a takeover."""
 
 import sys
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from .roots import find_line
 class StepChecks:
     """Follows the regions of `torch.autocast` and the optimizer steps of a script.
 
-    A step before the first region is no error, since the script may enter one later: after a warm-up, or after a model
-    that is trained in float32. Whether a script has mixed precision is known when it ends.
+    A step before the first region is no error, because the script may enter a region later: after a warm-up, or after
+    it has trained another model in float32. `check_end` raises the error if the script ends without a region.
 
     Args:
-        needs_region: the changes act inside regions only.
-        is_everywhere: the region is not the script's own; it begins with the first call of a model.
-        on_plain_step: called with a line of text at the first step of a script that has entered no region yet.
+        needs_region: whether the changes act inside regions only.
+        is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
+        on_plain_step: called with a line of text at the first step, if the script has not entered a region by then.
 
     Attributes:
-        called_at: the line that first called a model, as `train.py:12`; empty before.
+        called_at: the line that first called a model, as `train.py:12`. Empty before that call.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class StepChecks:
         self._on_plain_step = on_plain_step
         self.called_at = ""
         self._stepped_at = ""  # the line of the first step before any region
-        self._has_amp = False  # the script has entered a region, or called amp.initialize
-        self._steps = StepCounter()
-        self._count = 0  # of the steps before the next session
-        # since the last step, with gradients enabled:
+        self._has_amp = False  # whether the script has entered a region, or called amp.initialize
+        self._step_counter = StepCounter()
+        self._steps_before_session = 0
+        # these two are about the regions since the last step, with gradients enabled
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
         self._has_wide_region = False  # a region began whose dtype has the range of float32
 
@@ -70,11 +70,11 @@ class StepChecks:
         """Raise PolicyError before a step whose region cannot run with the changes.
 
         Args:
-            low: the dtype of the level, None without a session or a level.
-            is_changing: something runs differently from the script.
-            is_scaling: an enabled GradScaler takes the step.
+            low: the dtype of the level, or None without a session or a level.
+            is_changing: whether the takeover changes anything.
+            is_scaling: whether an enabled GradScaler takes the step.
         """
-        if self.is_waiting and not self._stepped_at:  # once: the script may take many such steps
+        if self.is_waiting and not self._stepped_at:  # say it once, because the script may take many such steps
             self._stepped_at = find_line()
             self._on_plain_step(
                 f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"
@@ -92,14 +92,14 @@ class StepChecks:
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer, *, is_open: bool) -> None:
-        """Record the end of a step. `is_open`: a session counts it."""
+        """Record the end of a step. `is_open`: whether a session is open, which counts the step itself."""
         self._has_compiled_region = self._has_wide_region = False
-        if not is_open and self._steps.note(optimizer):
-            self._count += 1
+        if not is_open and self._step_counter.note(optimizer):
+            self._steps_before_session += 1
 
-    def take_count(self) -> int:
-        """Return the number of steps that ended before the session that is being opened."""
-        count, self._count = self._count, 0
+    def take_steps_before_session(self) -> int:
+        """Return the number of steps since the last session, for the session that is being opened, and set it to 0."""
+        count, self._steps_before_session = self._steps_before_session, 0
         return count
 
     def check_end(self) -> None:

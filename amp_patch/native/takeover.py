@@ -1,7 +1,7 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It waits for the script. A session is opened when the script first enters autocast or, where watchers are to see a
-script without regions, when it first calls a model. A session of `amp.initialize` replaces it.
+It opens a session when the script first enters autocast. If watchers observe scripts without regions, too, it opens
+the session when the script first calls a model. If the script calls `amp.initialize`, that session replaces this one.
 """
 
 import sys
@@ -35,12 +35,12 @@ class Takeover:
 
     Args:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
-        lists: op lists on top of these; later ones win.
-        compute: as for `amp.initialize`, with a level.
-        everywhere: for a script without regions: this thread is one region from the first call of a model on.
-        needs_region: wait for the first region, even if nothing would be changed.
+        lists: op lists that override the lists of the level, or torch's own. Later lists win.
+        compute: as for `amp.initialize`. Needs a level.
+        everywhere: from the first call of a model on, run this thread in one region. For scripts without regions.
+        needs_region: open no session before the first region, even if nothing would be changed.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
-        on_plain_step: called with a line of text if the script steps before the region that is waited for.
+        on_plain_step: called with a line of text if the script takes a step before the first region.
 
     Attributes:
         tell: called with a line of text when a session is opened that changes something.
@@ -91,10 +91,10 @@ class Takeover:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
-        """Open sessions for scripts without regions too, and report their losses. Call the result to end this."""
+        """Also open sessions for scripts without regions, and report their losses. Call the result to stop."""
         undo = UndoStack()
         undo.callback(setattr, self, "_is_watching", False)
-        self._close_session()  # a session is made either for watchers or without
+        self._close_session()  # the next session is made for watchers (`observes_all`)
         self._is_watching = True
         self._steps.watch_losses(undo)
         undo.callback(register_module_forward_pre_hook(self._note_call).remove)
@@ -102,7 +102,7 @@ class Takeover:
 
     def remove(self) -> None:
         """Undo everything."""
-        self._close_session()  # first, because its patches lie on top
+        self._close_session()  # first, because it has replaced functions after the takeover did
         self._undo.close()
 
     def check_end(self) -> None:
@@ -125,22 +125,22 @@ class Takeover:
     # ---- the session -------------------------------------------------------------------------------------------------
 
     def _require_session(self, device_type: str, low: torch.dtype | None) -> NativeSession | None:
-        """Return the session in force, and open it if necessary.
+        """Return the session in force. Open one if there is none.
 
         Args:
-            low: the dtype of the region of autocast that this thread is in; None outside of regions.
+            low: the dtype of the region of autocast that this thread is in, or None outside of regions.
 
-        Returns None while the script has its own amp in force, or if there is nothing to do outside of regions.
+        Returns None while a session of `amp.initialize` is in force, or if there is nothing to do outside of regions.
         """
         session = find_session()
         if session is not None or has_own_amp():
             return session
         if low is None and not self._acts_without_region():
             return None
-        if compiling.is_at_work():  # no session can be opened there
+        if compiling.is_at_work():  # Dynamo traces this call, and no session can be opened now
             self._checks.note_compiled_region()
             return None
-        with current.state.lock:  # another thread may be opening one
+        with current.state.lock:  # another thread may be opening a session
             return find_session() or self._open_session(device_type, low)
 
     def _acts_without_region(self) -> bool:
@@ -151,7 +151,7 @@ class Takeover:
 
     def _open_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
         session = self._changes.make_session(device_type, low)
-        session.steps_before = self._checks.take_count()
+        session.steps_before = self._checks.take_steps_before_session()
         current.open_session(session)
         self._steps.show_scaler(session)
         if self._changes.kind is not Kind.NOTHING:
@@ -171,7 +171,7 @@ class Takeover:
                 return original(region)
             if has_own_amp():
                 return self._enter_beside_amp(original, region)
-            # a checkpoint enters a region of its own in a backward pass
+            # inside a backward pass, it is a checkpoint that enters a region, and not the script
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
@@ -188,7 +188,7 @@ class Takeover:
                 self._changes.adapt(region, session)
                 session.note_region(region.fast_dtype)
                 return original(region)
-            finally:  # the script may enter the same object again, or read its attributes
+            finally:  # restore it, because the script may enter the same object again, or read its attributes
                 region.fast_dtype = dtype
                 enable_region(region, True)
 
@@ -205,7 +205,7 @@ class Takeover:
             enable_region(region, True)
 
     def _join_calls(self, session: NativeSession) -> None:
-        """Apply module rules to the calls under way: the first region may begin inside of a `forward`."""
+        """Apply module rules to calls that are under way, because the first region may begin inside a `forward`."""
         if session.bindings.regions is None:
             return
         for module, frame in calls_under_way():
@@ -214,8 +214,8 @@ class Takeover:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of all modules: the call may be the first of a model."""
-        self._whole_script.come_back()  # where the last step raised an error
+        """Forward pre-hook of all modules: notice models, and apply module rules."""
+        self._whole_script.come_back()  # if the last step raised an error, its post-hook did not run
         if compiling.is_traced() or has_own_amp():
             return None
         session = find_session()
@@ -223,14 +223,14 @@ class Takeover:
         needs_entering = self._everywhere and not self._whole_script.is_entered
         if session is None or needs_entering or not session.knows(module):
             root = find_root(module)
-            if next(root.parameters(), None) is not None:  # a criterion, without any, is no model
+            if next(root.parameters(), None) is not None:  # a criterion has no parameters, and is no model
                 model = root
                 session = self._require_session_for(model)
         if session is None:
             return None
         changed_args = None
-        if session.bindings.regions is not None:  # for criteria, too: module rules may choose them
-            # the caller's frame, in which torch calls this hook, tells when the call is over
+        if session.bindings.regions is not None:  # also for criteria, because module rules may choose them
+            # the caller is torch's frame of the module call: the region lasts as long as that frame
             changed_args = session.bindings.regions.begin_call(module, args, sys._getframe(1))
         if model is not None:
             session.note_model(model)

@@ -1,4 +1,4 @@
-"""Replaces functions, redirects references to them, and restores everything without a trace; watches imports."""
+"""Replaces functions, redirects references to them, and restores everything as it was. Also watches imports."""
 
 from . import references as references
 from .import_hook import ImportWatch as ImportWatch

@@ -1,8 +1,8 @@
-"""`ContainerSearch`: finds functions in nested lists, tuples, sets and dicts, and in objects where nothing can replace
-them.
+"""`ContainerSearch`: finds functions in nested lists, tuples, sets and dicts. Also finds objects that hold a function
+where it cannot be replaced.
 
-Containers matter most to tensors that answer calls themselves: their `__torch_function__` is given the function that
-the public name holds, and looks it up in one.
+Containers matter most to tensor classes with a `__torch_function__`. torch passes the function that was called, which
+is the replacement while it is patched, and the class looks it up in a dict or a set of the functions that it handles.
 """
 
 import gc
@@ -15,19 +15,23 @@ from .exchanges import ExchangeList
 from .patcher import Exchange
 from .slots import Entry, Slot, WeakAttribute, namespace_of
 
-_FIXED = frozenset({tuple, frozenset})
-_LISTED = _FIXED | {list, set}
-"""Types of containers, beside dicts, that are searched. Named tuples and the like cannot be made anew."""
+_IMMUTABLE = frozenset({tuple, frozenset})
+_SEARCHED = _IMMUTABLE | {list, set}
+"""The types of containers, beside dicts, that are searched.
 
-_KEEPERS = frozenset({dict, tuple, list, set, frozenset})
+Their subclasses are not: a named tuple, for example, cannot be constructed from a list of its members.
+"""
+
+_CONTAINERS = frozenset({dict, tuple, list, set, frozenset})
 
 
 class Unsearched(NamedTuple):
-    """A value that may hold functions: a container, or an object of any other type.
+    """A value that the first pass did not search, and that may hold functions: a container or any other object.
 
     Attributes:
-        prefix, name: name it in messages, as `prefix.name`.
-        holder, key: its position: a class, dict or list, and a key. None: no position that can be written.
+        prefix, name: messages name the value as `prefix.name`.
+        holder, key: the class, dict or list that holds the value, and the key there; both None if the value is in a
+            position that cannot be written.
     """
 
     prefix: str
@@ -38,10 +42,11 @@ class Unsearched(NamedTuple):
 
 
 class ContainerSearch:
-    """The second pass of a search: through the values that the first pass did not search.
+    """The second pass of a `Search`: through the values that the first pass collected and did not search.
 
     Args:
-        exchanges: receives the exchanges.
+        exchanges: the exchanges of the first pass; those of this pass are appended.
+        unsearched: the values. The first pass fills it after this object is made.
     """
 
     def __init__(self, exchanges: ExchangeList, unsearched: Sequence[Unsearched]) -> None:
@@ -49,28 +54,29 @@ class ContainerSearch:
         self._wanted = exchanges.wanted
         self._unsearched = unsearched
         self._holds_any = False
-        self._exchanged: set[int] = set()  # ids of tuples and frozensets that are replaced by others
+        self._exchanged: set[int] = set()  # ids of tuples and frozensets that a copy with replacements replaces
 
     def run(self) -> None:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        if not self._holds_any:  # nearly always: this look at all of them at once is all it takes
+        if not self._holds_any:  # nearly always, so this one look at all values at once saves the loop below
             return
-        visited = frozenset(self._exchanges.visited)  # not of this pass: a tuple may have several positions
+        # a snapshot without the visits of this pass: a tuple that several positions hold must be replaced in each
+        visited = frozenset(self._exchanges.visited)
         for entry in self._unsearched:
             if entry.holder is not None and self._holds_wanted(entry.value, visited):
                 self._search(entry.value, entry.holder, entry.key)
 
     def find_unreplaced(self) -> list[str]:
-        """Return the values that hold a function where it cannot be replaced, as `module.name (its class)`."""
+        """Return the values that hold a function where it cannot be replaced, each as `module.name (its class)`."""
         if not self._holds_any:
             return []
         searched = set(self._exchanges.visited)
         for module in list(sys.modules.values()):
             if issubclass(type(module), types.ModuleType):
                 searched.add(id(namespace_of(module)))
-        unreplaced = {}  # by the id of the value: the last of its names
+        unreplaced = {}  # by the id of the value, because a value with several names is reported once
         for entry in self._unsearched:
             if id(entry.value) not in self._exchanged and self._holds_wanted(entry.value, searched):
                 unreplaced[id(entry.value)] = f"{entry.prefix}.{entry.name} ({type(entry.value).__name__})"
@@ -80,30 +86,33 @@ class ContainerSearch:
         return not self._wanted.isdisjoint(map(id, _contents_of([value], visited)))
 
     def _search(self, container: Any, holder: Any, key: Any) -> None:
-        """Search a container, and the containers in it. `holder` has it under `key`; None: in a tuple."""
+        """Search a container, and the containers in it.
+
+        `holder` holds it under `key`; both are None for a member of a tuple or frozenset, which has no slot.
+        """
         kind = type(container)
-        if kind in _FIXED:
-            self._replace_fixed(container, holder, key)
+        if kind in _IMMUTABLE:
+            self._replace_immutable(container, holder, key)
         is_dict = issubclass(kind, dict)
-        if not (is_dict or kind in _LISTED) or not self._exchanges.is_first_visit(container):
+        if not (is_dict or kind in _SEARCHED) or not self._exchanges.is_first_visit(container):
             return
         if is_dict:
             self._exchanges.append_keys(container)
         members = list(dict.items(container)) if is_dict else list(enumerate(container))
         for index, member in members:
             is_wanted = id(member) in self._wanted
-            if is_wanted and kind not in _FIXED:  # those in a tuple are replaced with it
+            if is_wanted and kind not in _IMMUTABLE:  # `_replace_immutable` has replaced functions in a tuple
                 self._exchanges.append(Entry(container, member if kind is set else index), member)
                 continue
             self._exchanges.append_partial(member)
-            if kind in _FIXED:
+            if kind in _IMMUTABLE:
                 self._search(member, None, None)
             else:
                 self._search(member, container, index)
 
-    def _replace_fixed(self, container: Any, holder: Any, key: Any) -> None:
-        """Exchange a tuple or frozenset for a new one that holds the replacements."""
-        replaced, function = self._copy_with_replacements(container)
+    def _replace_immutable(self, container: Any, holder: Any, key: Any) -> None:
+        """Exchange a tuple or frozenset that holds functions for a copy that holds their replacements."""
+        copy, function = self._copy_with_replacements(container)
         if function is None or holder is None:
             return
         kind = type(holder)
@@ -112,30 +121,38 @@ class ContainerSearch:
             slot = Entry(holder, key)
         elif issubclass(kind, type):
             slot = WeakAttribute(holder, key)
-        else:  # a set
+        else:  # a set, in which the tuple has no slot
             return
-        self._exchanges.exchanges.append((id(function), Exchange(slot, container, replaced, container)))
+        # Each exchange belongs to one function, whose patcher undoes it; any of those in the tuple will do.
+        self._exchanges.exchanges.append((id(function), Exchange(slot, container, copy, container)))
         self._exchanged.add(id(container))
 
     def _copy_with_replacements(self, container: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """Return a tuple or frozenset with replacements, and one of the functions that it held, or None."""
+        """Return a copy of a tuple or frozenset with replacements in it, and one of the functions that it held.
+
+        Without a function in it, returns the container itself and None.
+        """
         members, function = [], None
         for member in container:
-            replaced, held = member, None
+            copied, held = member, None
             if id(member) in self._wanted:
-                replaced, held = self._exchanges.replacements[id(member)], member
-            elif type(member) in _FIXED:
-                replaced, held = self._copy_with_replacements(member)
-            members.append(replaced)
+                copied, held = self._exchanges.replacements[id(member)], member
+            elif type(member) in _IMMUTABLE:
+                copied, held = self._copy_with_replacements(member)
+            members.append(copied)
             function = held or function
         return (container if function is None else type(container)(members)), function
 
 
 def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
-    """Return the objects that the values refer to, directly or through up to two containers. Runs no code of theirs."""
-    layer = gc.get_referents(*values)
-    contents = [value for value in layer if id(value) not in visited]
-    for _ in range(2):  # as deep as the tables of torchao and functorch nest
-        layer = gc.get_referents(*[value for value in layer if type(value) in _KEEPERS and id(value) not in visited])
-        contents += layer
+    """Return the objects that values refer to, directly or through up to two containers.
+
+    Asks the garbage collector, and so runs no code of the values.
+    """
+    referents = gc.get_referents(*values)
+    contents = [value for value in referents if id(value) not in visited]
+    for _ in range(2):  # the tables of torchao and functorch are nested so deep
+        inner = [value for value in referents if type(value) in _CONTAINERS and id(value) not in visited]
+        referents = gc.get_referents(*inner)
+        contents += referents
     return contents

@@ -1,4 +1,4 @@
-"""`ExchangeList`: collects the slots of a search that hold one of the functions, each with the value to write there."""
+"""`ExchangeList`: collects the slots in which a search finds a function, each with the value to write there."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,27 +15,27 @@ class ExchangeList:
     """The exchanges of a search.
 
     Attributes:
-        replacements: of the functions that are searched for.
-        wanted: the ids of these functions.
-        visited: the ids of the objects that were searched, and need no second visit.
-        exchanges: each with the id of its function.
+        replacements: the replacement of each function that is searched for, by the id of the function.
+        wanted: the ids of the functions that are searched for.
+        visited: the ids of the objects that were searched already.
+        exchanges: pairs of the id of a function and an exchange in one of its slots.
     """
 
     def __init__(self, replacements: Replacements) -> None:
         self.replacements = replacements
         self.wanted = frozenset(replacements)
-        # not into the replacements: their closures hold the originals, and keep them
+        # Replacements count as visited from the start. Their closures hold the originals, which must stay there.
         self.visited = {id(replacement) for replacement in replacements.values()}
         self.exchanges: list[tuple[int, Exchange]] = []
 
     def is_first_visit(self, value: Any) -> bool:
-        """Return whether an object was not visited before, and count it as visited."""
+        """Mark an object as visited. Return whether it was not visited before."""
         is_first = id(value) not in self.visited
         self.visited.add(id(value))
         return is_first
 
     def append(self, slot: Slot, function: Any, after: Any = None) -> None:
-        """Exchange the value of a slot for `after`, or for the replacement of `function`."""
+        """Add an exchange of the value of a slot for `after`, or by default for the replacement of `function`."""
         before = slot.read()
         original = before.__func__ if isinstance(before, staticmethod) else before
         if after is None:
@@ -43,13 +43,16 @@ class ExchangeList:
         self.exchanges.append((id(function), Exchange(slot, before, after, original)))
 
     def append_keys(self, table: dict[Any, Any]) -> None:
-        """Exchange the keys of a dict: classes with a `__torch_function__` look handlers up by function."""
+        """Add an exchange for each key of a dict that is a function.
+
+        Tensor classes with a `__torch_function__` keep their handlers in such dicts, by function.
+        """
         for key in list(dict.keys(table)):
             if id(key) in self.wanted:
                 self.append(Entry(table, key, is_key=True), key)
 
     def append_partial(self, value: Any) -> bool:
-        """Exchange the function of a partial. Return whether `value` is a partial of one of the functions."""
+        """Return whether `value` is a partial of one of the functions, and if so, add an exchange of its function."""
         if type(value) is not functools.partial or id(value.func) not in self.wanted:
             return False
         if self.is_first_visit(value):

@@ -12,8 +12,8 @@ import wrapt
 class ImportWatch:
     """Calls `on_import(name)` after each import of a watched module, in the importing thread, until it is closed.
 
-    wrapt keeps a hook until its module is imported. So all watches share one hook for each module name, which keeps
-    none of them alive.
+    wrapt cannot remove a hook, and keeps it until the module is imported. So all watches share one hook for each module
+    name. The hook refers to no watch, and a closed or forgotten watch is freed.
     """
 
     def __init__(self, on_import: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class ImportWatch:
             _hook(name)
 
     def close(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         _watches.discard(self)
         self._names.clear()
 
@@ -40,7 +40,7 @@ class ImportWatch:
 
 
 _lock = threading.Lock()
-_hooked: set[str] = set()  # names with a hook in wrapt
+_hooked: set[str] = set()  # names of modules whose hook wrapt has
 _watches: WeakSet[ImportWatch] = WeakSet()
 
 
@@ -53,11 +53,13 @@ def _hook(name: str) -> None:
     try:
         wrapt.register_post_import_hook(functools.partial(_pass_on, name), name)
     except BaseException:
-        _hooked.discard(name)  # an interrupt: wrapt may not have the hook, so the next call registers it again
+        # after an interrupt, wrapt may not have the hook, so let the next call register it again
+        _hooked.discard(name)
         raise
 
 
 def _pass_on(name: str, _: types.ModuleType) -> None:
+    """The hook of a module: tell all watches that it was imported. wrapt drops the hook after the call."""
     with _lock:
         _hooked.discard(name)
     for watch in list(_watches):

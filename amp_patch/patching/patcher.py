@@ -1,10 +1,13 @@
-"""`Patcher`: replaces functions, and restores every one of them without a trace.
+"""`Patcher`: replaces functions, and restores every one of them as it was.
 
-It knows neither tensors nor dtypes. A replacement is a plain function made from the original.
-`functools.update_wrapper` gives it the original's name, docstring and `__wrapped__`, which wrapt follows, too.
+It knows nothing about tensors and dtypes. A replacement is a plain function that is made from the original.
+`functools.update_wrapper` gives it the original's name and docstring, and the attribute `__wrapped__`, by which wrapt
+and others find the original.
 
-`install` replaces attributes of the owners that define a function; `redirect` replaces references to it elsewhere. Both
-are lists of `Exchange`s. All exchanges are in one list, and undone in reverse order.
+`install` replaces the attributes that define a function, such as `torch.exp`. `redirect` replaces references to the
+function in other slots. Both record an `Exchange` for each slot in one list, and `undo` reverts them in reverse order.
+
+A *cover* is a second function around a replacement, for a while: it calls the replacement, and sees each call.
 """
 
 import contextlib
@@ -24,7 +27,10 @@ from .slots import ABSENT, Attribute, Slot
 logger = logging.getLogger("amp_patch")
 
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
-Cover = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]
+"""Makes a replacement from the original."""
+
+CoverFactory = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]
+"""Makes a cover from the owner, the name and the replacement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,10 @@ class Exchange:
     """A slot, with its value before and after a replacement.
 
     Attributes:
-        before: ABSENT for an attribute that its owner inherits, or serves by `__getattr__`.
-        original: the function that is replaced; for a patch it may be a static or class method.
-        is_patch: `install` made it; False for `redirect`.
+        before: the earlier value. ABSENT for an attribute that its owner inherits, or provides by `__getattr__`.
+        after: the value that replaces it.
+        original: the function that is replaced; in a patch, it may be a static or class method.
+        is_patch: `install` made the exchange; False for `redirect`.
     """
 
     slot: Slot
@@ -60,6 +67,7 @@ class Exchange:
 
 
 def _plan(patch: Patch) -> Exchange:
+    """Return the exchange for a patch, with a new replacement. Changes nothing yet."""
     original = _find_original(patch.owner, patch.name)
     if isinstance(original, (staticmethod, classmethod)):
         replacement: Any = type(original)(_make(patch, original.__func__))
@@ -71,7 +79,7 @@ def _plan(patch: Patch) -> Exchange:
 
 
 def _find_original(owner: Any, name: str) -> Any:
-    """Return the attribute, of a class as its `__dict__` holds it: a static method, not the function in it."""
+    """Return the value of an attribute. In a class, it is returned unbound: a static method, not the function in it."""
     if isinstance(owner, type):
         for base in owner.__mro__:
             if name in vars(base):
@@ -80,8 +88,8 @@ def _find_original(owner: Any, name: str) -> Any:
 
 
 def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build the replacement. Its name and module lead to its place, because pickle stores functions by them."""
-    # update_wrapper also sets __wrapped__, which wrapt and the session's end follow to the original
+    """Build the replacement. Its `__module__` and `__qualname__` are the patched name, by which pickle stores it."""
+    # update_wrapper also sets `__wrapped__`
     replacement = functools.update_wrapper(patch.factory(original), original)
     if patch.note:
         replacement.__doc__ = f"{original.__doc__ or ''}\n\n{patch.note}".lstrip()
@@ -94,7 +102,7 @@ def _make(patch: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Patcher:
-    """Installs patches all together or not at all, and undoes them last in, first out."""
+    """Installs patches all together or not at all, and undoes them in reverse order."""
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
@@ -104,52 +112,57 @@ class Patcher:
         return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build all replacements, then write them. After any exception, even KeyboardInterrupt, nothing is replaced."""
+        """Build all replacements, then write them. If anything raises, also KeyboardInterrupt, none stays in force."""
         self._apply([_plan(patch) for patch in patches])
 
     def redirect(self, exchanges: Iterable[Exchange]) -> None:
-        """Write the new value of each slot. After any exception, even KeyboardInterrupt, all have their earlier one."""
+        """Write the new value of each slot. If anything raises, also KeyboardInterrupt, all earlier values return."""
         self._apply(exchanges)
 
     def _apply(self, exchanges: Iterable[Exchange]) -> None:
-        mark = len(self._exchanges)
+        count_before = len(self._exchanges)
         try:
             for exchange in exchanges:
-                self._exchanges.append(exchange)  # before the slot changes: an interrupt in between is undone as well
+                # recorded before the slot changes, so that an interrupt between the two is undone as well
+                self._exchanges.append(exchange)
                 exchange.slot.write(exchange.after)
         except BaseException:
-            self._undo_down_to(mark)
+            self._undo_down_to(count_before)
             raise
 
     def undo(self) -> None:
-        """Restore everything. Calling it twice is harmless.
+        """Restore everything. A second call does nothing.
 
-        A name that other code has patched on top of ours stays as it is. Our function below it remains callable, so it
-        must be inert by then.
+        A name that other code has patched again stays as it is, with a warning. The other patch still calls our
+        replacement, so the caller must see to it that replacements only call their originals by then.
         """
         self.uncover()
         self._undo_down_to(0)
 
-    def _undo_down_to(self, mark: int) -> None:
-        left: list[str] = []
-        while len(self._exchanges) > mark:
+    def _undo_down_to(self, count: int) -> None:
+        """Undo the latest exchanges, until `count` are left."""
+        stuck: list[str] = []
+        while len(self._exchanges) > count:
             exchange = self._exchanges[-1]
             if not _revert(exchange):
                 owner = exchange.slot.owner()
-                left.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
+                stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
             if exchange.is_patch:
                 pickling.retire(exchange.after)  # copies of models may still hold it
-            self._exchanges.pop()  # last, so that an exchange that an interrupt cut short is undone again
-        if left:
+            self._exchanges.pop()  # last, so that the next call undoes an exchange that an interrupt cut short
+        if stuck:
             logger.warning(
                 "left in place, because another patch sits on top: %s. The amp_patch wrapper below it no longer casts.",
-                ", ".join(left),
+                ", ".join(stuck),
             )
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context manager: restore the originals, for code that reads functions instead of calling them."""
-        in_place: list[tuple[Exchange, Any]] = []
+        """Context manager: restore the originals, for code that inspects functions instead of calling them.
+
+        Slots that the program has changed since are left alone.
+        """
+        in_place: list[tuple[Exchange, Any]] = []  # each with the value of its slot: our replacement, or its cover
         for exchange in self._exchanges:
             value = exchange.slot.read()
             if value is exchange.after or value is self._covers.get(id(exchange.after), exchange.after):
@@ -162,10 +175,10 @@ class Patcher:
             for exchange, value in in_place:
                 exchange.slot.write(value)
 
-    def cover(self, make: Cover) -> None:
-        """Replace each replacement, in all its slots, by `make(owner, name, replacement)`, which must call it.
+    def cover(self, make: CoverFactory) -> None:
+        """Put a cover on each replacement, in all its slots: `make(owner, name, replacement)`, which must call it.
 
-        None leaves a replacement alone. After any exception, there are no covers.
+        If `make` returns None, the replacement gets no cover. If anything raises, all covers are removed.
         """
         try:
             for exchange in self._exchanges:
@@ -184,7 +197,7 @@ class Patcher:
             raise
 
     def uncover(self) -> None:
-        """Remove the covers. Harmless twice, and without covers."""
+        """Remove the covers, if there are any."""
         if not self._covers:
             return
         for exchange in self._exchanges:
@@ -203,8 +216,8 @@ class Patcher:
         return None if exchange is None else exchange.original
 
     def _get_exchange(self, owner: Any, name: str) -> Exchange | None:
-        """Return the earliest exchange of an attribute."""
-        if owner is None:  # the owner of slots that are no attributes
+        """Return the earliest exchange of an attribute, which has its first value, or None."""
+        if owner is None:  # otherwise, slots that are not attributes would match
             return None
         for exchange in self._exchanges:
             if exchange.slot.key == name and exchange.slot.owner() is owner and not exchange.is_of_container:
@@ -223,16 +236,19 @@ class Patcher:
 
 
 def _revert(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if our function stays in place below a patch of other code."""
+    """Undo one exchange. Return False if our replacement stays in use, below a patch of other code."""
     value = exchange.slot.read()
     if value is exchange.after:
         exchange.slot.write(exchange.before)
         return True
-    is_restored = value is ABSENT or value is exchange.original  # by other code, or an interrupt came before the write
+    # other code has restored it, or an interrupt came before our write
+    is_restored = value is ABSENT or value is exchange.original
+    # a reference that the program has replaced is the program's own
     if is_restored or not exchange.is_patch:
         return True
     if isinstance(exchange.after, (staticmethod, classmethod)):
-        return False  # wrapt would leave the function inside of ours
+        return False  # wrapt unwraps functions only, and would leave the one inside of our method
+    # other code has wrapped our replacement: take it out from below, if the wrapper is one of wrapt's
     try:
         wrapt.unwrap_object(exchange.slot.owner(), exchange.slot.key, exchange.after, missing_ok=True)
     except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):

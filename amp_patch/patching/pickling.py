@@ -1,11 +1,12 @@
-"""Lets pickle find replacements of closed sessions.
+"""Lets pickle find the replacements of closed sessions.
 
-Copies of a model that were made during a session may hold some: the layer `GELUActivation` of transformers keeps
-`F.gelu`, and a copy of it keeps the replacement.
+A copy of a model that was made during a session may hold some: the layer `GELUActivation` of transformers keeps
+`F.gelu` as an attribute, so a copy keeps the replacement after the session has closed.
 
-Pickle stores a function as a module and a name. It finds an installed replacement where it is installed, and a removed
-(*retired*) one in this module, under a name made of its place and a number. Another process does not have the
-replacement, and gets the function that is in that place now. Saved files refer to this module by its name.
+Pickle stores a function as the name of a module and a name in it. It finds an installed replacement under the name that
+is patched. A removed (*retired*) replacement is found in this module instead, under a name made of the patched name and
+a number. A process that loads such a name and does not have the replacement gets the function that the patched name
+holds there. Saved files contain the name of this module, so the module must not be renamed.
 """
 
 import itertools
@@ -15,25 +16,30 @@ from collections.abc import Callable
 from typing import Any
 
 _functions: dict[str, weakref.ref[Callable[..., Any]]] = {}
-"""The retired replacements, by name. A WeakValueDictionary would run Python code when one is freed, and lose a Ctrl-C
-there.
+"""The retired replacements, by their names in this module. Names of freed replacements stay until `get_originals`.
+
+A WeakValueDictionary would remove them at once, by Python code that runs when a replacement is freed. A Ctrl-C during
+that code would be lost.
 """
 
 _numbers = itertools.count()
 
 
 def retire(replacement: Any) -> None:
-    """Let a replacement, or the one in a static or class method, be pickled by a name of this module."""
+    """Make pickle look a removed replacement up in this module. It may also be a static or class method of one."""
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
-        # a dot would be read as an attribute of an attribute
-        place = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
-        replacement.__module__, replacement.__qualname__ = __name__, f"{place}:{next(_numbers)}"
+        # without dots, because pickle reads a dot in a name as an attribute of an attribute
+        patched_name = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
+        replacement.__module__, replacement.__qualname__ = __name__, f"{patched_name}:{next(_numbers)}"
         _functions[replacement.__qualname__] = weakref.ref(replacement)
 
 
 def get_originals() -> dict[int, Callable[..., Any]]:
-    """Return the original of each living retired replacement, by the id of the replacement. Forgets the others."""
+    """Return the original of each retired replacement that is still alive, by the id of the replacement.
+
+    Forgets the names of the others.
+    """
     originals: dict[int, Callable[..., Any]] = {}
     for name, reference in list(_functions.items()):
         replacement: Any = reference()
@@ -45,14 +51,15 @@ def get_originals() -> dict[int, Callable[..., Any]]:
 
 
 def get_packages() -> set[str]:
-    """Return the top-level packages of the retired replacements."""
+    """Return the top-level packages whose functions the retired replacements replaced."""
     return {name.partition(":")[0].partition("/")[0] for name in list(_functions)}
 
 
 def __getattr__(name: str) -> Any:
-    place = name.rpartition(":")[0]
-    if ":" not in place:
+    """Return the retired replacement of a name, or else the function that the patched name holds now."""
+    patched_name = name.rpartition(":")[0]
+    if ":" not in patched_name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     reference = _functions.get(name)
     replacement = None if reference is None else reference()
-    return pkgutil.resolve_name(place.replace("/", ".")) if replacement is None else replacement
+    return pkgutil.resolve_name(patched_name.replace("/", ".")) if replacement is None else replacement

@@ -1,4 +1,4 @@
-"""Redirects references to patched functions to their replacements, and gives the originals back.
+"""Redirects references to patched functions to their replacements, and back to the originals.
 
 A patch replaces `torch.nn.functional.gelu`; a reference is another position that holds the function, such as
 `from torch.nn.functional import gelu` in a module, or `self.act = F.gelu` in a model. `Search` finds them.
@@ -15,41 +15,48 @@ from .patcher import Patcher
 from .search import Search
 
 MAX_NAMED = 10
-"""How many of the objects that cannot be redirected a warning names."""
+"""The largest number of objects that a warning about unreplaced references names."""
 
 
 def functions_of(patcher: Patcher) -> Replacements:
-    """Return the replacement of each patched function, by the id of the function; the last one of several."""
+    """Return the replacement of each patched function, by the id of the function.
+
+    A function that several patches replace has the replacement of the last one.
+    """
     return {id(original): replacement for original, replacement in patcher.functions()}
 
 
 def redirect(
     functions: Sequence[tuple[Patcher, Replacements]], models: Iterable[nn.Module], *, with_modules: bool = True
 ) -> list[str]:
-    """Redirect references to functions to their replacements: in models, and in the imported modules.
+    """Redirect references to functions to their replacements: in models, and with `with_modules` in imported modules.
 
-    Each patcher undoes the references to its functions. Copies of models may still hold replacements of an earlier
-    session; these are redirected like their originals. Returns the objects that cannot be redirected.
+    Args:
+        functions: pairs of a patcher and the functions that it has patched. The patcher will undo their references.
+
+    Returns the objects that hold a function where it cannot be replaced. A copy of a model may still hold replacements
+    of an earlier session, which are redirected like their originals.
     """
     models = list(models)
     replacements: dict[int, Callable[..., Any]] = {}
-    for _, own in functions:
-        replacements.update(own)
+    for _, patched in functions:
+        replacements.update(patched)
     if not replacements:
         return []
-    # first, so that a copy from an earlier session holds the originals that are searched for next
+    # replacements of an earlier session become originals first, so that the search below finds them
     _rewrite(_search_for_retired(), models, with_modules=False)
     search = Search(replacements, _packages_of(replacements.values()))
     search.run(models, with_modules=with_modules)
-    for patcher, own in functions:
-        patcher.redirect([exchange for function, exchange in search.result.exchanges if function in own])
+    for patcher, patched in functions:
+        patcher.redirect([exchange for function, exchange in search.result.exchanges if function in patched])
     return search.find_unreplaced()
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first, and replace references to replacements that were made in the meantime.
+    """Undo the patchers, last one first. Then restore the references to replacements that no patcher has recorded.
 
-    After an interrupt, call it again.
+    The program has made such references while the functions were patched: `from torch import exp`, or a copied model.
+    If an interrupt cuts it short, call it again.
     """
     for patcher in reversed(patchers):
         patcher.undo()
@@ -57,9 +64,9 @@ def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
 
 
 def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
-    """Remove the covers, and redirect references to them to the replacements. The caller keeps the covers alive.
+    """Remove the covers of a patcher, and redirect references to covers to the replacements that they cover.
 
-    After an interrupt, call it again.
+    The caller must keep the covers alive meanwhile. If an interrupt cuts it short, call it again.
     """
     patcher.uncover()
     replacements = {id(cover): cover.__wrapped__ for cover in covers}  # type: ignore[attr-defined]
@@ -78,16 +85,17 @@ def describe_unreplaced(unreplaced: Sequence[str]) -> str:
 
 
 def _search_for_retired() -> Search:
-    """Return a search for replacements of closed sessions, which are still held somewhere."""
+    """Return a search for replacements of closed sessions that something still refers to."""
     return Search(pickling.get_originals(), pickling.get_packages())
 
 
 def _packages_of(functions: Iterable[Callable[..., Any]]) -> set[str]:
+    """Return the top-level packages that functions name as their module."""
     return {str(function.__module__ or "").partition(".")[0] for function in functions} - {""}
 
 
 def _rewrite(search: Search, models: Iterable[nn.Module], *, with_modules: bool) -> None:
-    """Replace references for good."""
+    """Replace references for good: no patcher records these exchanges, so nothing undoes them."""
     if search.result.replacements:
         search.run(models, with_modules=with_modules)
     for _, exchange in search.result.exchanges:

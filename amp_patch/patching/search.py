@@ -1,13 +1,14 @@
-"""`Search`: finds references to functions in models and in the imported modules, without running anybody's code.
+"""`Search`: finds references to functions in models and in the imported modules, without running code of either.
 
-It looks into every imported module outside torch, this package and the standard library: at globals, class attributes,
-default arguments of the functions and methods defined there, and layers, dicts (keys too), lists, tuples and sets in
-globals and class attributes, which may be nested. In models it looks at attributes of their modules, and at the classes
-of these and of their parameters. Each kind of position exists in a published package;
-`tests/patching/test_references.py` names it.
+It searches every imported module outside torch, this package and the standard library:
+- globals, class attributes, and the default arguments of functions and methods that are defined there;
+- layers in globals and class attributes;
+- dicts (values and keys), lists, tuples and sets in globals and class attributes, also nested ones.
+In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers. Published
+packages hold functions in each of these positions; `tests/patching/test_references.py` names such a package for each.
 
-It passes over packages that torch itself is built on, and packages none of whose modules holds a module of torch,
-`torch.Tensor` or one of the functions: these have no way to come by one.
+It skips packages that torch itself needs. It also skips a package if none of its modules has a module of torch,
+`torch.Tensor` or one of the functions as a global, because such a package cannot refer to a function of torch.
 """
 
 import functools
@@ -30,7 +31,7 @@ _BELOW_TORCH = {
     *("wrapt", "yaml"),
 }
 PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
-"""Top-level packages that are not searched, unless they have one of the functions."""
+"""Top-level packages that are not searched."""
 
 _PLAIN = frozenset(
     {
@@ -39,7 +40,7 @@ _PLAIN = frozenset(
         *(types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType),
     }
 )
-"""Types of values that hold no function."""
+"""Types whose values need no search: they hold no function, or are searched by themselves, as modules are."""
 
 _HOLDERS_IN_LAYERS = frozenset({functools.partial, tuple, list, dict})
 """Types of a layer's attributes that may hold a function where it cannot be replaced."""
@@ -48,14 +49,14 @@ _name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 
 
 class Search:
-    """Finds the slots that hold one of some functions.
+    """Finds the slots that hold one of the given functions.
 
     Args:
-        replacements: the functions to find, by id, each with its replacement.
-        packages: the top-level packages, beside torch, that these functions belong to.
+        replacements: the replacement of each function to find, by the id of the function.
+        packages: the top-level packages, beside torch, that define these functions.
 
     Attributes:
-        result: the exchanges.
+        result: an exchange for each slot that was found.
     """
 
     def __init__(self, replacements: Replacements, packages: Iterable[str] = ()) -> None:
@@ -66,7 +67,7 @@ class Search:
         self._containers = ContainerSearch(self.result, self._unsearched)
 
     def run(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
-        """Search models, and the imported modules."""
+        """Search models, and with `with_modules` also the imported modules."""
         for model in models:
             self._search_model(model)
         if with_modules:
@@ -74,7 +75,9 @@ class Search:
         self._containers.run()
 
     def find_unreplaced(self) -> list[str]:
-        """After `run`, return the objects where a function cannot be replaced, as `module.name (its class)`."""
+        """Return the objects that hold a function where it cannot be replaced, as `module.name (class)`. Call it after
+        `run`.
+        """
         return self._containers.find_unreplaced()
 
     # ---- modules -----------------------------------------------------------------------------------------------------
@@ -82,24 +85,27 @@ class Search:
     def search_modules(self) -> None:
         """Search the imported modules."""
         packages: dict[str, list[tuple[str, types.ModuleType]]] = {}
-        evidence = {*self._wanted, id(Tensor)}  # a package that holds none of these knows no function of torch
+        # ids of the objects by which a package can reach a function; completed with the modules of torch below
+        evidence = {*self._wanted, id(Tensor)}
         for name, module in list(sys.modules.items()):
-            top = name.partition(".")[0]
-            is_home, is_passed_over = top in self._homes, top in PASSED_OVER
+            package = name.partition(".")[0]
+            is_home, is_passed_over = package in self._homes, package in PASSED_OVER
             if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
                 continue
             if is_home:
                 evidence.add(id(module))
             if not is_passed_over:
-                packages.setdefault(top, []).append((name, module))
-        self._search_tables_of_torch()  # otherwise, torch itself is passed over
+                packages.setdefault(package, []).append((name, module))
+        self._search_tables_of_torch()  # the rest of torch is skipped
         for package, modules in packages.items():
-            # to search a single module costs no more than this check
+            # searching a single module costs no more than this check, so it is for larger packages
             if len(modules) > 1 and not any(_holds_any(module, evidence) for _, module in modules):
                 continue
             for name, module in modules:
                 self._search_module(name, module, package)
-        if self._homes != {"torch"}:  # lists name functions of the script: a criterion may be a partial of one
+        # If a function is the script's own, a local variable of the script may hold a partial of it, as a loss
+        # `functools.partial(criterion, weight=...)`. Only the garbage collector knows all partials.
+        if self._homes != {"torch"}:
             for value in gc.get_objects():
                 self.result.append_partial(value)
 
@@ -122,7 +128,10 @@ class Search:
                 self._search_value(value, name, key, namespace, package)
 
     def _search_value(self, value: Any, prefix: str, name: str, holder: Any, package: str) -> None:
-        """Search a global or a class attribute. `holder` is the namespace or the class, `prefix` its name."""
+        """Search the value of a global or a class attribute.
+
+        `holder` is the namespace or the class that holds it, `prefix` the name of the module or the class.
+        """
         kind = type(value)
         if kind is types.FunctionType:
             self._search_function(value)
@@ -146,7 +155,7 @@ class Search:
             if id(value) in self._wanted:
                 self.result.append(Entry(table, index), value)
             elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
-                continue  # its module is searched by itself
+                continue  # a class is searched with the module that defines it, and a module by itself
             elif kind is types.FunctionType:
                 self._search_function(value)
             elif issubclass(kind, nn.Module):
@@ -157,7 +166,7 @@ class Search:
     # ---- classes and functions ---------------------------------------------------------------------------------------
 
     def _search_class(self, owner: type, package: str) -> None:
-        """Search the attributes of a class, if it is defined in a package."""
+        """Search the attributes of a class, unless another package than `package` defines it."""
         attributes = attributes_of(owner)
         home = attributes.get("__module__")
         if type(home) is not str or home.partition(".")[0] != package or not self.result.is_first_visit(owner):
@@ -175,19 +184,22 @@ class Search:
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return the class attribute to use instead of `value`. Through an instance, it gets the same arguments."""
-        after = self.result.replacements[id(function)]
-        if function is not value:
-            return type(value)(after)
-        if hasattr(type(after), "__get__") and not hasattr(type(value), "__get__"):
-            return staticmethod(after)  # a function is given the instance, a builtin is not
-        return after
+        """Return the replacement of `function` in the form in which a class must hold it, in the place of `value`."""
+        replacement = self.result.replacements[id(function)]
+        if function is not value:  # a static or class method around the function
+            return type(value)(replacement)
+        if hasattr(type(replacement), "__get__") and not hasattr(type(value), "__get__"):
+            # Called through an instance, a Python function gets the instance as its first argument, and a builtin
+            # does not. So the replacement of a builtin becomes a static method.
+            return staticmethod(replacement)
+        return replacement
 
     def _search_function(self, function: Any) -> None:
-        """Search the defaults of a function, and of the functions that it decorates."""
+        """Search the default arguments of a function, and of the functions that it decorates."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
-            has_references = function.__defaults__ or function.__kwdefaults__ or function.__closure__
-            if not has_references or not self.result.is_first_visit(function):
+            # a decorator has the function that it decorates in its closure
+            may_lead_on = function.__defaults__ or function.__kwdefaults__ or function.__closure__
+            if not may_lead_on or not self.result.is_first_visit(function):
                 return
             if _package_of(function) not in PASSED_OVER:
                 self._search_defaults(function)
@@ -197,10 +209,11 @@ class Search:
         defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
         for value in (*defaults, *keyword_defaults.values()):
             self.result.append_partial(value)
-        originals = [value for value in defaults if id(value) in self._wanted]
-        if originals:
+        found = [value for value in defaults if id(value) in self._wanted]
+        if found:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
-            self.result.append(WeakAttribute(function, "__defaults__"), originals[0], after)
+            # one slot for the whole tuple; the exchange belongs to one of the functions in it, whose patcher undoes it
+            self.result.append(WeakAttribute(function, "__defaults__"), found[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:
                 self.result.append(Entry(keyword_defaults, key), value)
@@ -208,12 +221,12 @@ class Search:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def _search_layer(self, layer: nn.Module) -> None:
-        """Search a layer in a global or a table, such as transformers.activations.gelu."""
+        """Search a layer that a global or a table holds, as `transformers.activations.gelu` does."""
         if self.result.is_first_visit(layer):
             self._search_model(layer)
 
     def _search_model(self, model: nn.Module) -> None:
-        """Search the attributes of a model's modules, and the classes of these and of their tensors."""
+        """Search the attributes of a model's modules, and the classes of the modules, parameters and buffers."""
         for path, module in model.named_modules():
             prefix = f"{type(model).__name__}.{path}" if path else type(model).__name__
             for key, value in list(vars(module).items()):
@@ -234,10 +247,11 @@ class Search:
 
 
 def _holds_any(module: types.ModuleType, ids: set[int]) -> bool:
+    """Return whether a global of a module is one of the objects with these ids."""
     return not ids.isdisjoint(map(id, list(namespace_of(module).values())))
 
 
 def _package_of(function: types.FunctionType) -> str:
-    """Return the top-level package that a function is defined in, or "" if its globals do not say."""
+    """Return the top-level package that defines a function, or "" if its globals do not name a module."""
     home = function.__globals__.get("__name__")
     return home.partition(".")[0] if type(home) is str else ""

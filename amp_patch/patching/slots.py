@@ -1,7 +1,7 @@
-"""Slots: the positions in which programs hold functions.
+"""Slots: the positions in which a program holds functions, such as a global, a key of a dict or an attribute.
 
-Apart from `Attribute`, slots are read and written with C's own accessors: no property, no descriptor, no `__getattr__`
-and no metaclass of the program runs.
+Slots other than `Attribute` are read and written with the accessors of the builtin types, such as `dict.__setitem__`.
+So no property, descriptor, `__getattr__` or metaclass of the program runs.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 ABSENT = object()
 """The value of an empty slot."""
 
+# `vars(module)` and `vars(class)`, without running code of a subclass of ModuleType or of a metaclass
 namespace_of: Callable[[Any], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 attributes_of: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__get__
 
@@ -30,11 +31,14 @@ class Slot:
         self.key = key
 
     def owner(self) -> Any:
-        """Return the module, class or layer that has the slot as an attribute; None if there is none, or it is gone."""
+        """Return the module, class or layer that has the slot as an attribute.
+
+        None for a slot that is not an attribute, and for one whose owner was freed.
+        """
         return None
 
     def read(self) -> Any:
-        """Return the value, or ABSENT."""
+        """Return the value, or ABSENT if the slot is empty."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
@@ -65,12 +69,12 @@ class Attribute(Slot):
 
 
 class Entry(Slot):
-    """An entry of a container: the value under a key of a dict or an index of a list, or the key itself.
+    """An entry of a container: a value of a dict or a list, a key of a dict, or a member of a set.
 
     Args:
-        key: of a set, the member.
-        is_key: of a dict, the key is the function, and keeps its place in the order. Members of sets are always keys.
-        module: the module whose namespace the dict is.
+        key: the key of the dict, the index in the list, or the member of the set.
+        is_key: the key of the dict is the function. A new key takes its position in the order of the dict.
+        module: the module whose namespace the dict is, if it is one.
     """
 
     __slots__ = ("_container", "_is_key", "_module")
@@ -92,11 +96,13 @@ class Entry(Slot):
         return self._module
 
     def read(self) -> Any:
-        if type(self._container) is list:  # it may have become shorter
+        # The program may have shortened the list, or removed the member or the key, since the slot was made. The slot
+        # is then empty, and nothing is written back.
+        if type(self._container) is list:
             return self._container[self.key] if self.key < list.__len__(self._container) else ABSENT
         if type(self._container) is set:
             return self.key if set.__contains__(self._container, self.key) else ABSENT
-        if self._is_key:  # deleted meanwhile by the program, it must not come back
+        if self._is_key:
             return self.key if dict.__contains__(self._container, self.key) else ABSENT
         return dict.get(self._container, self.key, ABSENT)
 
@@ -113,12 +119,14 @@ class Entry(Slot):
             dict.__setitem__(self._container, self.key, value)
 
     def _write_key(self, value: Any) -> None:
+        """Replace the key, and keep the order of the dict."""
         items = [(value if key is self.key else key, item) for key, item in dict.items(self._container)]
         self.key = value
-        dict.update(self._container, items)  # before the keys go: other threads may look one up
+        dict.update(self._container, items)  # add the new key first: another thread may look it up already
+        # A new key goes to the end of a dict, so the dict is emptied and filled again to keep its order.
         try:
             dict.clear(self._container)
-        finally:  # even if an interrupt comes
+        finally:  # fill it even if an interrupt comes
             dict.update(self._container, items)
 
 
@@ -128,29 +136,29 @@ class _Access(NamedTuple):
     read: Callable[[Any, str], Any]
     write: Callable[[Any, str, Any], None]
     is_public: bool = True
-    """False for attributes of functions and partials, which users do not look up."""
+    """Whether users look such attributes up, as `layer.act`. False for `__defaults__` and `func`."""
 
 
-def _set_of_layer(layer: Any, name: str, value: Any) -> None:
+def _set_layer_attribute(layer: Any, name: str, value: Any) -> None:
     vars(layer)[name] = value
 
 
-def _set_function(partial: Any, name: str, value: Any) -> None:
-    # `func` is read-only, but a partial that is unpickled gets its state like this
+def _set_partial_function(partial: Any, name: str, value: Any) -> None:
+    # `func` of a partial is read-only, so set it as unpickling does
     state = (value, partial.args, partial.keywords, vars(partial) or None)
     functools.partial.__setstate__(partial, state)  # type: ignore[attr-defined]
 
 
-# type.__setattr__, because a metaclass may override it
+# type.__setattr__ and not setattr, because a metaclass may override `__setattr__`
 _OF_CLASS = _Access(lambda owner, name: attributes_of(owner).get(name, ABSENT), type.__setattr__)
-# not setattr, which nn.Module overrides
-_OF_LAYER = _Access(lambda layer, name: vars(layer).get(name, ABSENT), _set_of_layer)
+# the `__dict__` and not setattr, because nn.Module overrides `__setattr__`
+_OF_LAYER = _Access(lambda layer, name: vars(layer).get(name, ABSENT), _set_layer_attribute)
 _OF_FUNCTION = _Access(getattr, setattr, is_public=False)
-_OF_PARTIAL = _Access(getattr, _set_function, is_public=False)
+_OF_PARTIAL = _Access(getattr, _set_partial_function, is_public=False)
 
 
 class WeakAttribute(Slot):
-    """An attribute of an object that is not kept alive.
+    """An attribute of an object that the slot does not keep alive.
 
     Args:
         holder: a class, a layer (its `__dict__`), a function (`__defaults__`), or a partial (`func`).

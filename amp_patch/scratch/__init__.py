@@ -1,4 +1,7 @@
-"""Lets reruns of a script write to a folder of their own, over the files from before. Imports no torch."""
+"""Makes repeated runs of a script write to a folder of their own, so that they change none of the user's files.
+
+A run still sees the user's files, with its own files in front of them. Imports no torch.
+"""
 
 from .folders import Folders as Folders
 from .folders import find_inductor_cache as find_inductor_cache

@@ -1,4 +1,4 @@
-"""`Folders`: the folders that the runs of a command write to. Used by the command, not by the runs."""
+"""`Folders`: the folders that the runs of a command write to. The command uses it, and not the runs themselves."""
 
 import contextlib
 import getpass
@@ -13,10 +13,10 @@ from collections import Counter
 
 from ..tables import count_of
 
-REST = "elsewhere"
-"""The folder, in the folder of a run, for files that the script wrote outside of its working directory."""
+OUTSIDE = "elsewhere"
+"""The name of the folder, in the folder of a run, for files that the script wrote outside of its working directory."""
 
-_CACHES = (
+_CACHE_VARIABLES = (
     "CUDA_CACHE_PATH",
     "HF_DATASETS_CACHE",
     "HF_HOME",
@@ -33,22 +33,22 @@ _CACHES = (
 _CACHES_AT_HOME = (".cache", ".config/matplotlib", ".keras", ".matplotlib", ".nv", ".triton")
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
-_SHOWN = 8  # how many files and folders of a run `describe` names
+_SHOWN = 8  # the largest number of files and folders of a run that `describe` names
 _UNITS = ("bytes", "kB", "MB", "GB")
 
 
 def find_shared() -> list[str]:
-    """Return the folders that are not redirected: caches, and folders of Python's packages.
+    """Return the folders that are not redirected: caches, and the folders of installed packages.
 
-    A folder around the working directory is left out, because the user's files are in it.
+    A folder that contains the working directory is left out, because the script's own files are in it.
     """
-    folders = [os.environ[name] for name in _CACHES if os.environ.get(name)]
+    folders = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
     folders += [os.path.join(os.path.expanduser("~"), name) for name in _CACHES_AT_HOME]
     folders += [os.path.join(sys.prefix, "share"), *site.getsitepackages(), site.getusersitepackages()]
     folders += [sysconfig.get_path("stdlib"), find_inductor_cache()]
     here = os.path.realpath(os.curdir) + os.sep
-    whole = dict.fromkeys(map(os.path.abspath, folders))
-    return [folder for folder in whole if not here.startswith(os.path.realpath(folder) + os.sep)]
+    absolute = dict.fromkeys(map(os.path.abspath, folders))  # each once, in order
+    return [folder for folder in absolute if not here.startswith(os.path.realpath(folder) + os.sep)]
 
 
 def find_inductor_cache() -> str:
@@ -60,21 +60,21 @@ def find_inductor_cache() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid())
-    # the name that torch gives it
+    # the name that torch uses by default
     return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 class Folders:
-    """A folder for each run, by name. A run replaces an earlier run of the same name.
+    """The folders of the runs of one command. A run replaces the folder of an earlier run of the same name.
 
     Args:
-        command: part of the name of the folder around them.
+        command: the name of the command, which becomes part of the name of the folder around all of them.
     """
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._top = ""
-        self._kept: list[str] = []
+        self._top = ""  # the folder around the folders of the runs; "" while there is none
+        self._kept: list[str] = []  # the folders of runs that wrote files
 
     def begin(self, name: str) -> str:
         """Return an empty folder for a run."""
@@ -86,31 +86,36 @@ class Folders:
         return root
 
     def end(self, root: str, *, keep: bool) -> None:
-        """Keep only the files that a run wrote: those in the working directory move to the top of its folder."""
+        """Turn the folder of a run into one with only the files that the run wrote, or remove it.
+
+        Files that the script wrote to its working directory are then at the top of the folder, files that it wrote
+        elsewhere in the folder `OUTSIDE`. The folder is removed without `keep`, or if there are no files.
+        """
         for name in ("gone", "parts", "temp"):
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
         files = os.path.join(root, "files")
         if keep and os.path.isdir(files):
             _prune(files)
-            here = files + os.path.realpath(os.curdir)
-            # the working directory's files become the folder itself, so everything moves out of it first
-            beside = root + ".part"
-            os.rename(root, beside)
-            here, files = here.replace(root, beside, 1), files.replace(root, beside, 1)
-            if os.path.isdir(here):
-                os.rename(here, root)
+            in_working_directory = files + os.path.realpath(os.curdir)
+            # The files of the working directory become the folder of the run, so that folder is renamed first.
+            renamed = root + ".part"
+            os.rename(root, renamed)
+            in_working_directory = in_working_directory.replace(root, renamed, 1)
+            files = files.replace(root, renamed, 1)
+            if os.path.isdir(in_working_directory):
+                os.rename(in_working_directory, root)
             _prune(files)
             if os.path.isdir(files):
                 os.makedirs(root, exist_ok=True)
-                rest = os.path.join(root, REST)
+                outside = os.path.join(root, OUTSIDE)
                 # the script may have made a folder of that name
-                while os.path.lexists(rest):
-                    rest += "_"
-                os.rename(files, rest)
-            shutil.rmtree(beside, ignore_errors=True)
+                while os.path.lexists(outside):
+                    outside += "_"
+                os.rename(files, outside)
+            shutil.rmtree(renamed, ignore_errors=True)
         else:
             shutil.rmtree(root, ignore_errors=True)
-        # from an earlier run of the same name
+        # an earlier run of the same name had the same folder
         if root in self._kept:
             self._kept.remove(root)
         if os.path.isdir(root):
@@ -121,11 +126,11 @@ class Folders:
             self._top = ""
 
     def describe(self) -> list[str]:
-        """Return lines that name the files and their folder; no lines if no run wrote any."""
+        """Return lines that name the kept files and their folder. Returns no lines if there are none."""
         lines, count, size = [], 0, 0
         for root in self._kept:
             files = sorted(_find_files(root))
-            lines.append(f"  {os.path.basename(root)}: {_name(files)}")
+            lines.append(f"  {os.path.basename(root)}: {_list_files(files)}")
             count += len(files)
             size += sum(os.lstat(os.path.join(root, name)).st_size for name in files)
         if not lines:
@@ -136,8 +141,8 @@ class Folders:
         ]
 
 
-def _name(files: list[str]) -> str:
-    """Return the names of files, and of folders with the number of files in each."""
+def _list_files(files: list[str]) -> str:
+    """Return the names of files, and of the folders among them with the number of files in each."""
     counts = Counter(name.partition(os.sep)[0] + os.sep for name in files if os.sep in name)
     names = [name for name in files if os.sep not in name]
     names += [f"{name} ({count_of(count, 'file')})" for name, count in counts.items()]
@@ -147,6 +152,7 @@ def _name(files: list[str]) -> str:
 
 
 def _find_files(root: str) -> list[str]:
+    """Return the paths of all files below a folder, relative to it. Links to folders count as files."""
     return [
         os.path.relpath(os.path.join(folder, name), root)
         for folder, folders, names in os.walk(root)
@@ -155,7 +161,7 @@ def _find_files(root: str) -> list[str]:
 
 
 def _prune(folder: str) -> None:
-    """Remove folders without files."""
+    """Remove a folder and the folders below it, as far as there are no files in them."""
     for path, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(path)

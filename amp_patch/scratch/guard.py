@@ -1,14 +1,14 @@
-"""`guard`: an audit hook that refuses to change files from before the run, as a second line of defence.
+"""`guard`: an audit hook that refuses changes to files of the user, in case a write was not redirected.
 
-Python reports each path that any function opens or changes to audit hooks. After redirection, such a path is in the
-folder of the run, or in a shared one. Any other path was not redirected.
+Python reports to audit hooks each path that a function opens or changes. A redirected path is in the folder of the run
+or in a shared folder. Any other path was not redirected, so the hook raises an error before the file changes.
 """
 
 import os
 import stat
 import sys
 from collections.abc import Callable
-from os import getcwd, lstat, readlink  # by name: `redirect` replaces the attributes of os later
+from os import getcwd, lstat, readlink  # the originals: `redirect` replaces the attributes of os later
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,22 +31,28 @@ _PATHS: dict[str, tuple[int, ...]] = {
     "os.utime": (0,),
     "sqlite3.connect": (0,),
 }
-"""The positions of changed paths among the arguments of each event. Events of `shutil` precede other events."""
+"""For each audit event, the positions of the changed paths among its arguments.
+
+Events of `shutil` are left out, because each is followed by events of `os` about the same paths.
+"""
 
 
 class NotRedirectedError(AmpError, PermissionError):
-    """A rerun of a script would have changed a file outside of its own folder."""
+    """A repeated run of a script would have changed a file outside of the folder of the run."""
 
 
 class _InForce:
-    """State for the hook, which cannot be removed."""
+    """The state of the audit hook. Python cannot remove a hook, so it is added once, and idle without a view."""
 
     view: View | None = None
     has_hook = False
 
 
 def guard(view: View) -> Callable[[], None]:
-    """Refuse changes outside of the folders of a view. Call the result to end this."""
+    """Refuse changes of files outside of the folder of a run and of shared folders.
+
+    Returns the function that ends this.
+    """
     before = _InForce.view
     _InForce.view = view
     if not _InForce.has_hook:
@@ -61,19 +67,19 @@ def guard(view: View) -> Callable[[], None]:
 
 def _check_event(event: str, arguments: tuple[Any, ...]) -> None:
     view = _InForce.view
-    if view is None:  # no run is in progress, but the hook stays
+    if view is None:  # the redirection has been undone
         return
     if event == "open":
         path, _, flags = arguments
         if isinstance(flags, int) and flags & WRITE_FLAGS:
-            _check(view, event, path)
+            _check_path(view, event, path)
         return
-    for number in _PATHS.get(event, ()):
-        _check(view, event, arguments[number])
+    for position in _PATHS.get(event, ()):
+        _check_path(view, event, arguments[position])
 
 
-def _check(view: View, event: str, path: Any) -> None:
-    """Raise NotRedirectedError for a path outside of the folders of the view."""
+def _check_path(view: View, event: str, path: Any) -> None:
+    """Raise NotRedirectedError if a path that is about to change was not redirected."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         return  # the descriptor of an open file
     text = os.fsdecode(path)
@@ -82,22 +88,22 @@ def _check(view: View, event: str, path: Any) -> None:
             return
         if text.startswith("file:"):
             text, _, query = unquote(text[5:]).partition("?")
-            # read only, or in memory
+            # a database that is opened read-only, or is in memory
             if "mode=ro" in query or "mode=memory" in query or text in ("", ":memory:"):
                 return
     whole = os.path.normpath(os.path.join(getcwd(), text))
-    # a link may lead to a shared folder, and a shared folder may be named through one
-    if not view.is_shared(whole) and not view.is_shared(_real(whole)) and not _is_special(whole):
+    # either path may show that it is in a shared folder: a shared folder may be a link, or a link may lead into one
+    if not view.is_shared(whole) and not view.is_shared(_resolve_links(whole)) and not _is_special(whole):
         raise NotRedirectedError(
             f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write by"
             " open() or the functions of os, or give the command --in-place"
         )
 
 
-def _real(path: str) -> str:
-    """Return a path without links. os.path.realpath would call replaced functions."""
-    done, parts = "", path.split(os.sep)[:0:-1]
-    for _ in range(1000):
+def _resolve_links(path: str) -> str:
+    """Return an absolute path without links, as os.path.realpath does, which would call replaced functions."""
+    done, parts = "", path.split(os.sep)[:0:-1]  # the parts that are not resolved yet, the next one last
+    for _ in range(1000):  # ends at a loop of links
         if not parts:
             break
         part = parts.pop()
@@ -116,6 +122,7 @@ def _real(path: str) -> str:
 
 
 def _is_special(path: str) -> bool:
+    """Return whether a path is a device, a pipe or a socket, which a write does not change."""
     try:
         mode = lstat(path).st_mode
     except OSError:

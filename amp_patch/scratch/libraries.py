@@ -1,4 +1,4 @@
-"""Functions of packages that open paths in compiled code, and wrappers that give them the paths of a `View`."""
+"""The functions of packages that open files in compiled code, and wrappers that redirect their paths by a `View`."""
 
 import functools
 import importlib
@@ -12,15 +12,16 @@ from .view import View
 READ, WRITE, UPDATE, MAP = "read", "write", "update", "map"
 
 
-class Taker(NamedTuple):
+class PathFunction(NamedTuple):
     """A function that takes a path.
 
     Attributes:
-        owner: the module or class that has it.
-        name: its name there.
-        position: the position of the path among its arguments; of a method, the instance is argument 0.
-        keyword: the path's name as an argument.
-        how: READ, WRITE (the whole file), UPDATE, or MAP, which is UPDATE if the next argument is true, else READ.
+        owner: the module or class that has the function.
+        name: the name of the function there.
+        position: the position of the path among the arguments. In a method, the instance is argument 0.
+        keyword: the name of the argument.
+        how: how the file is used: READ, WRITE (it is written whole), UPDATE (it is read and written), or MAP: UPDATE if
+            the argument `shared` after the path is True, else READ.
     """
 
     owner: Any
@@ -30,69 +31,71 @@ class Taker(NamedTuple):
     how: str
 
 
-def _of_torch() -> list[Taker]:
+def _of_torch() -> list[PathFunction]:
     from .. import torch_private
 
-    return [Taker(*fields) for fields in torch_private.PATH_TAKERS]
+    return [PathFunction(*fields) for fields in torch_private.PATH_FUNCTIONS]
 
 
-def _of_safetensors() -> list[Taker]:
+def _of_safetensors() -> list[PathFunction]:
     package = importlib.import_module("safetensors")
     return [
-        Taker(package, "serialize_file", 1, "filename", WRITE),
-        Taker(package, "safe_open", 0, "filename", READ),
+        PathFunction(package, "serialize_file", 1, "filename", WRITE),
+        PathFunction(package, "safe_open", 0, "filename", READ),
     ]
 
 
-def _of_tokenizers() -> list[Taker]:
+def _of_tokenizers() -> list[PathFunction]:
     tokenizer = importlib.import_module("tokenizers").Tokenizer
-    return [Taker(tokenizer, "save", 1, "path", WRITE), Taker(tokenizer, "from_file", 0, "path", READ)]
+    return [PathFunction(tokenizer, "save", 1, "path", WRITE), PathFunction(tokenizer, "from_file", 0, "path", READ)]
 
 
-def _of_sqlite() -> list[Taker]:
-    return [Taker(importlib.import_module("sqlite3"), "connect", 0, "database", UPDATE)]
+def _of_sqlite() -> list[PathFunction]:
+    return [PathFunction(importlib.import_module("sqlite3"), "connect", 0, "database", UPDATE)]
 
 
-TAKERS: dict[str, Callable[[], list[Taker]]] = {
+PATH_FUNCTIONS: dict[str, Callable[[], list[PathFunction]]] = {
     "torch": _of_torch,
     "safetensors": _of_safetensors,
     "tokenizers": _of_tokenizers,
     "sqlite3": _of_sqlite,
 }
-"""By the package whose import defines them."""
+"""For each package, the function that returns its path functions. It is called after the package is imported."""
 
-_BESIDE = ("-journal", "-wal", "-shm")  # suffixes of files that SQLite keeps beside a database
+_SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")
+"""The suffixes of the files that SQLite keeps beside a database."""
 
 
-def wrap(taker: Taker, original: Callable[..., Any], view: View) -> Callable[..., Any]:
+def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) -> Callable[..., Any]:
     """Return a function that calls `original` with the redirected path."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        how = taker.how
+        how = path_function.how
         if how == MAP:
-            is_shared = kwargs.get("shared", args[taker.position + 1 : taker.position + 2] == (True,))
+            is_shared = kwargs.get("shared", args[path_function.position + 1 : path_function.position + 2] == (True,))
             how = UPDATE if is_shared else READ
-        if len(args) > taker.position:
-            path = _redirect_path(view, args[taker.position], how, kwargs.get("uri"))
-            args = (*args[: taker.position], path, *args[taker.position + 1 :])
-        elif taker.keyword in kwargs:
-            kwargs[taker.keyword] = _redirect_path(view, kwargs[taker.keyword], how, kwargs.get("uri"))
+        if len(args) > path_function.position:
+            path = _redirect_path(view, args[path_function.position], how, kwargs.get("uri"))
+            args = (*args[: path_function.position], path, *args[path_function.position + 1 :])
+        elif path_function.keyword in kwargs:
+            kwargs[path_function.keyword] = _redirect_path(view, kwargs[path_function.keyword], how, kwargs.get("uri"))
         return original(*args, **kwargs)
 
     return call
 
 
 def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
+    """Return the path to open. `is_uri` is the argument `uri` of sqlite3.connect."""
     if not isinstance(path, (str, bytes, os.PathLike)) or path in ("", ":memory:"):
-        return path  # an open file
+        return path  # an open file, or a database in memory
     if how == READ:
-        return view.read(path)
+        return view.path_to_read(path)
     if how == WRITE:
-        return view.write(path, with_content=False)
+        return view.path_to_write(path, with_content=False)
     if is_uri and isinstance(path, str) and path.startswith("file:"):
         name, _, query = path[5:].partition("?")
-        # file:///folder/name: the host between the second and third slash is empty
+        # `file:///folder/name` means `/folder/name`: the name of a host would be between the second and third slash
         name = unquote(name[2:] if name.startswith("///") else name)
         if "mode=memory" in query or name in ("", ":memory:"):
             return path
@@ -101,10 +104,11 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 
 def _update(view: View, path: Any) -> Any:
-    # SQLite finds these by the name of the database, so they must move with it
-    for suffix in _BESIDE:
-        beside = os.fsdecode(path) + suffix
-        location = view.locate(beside)
-        if not location.is_shared and view.is_lower(location.path):
-            view.write(beside)
-    return view.write(path)
+    """Return the path to write for a file that is updated, such as a database."""
+    # SQLite finds its other files by the name of the database, so they must be copied to the upper layer with it
+    for suffix in _SQLITE_SUFFIXES:
+        other_file = os.fsdecode(path) + suffix
+        location = view.locate(other_file)
+        if not location.is_shared and view.sees_lower(location.path):
+            view.path_to_write(other_file)
+    return view.path_to_write(path)

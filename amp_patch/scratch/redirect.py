@@ -10,23 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .guard import guard
-from .libraries import TAKERS, Taker, wrap
+from .libraries import PATH_FUNCTIONS, PathFunction, wrap
 from .system import Redirected
 from .view import View, make_folders
 
 _TEMPORARY = "temp"
-"""The folder, in the folder of a run, for files of `tempfile`. They are new, and other programs find them there."""
+"""The name of the folder for temporary files, in the folder of a run.
 
-_OF_SYSTEM = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
-"""Modules that keep the original functions: imports use them."""
+Such files are always new, so they need no view, and other programs find them under their real paths.
+"""
 
-_CAPABLE = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
+_WITH_ORIGINALS = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
+"""Modules of Python that keep the original functions, so that imports use these."""
+
+_SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
+"""Attributes of `os` that hold sets of functions, such as those that take a descriptor in place of a path."""
 
 
 class _Replacement:
-    """Replaces a built-in function. Like one, it is not bound to instances of a class that has it as an attribute.
+    """The replacement of a built-in function. As with a builtin, a class attribute of it is not bound to instances.
 
-    Errors name the script's path, except if the disk is full: that is the disk with the folder of the run.
+    OSErrors name the path that the script passed, not the redirected one. If the disk is full, the error names the
+    redirected path, because it is that disk.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -46,7 +51,7 @@ class _Replacement:
             for name in ("filename", "filename2"):
                 path = getattr(error, name)
                 if isinstance(path, str):
-                    setattr(error, name, self._view.strip(path))
+                    setattr(error, name, self._view.to_script_path(path))
             raise
 
     def __reduce__(self) -> str:
@@ -57,10 +62,15 @@ class _Replacement:
 
 
 def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], None]:
-    """Redirect all writes to the folder `root`, except writes to shared folders. Call the result to undo it.
+    """Redirect all writes of this process to the folder `root`, except writes to shared folders.
 
-    Reads see the files in `root` first. Temporary files go there, too, except for the cache of torch.compile, which
-    is `inductor_cache`. A write that is not redirected raises NotRedirectedError, if Python reports it.
+    Reads find the files in `root` first. Temporary files go to `root` too. A write that bypasses the redirection raises
+    NotRedirectedError if Python reports it to audit hooks.
+
+    Args:
+        inductor_cache: the folder for the cache of torch.compile, which would otherwise be among the temporary files.
+
+    Returns the function that undoes the redirection.
     """
     view = View(root, shared)
     make_folders(view.root)
@@ -77,29 +87,30 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
         opened = _Replacement(redirected.open_file, io.open, "io", view)
         code = _Replacement(redirected.open_code, io.open_code, "io", view)
         _swap_references([*replacements.values(), opened, code], undo)
-        for name in _CAPABLE:
-            # callers ask whether a function is in these sets, such as `os.stat in os.supports_fd`
+        for name in _SETS_OF_FUNCTIONS:
+            # a replacement must be in the same sets as its original, because code asks `os.stat in os.supports_fd`
             functions: set[Any] = getattr(os, name)
-            more = {replacement for replacement in replacements.values() if replacement.__wrapped__ in functions}
-            functions |= more
-            undo.callback(functions.difference_update, more)
+            added = {replacement for replacement in replacements.values() if replacement.__wrapped__ in functions}
+            functions |= added
+            undo.callback(functions.difference_update, added)
         _watch_imports(view, undo)
         undo.callback(guard(view))
-        # everything is redirected, so nothing is undone here
+        # no error until here, so `on_error` must not undo anything
         on_error.pop_all()
     return undo.close
 
 
 def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
-    """Let `tempfile`, and other programs, make temporary files in a folder."""
+    """Make `tempfile`, and programs that the script starts, put temporary files into a folder."""
     make_folders(folder)
     _set_variable("TMPDIR", folder, undo)
     if "tempfile" in sys.modules:
-        # tempfile keeps the folder that it found at its first use
+        # after its first use, tempfile does not look at the variable again
         _swap(sys.modules["tempfile"], "tempdir", folder, undo)
 
 
 def _set_variable(name: str, value: str, undo: contextlib.ExitStack) -> None:
+    """Set an environment variable. `undo` restores it, or deletes it."""
     before = os.environ.get(name)
     if before is None:
         undo.callback(os.environ.pop, name, None)
@@ -118,7 +129,7 @@ def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None
 
 
 def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) -> None:
-    """Replace functions in every module that has imported them by name."""
+    """Replace functions in every module that has imported them by name, and in the default arguments of tempfile."""
     by_original = {id(replacement.__wrapped__): replacement for replacement in replacements}
     for owner in list(_find_holders()):
         for name, held in list(vars(owner).items()):
@@ -127,51 +138,55 @@ def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) ->
     closer = getattr(sys.modules.get("tempfile"), "_TemporaryFileCloser", None)
     for function in vars(closer).values() if closer is not None else ():
         defaults = getattr(function, "__defaults__", None)
-        if defaults:  # os.unlink among them
-            own = tuple(by_original.get(id(value), value) for value in defaults)
-            _swap_default(function, own, undo)
+        if defaults:  # such as `unlink=os.unlink`
+            redirected = tuple(by_original.get(id(value), value) for value in defaults)
+            _swap_defaults(function, redirected, undo)
 
 
-def _swap_default(function: Any, defaults: tuple[Any, ...], undo: contextlib.ExitStack) -> None:
+def _swap_defaults(function: Any, defaults: tuple[Any, ...], undo: contextlib.ExitStack) -> None:
     undo.callback(setattr, function, "__defaults__", function.__defaults__)
     function.__defaults__ = defaults
 
 
 def _find_holders() -> Iterator[Any]:
+    """Yield the imported modules whose globals are to be replaced: all but those that need the original functions."""
     for name, module in list(sys.modules.items()):
-        is_own = name in _OF_SYSTEM or name.startswith(f"{__package__}.")
-        if isinstance(getattr(module, "__dict__", None), dict) and not is_own:
+        needs_originals = name in _WITH_ORIGINALS or name.startswith(f"{__package__}.")
+        if isinstance(getattr(module, "__dict__", None), dict) and not needs_originals:
             yield module
 
 
 def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
-    """Replace functions of packages that open paths in compiled code, now or after their import."""
+    """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import."""
     try:
         import wrapt
     except ImportError:  # in a Python of another installation that the script has started
         return
-    is_over: list[bool] = []
-    undo.callback(is_over.append, True)
+    # wrapt keeps hooks for ever, so after `undo` they must do nothing; a list, because the hooks share it
+    is_undone: list[bool] = []
+    undo.callback(is_undone.append, True)
 
-    def make_hook(find: Callable[[], list[Taker]]) -> Callable[[object], None]:
-        def tell(_: object) -> None:
-            if not is_over:
-                for taker in find():
-                    _give(taker, view, undo)
+    def make_hook(find_functions: Callable[[], list[PathFunction]]) -> Callable[[object], None]:
+        def replace_functions(_: object) -> None:
+            if not is_undone:
+                for path_function in find_functions():
+                    _replace_path_function(path_function, view, undo)
 
-        return tell
+        return replace_functions
 
-    for package, find in TAKERS.items():
-        wrapt.register_post_import_hook(make_hook(find), package)
+    for package, find_functions in PATH_FUNCTIONS.items():
+        wrapt.register_post_import_hook(make_hook(find_functions), package)
 
 
-def _give(taker: Taker, view: View, undo: contextlib.ExitStack) -> None:
-    original = getattr(taker.owner, taker.name)
-    replacement: Any = wrap(taker, original, view)
-    if not isinstance(taker.owner, type):
-        _swap(taker.owner, taker.name, replacement, undo)
+def _replace_path_function(path_function: PathFunction, view: View, undo: contextlib.ExitStack) -> None:
+    """Replace a function that takes a path by a wrapper that passes it the redirected path."""
+    original = getattr(path_function.owner, path_function.name)
+    replacement: Any = wrap(path_function, original, view)
+    if not isinstance(path_function.owner, type):
+        _swap(path_function.owner, path_function.name, replacement, undo)
         _swap_references([replacement], undo)
         return
-    if isinstance(original, types.BuiltinFunctionType):  # a builtin in a class is not bound to instances
+    # as a class attribute, a builtin is not bound to instances, while the wrapper, a Python function, would be
+    if isinstance(original, types.BuiltinFunctionType):
         replacement = staticmethod(replacement)
-    _swap(taker.owner, taker.name, replacement, undo)
+    _swap(path_function.owner, path_function.name, replacement, undo)

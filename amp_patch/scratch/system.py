@@ -1,4 +1,6 @@
-"""`Redirected`: the functions of `os` and `io` that take paths; each calls the original with the path of a `View`."""
+"""`Redirected`: replacements of the functions of `os` and `io` that take paths. Each calls the original function with
+the path that a `View` returns: the path to read, or the path to write.
+"""
 
 import contextlib
 import errno
@@ -14,7 +16,10 @@ WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Redirected:
-    """A method for each function that is replaced, with its name. `open_file` is the built-in `open`."""
+    """Has a method for each replaced function of `os`, with the same name and arguments.
+
+    `open_file` replaces the built-in `open`, and `open_code` replaces `io.open_code`.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -23,30 +28,30 @@ class Redirected:
         self._open_code = io.open_code
 
     def originals(self) -> dict[str, Callable[..., Any]]:
-        """Return the original functions of `os`, by name, as far as this system has them."""
+        """Return the original functions of `os` by name. Some operating systems lack some of them."""
         return dict(self._os)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
         if not isinstance(path, int):
-            path = self._view.read(path, dir_fd, follow=follow_symlinks)
+            path = self._view.path_to_read(path, dir_fd, follow=follow_symlinks)
         status: os.stat_result = self._os["stat"](path, follow_symlinks=follow_symlinks)
         return status
 
     def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
-        status: os.stat_result = self._os["lstat"](self._view.read(path, dir_fd, follow=False))
+        status: os.stat_result = self._os["lstat"](self._view.path_to_read(path, dir_fd, follow=False))
         return status
 
     def access(self, path: Any, mode: int, *, dir_fd: int | None = None, **options: Any) -> bool:
         with contextlib.suppress(OSError):
             if not isinstance(path, int):
-                path = self._view.read(path, dir_fd, follow=options.get("follow_symlinks", True))
+                path = self._view.path_to_read(path, dir_fd, follow=options.get("follow_symlinks", True))
             return bool(self._os["access"](path, mode, **options))
         return False
 
     def readlink(self, path: Any, *, dir_fd: int | None = None) -> Any:
-        return _as_type(os.fsdecode(self._os["readlink"](self._view.read(path, dir_fd, follow=False))), path)
+        return _as_type(os.fsdecode(self._os["readlink"](self._view.path_to_read(path, dir_fd, follow=False))), path)
 
     def getxattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> Any:
         return self._os["getxattr"](self._read(path, follow_symlinks), attribute, follow_symlinks=follow_symlinks)
@@ -88,17 +93,21 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             location = self._view.locate(path)
-            is_outside = location.is_shared or self._view.is_lower(location.path)  # other programs find it there, too
-            path = location.given if is_outside else self._view.read(path)
+            # a folder outside of the upper layer has the same path for programs that the script starts
+            is_outside = location.is_shared or self._view.sees_lower(location.path)
+            path = location.given if is_outside else self._view.path_to_read(path)
         self._os["chdir"](path)
 
     def _read(self, path: Any, follow: bool) -> Any:
         if isinstance(path, int):
             return path
-        return self._view.read(path, follow=follow)
+        return self._view.path_to_read(path, follow=follow)
 
     def _find_merged(self, path: Any) -> str | None:
-        """Return the located path of a folder whose names this run may have changed, or None."""
+        """Return the located path of a folder whose names must be merged from both layers.
+
+        None for a folder whose names this run has not changed: the original function can list it.
+        """
         if isinstance(path, int):
             folder = self._view.path_of(path)
             if self._view.is_shared(folder):
@@ -111,6 +120,7 @@ class Redirected:
         return folder if self._view.is_changed(folder) else None
 
     def _list(self, folder: str, given: Any) -> list[str]:
+        """Return the names in both layers of the folder at a located path. Errors name the path `given`."""
         existing = self._view.find(folder)
         if existing is None:
             raise make_error(errno.ENOENT, given)
@@ -123,11 +133,13 @@ class Redirected:
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         follow = not flags & getattr(os, "O_NOFOLLOW", 0)
         if not flags & WRITE_FLAGS:
-            path = self._view.read(path, dir_fd, follow=follow)
+            path = self._view.path_to_read(path, dir_fd, follow=follow)
         else:
             is_new = bool(flags & os.O_EXCL and flags & os.O_CREAT)
             self._check_mode(path, dir_fd)
-            path = self._view.write(path, dir_fd, follow=follow, with_content=not flags & os.O_TRUNC, is_new=is_new)
+            path = self._view.path_to_write(
+                path, dir_fd, follow=follow, with_content=not flags & os.O_TRUNC, is_new=is_new
+            )
         descriptor: int = self._os["open"](path, flags, mode)
         return descriptor
 
@@ -145,43 +157,45 @@ class Redirected:
         path = file
         if not isinstance(file, int) and isinstance(mode, str):
             if not set(mode) & set("wax+"):
-                path = self._view.read(file)
+                path = self._view.path_to_read(file)
             else:
                 self._check_mode(file, None)
-                path = self._view.write(file, with_content="w" not in mode, is_new="x" in mode)
+                path = self._view.path_to_write(file, with_content="w" not in mode, is_new="x" in mode)
         opened = self._open_file(path, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
-            # scripts read the path that they opened from `name`
+            # `file.name` must be the path that the script passed, and not the one that was opened
             raw.name = os.fspath(file)
         return opened
 
     def open_code(self, path: str) -> Any:
-        return self._open_code(self._view.read(path))
+        return self._open_code(self._view.path_to_read(path))
 
     def _check_mode(self, path: Any, dir_fd: int | None) -> None:
-        """Raise PermissionError for a file from before that may not be written."""
+        """Raise PermissionError for a file of the lower layer that may not be written.
+
+        The run could write to its own copy of the file, but without redirection the script would get this error.
+        """
         location = self._view.locate(path, dir_fd)
-        if location.is_shared or self._view.is_written(location.path) or not self._view.is_lower(location.path):
+        if location.is_shared or self._view.is_written(location.path) or not self._view.sees_lower(location.path):
             return
-        # the run could write to its own copy in any case
         if not self._os["access"](location.path, os.W_OK):
             raise make_error(errno.EACCES, path)
 
     # ---- making and removing -----------------------------------------------------------------------------------------
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        self._os["mkdir"](self._view.write(path, dir_fd, follow=False, is_new=True), mode)
+        self._os["mkdir"](self._view.path_to_write(path, dir_fd, follow=False, is_new=True), mode)
 
     def mkfifo(self, path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
-        self._os["mkfifo"](self._view.write(path, dir_fd, follow=False, is_new=True), mode)
+        self._os["mkfifo"](self._view.path_to_write(path, dir_fd, follow=False, is_new=True), mode)
 
     def mknod(self, path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None) -> None:
-        self._os["mknod"](self._view.write(path, dir_fd, follow=False, is_new=True), mode, device)
+        self._os["mknod"](self._view.path_to_write(path, dir_fd, follow=False, is_new=True), mode, device)
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        self._os["symlink"](src, self._view.write(dst, dir_fd, follow=False, is_new=True), target_is_directory)
+        self._os["symlink"](src, self._view.path_to_write(dst, dir_fd, follow=False, is_new=True), target_is_directory)
 
     def link(
         self,
@@ -193,7 +207,7 @@ class Redirected:
         follow_symlinks: bool = True,
     ) -> None:
         source = self._change(src, src_dir_fd, follow=False)  # as on Linux, whatever `follow_symlinks` says
-        self._os["link"](source, self._view.write(dst, dst_dir_fd, follow=False, is_new=True))
+        self._os["link"](source, self._view.path_to_write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         location = self._view.locate(path, dir_fd, follow=False)
@@ -217,8 +231,9 @@ class Redirected:
         self._remove(location, path, "rmdir")
 
     def _remove(self, location: Location, given: Any, how: str) -> None:
+        """Remove a file or folder from the script's view. `how` is the name of the function: "unlink" or "rmdir"."""
         view = self._view
-        view.prepare(location.path, given)
+        view.prepare(location.path, given)  # raises an error if its folder may not be written
         existing = view.find(location.path)
         if existing is None:
             raise make_error(errno.ENOENT, given)
@@ -246,14 +261,15 @@ class Redirected:
                 return
             is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
             view.prepare(source.path, src)
-            # files from before are only read, so a folder is copied with all of them
+            # the lower layer must not change, so a folder of it is copied whole, and the copy is moved
             moved = view.copy_tree(source.path, src)
         if target.is_shared:
             self._os["replace"](moved, target.given)
         else:
             self._check_target(target.path, is_folder, dst)
             self._os["replace"](moved, view.prepare(target.path, dst))
-            view.hide(target.path)  # with everything below it
+            # the mark hides what the lower layer has at the target, and below it if that is a folder
+            view.hide(target.path)
         if not source.is_shared:
             view.hide(source.path)
 
@@ -261,16 +277,16 @@ class Redirected:
         self.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def _check_target(self, path: str, is_folder: bool, given: Any) -> None:
-        """Raise the error for a target that a rename does not replace."""
+        """Raise the system's error if a rename cannot replace the file or folder at the target."""
         existing = self._view.find(path)
         if existing is None:
             return
-        is_onto_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
-        if is_onto_folder and not is_folder:
+        is_target_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
+        if is_target_folder and not is_folder:
             raise make_error(errno.EISDIR, given)
-        if is_folder and not is_onto_folder:
+        if is_folder and not is_target_folder:
             raise make_error(errno.ENOTDIR, given)
-        if is_onto_folder and self._view.list_names(path):
+        if is_target_folder and self._view.list_names(path):
             raise make_error(errno.ENOTEMPTY, given)
 
     # ---- changing ----------------------------------------------------------------------------------------------------
@@ -304,11 +320,11 @@ class Redirected:
         self._os["removexattr"](self._change(path, follow=follow_symlinks), attribute, follow_symlinks=follow_symlinks)
 
     def _change(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
-        """Return the path to write for an existing file. A descriptor stays as it is."""
+        """Return the path to write in order to change an existing file. A file descriptor is returned as it is."""
         if isinstance(path, int):
             return path
-        self._view.read(path, dir_fd, follow=follow)
-        return self._view.write(path, dir_fd, follow=follow)
+        self._view.path_to_read(path, dir_fd, follow=follow)  # raises FileNotFoundError for a removed file
+        return self._view.path_to_write(path, dir_fd, follow=follow)
 
 
 FUNCTIONS = tuple(
@@ -316,7 +332,7 @@ FUNCTIONS = tuple(
     for name in vars(Redirected)
     if not name.startswith("_") and name not in ("originals", "open_file", "open_code")
 )
-"""The names in `os` that are replaced."""
+"""The names of the functions of `os` that are replaced."""
 
 
 def _as_type(name: str, path: Any) -> Any:

@@ -1,8 +1,14 @@
-"""`View`: the file system as a rerun of a script sees it: its own files over the files from before the run.
+"""`View`: the file system as a repeated run of a script sees it: its own files in front of the files from before it.
 
-It works like overlayfs. Files of the run are in the folder `files` (the upper layer), under the paths that the script
-used. Files from before (the lower layer) are only read; those that the run removed have a mark in the folder `gone`,
-which also hides everything below their path. Both are folders on disk, so that all processes of a run see the same.
+It works like overlayfs. Files that the run writes go to the folder `files` (the *upper layer*), under the paths that
+the script used: the script's `/data/log.txt` is `files/data/log.txt`. Files from before the run (the *lower layer*) are
+only read. If the run changes one, the file is copied to the upper layer first. If the run removes one, a *mark* in the
+folder `gone` hides it, with everything below its path. Layers and marks are on disk, so all processes of a run see the
+same.
+
+Three kinds of paths occur. A *script's path* is what the script passes to a function: it may be relative, and contain
+links. A *located path* is absolute and without links, in the file system as the script sees it. The *path to read* or
+*to write* is where the file really is.
 """
 
 import contextlib
@@ -27,19 +33,20 @@ from typing import Any, NamedTuple
 PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _SYSTEM = ("/dev", "/proc", "/sys")
-_MOST_LINKS = 40  # in one path, as on Linux
+_MAX_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # nanoseconds; file systems resolve times to 10 ms or better
+_TICK = 100_000_000  # 100 ms in nanoseconds; the times of files are exact to 10 ms or better
 _PART = re.compile(r"[^/]+")
 
 
 class Location(NamedTuple):
-    """The file that a path of a script names.
+    """The file that a script's path means.
 
     Attributes:
-        path: the absolute path, without links.
-        given: the path to use outside of `files`: the script's own, unless it only has a meaning in the view.
-        is_shared: the file is in a folder that is not redirected.
+        path: the located path.
+        given: the path by which the file is reached in the lower layer or in a shared folder. This is the script's own
+            path, unless it leads through the upper layer; then it is the located path.
+        is_shared: the file is in a shared folder, which is not redirected.
     """
 
     path: str
@@ -48,10 +55,10 @@ class Location(NamedTuple):
 
 
 class View:
-    """Maps the paths of a script to the files to read and to write.
+    """Maps a script's paths to the paths to read and to write.
 
     Args:
-        root: the folder of this run, absolute.
+        root: the absolute path of the folder of this run, which contains the upper layer and the marks.
         shared: folders that are not redirected: caches, and folders of the command itself.
     """
 
@@ -59,16 +66,16 @@ class View:
         self.root = os.path.realpath(root)
         self.files = os.path.join(self.root, "files")
         self._gone = os.path.join(self.root, "gone")
-        self._parts = os.path.join(self.root, "parts")
-        self._marks: frozenset[str] = frozenset()
-        self._marked_at = 0  # the mtime of `gone` when the marks were listed; 0: list them again
+        self._part_folder = os.path.join(self.root, "parts")  # for copies that are not complete yet
+        self._marks: frozenset[str] = frozenset()  # the names in the folder `gone`, as they were last listed
+        self._listed_at = 0  # the mtime of the folder when they were listed; 0: list them again at the next use
         outside = {*_SYSTEM, *shared, *map(os.path.realpath, shared)}
         self._shared = tuple(folder + os.sep for folder in outside)
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
-    def strip(self, path: str) -> str:
-        """Return the script's path of a file in `files`; other paths as they are."""
+    def to_script_path(self, path: str) -> str:
+        """Return the path by which the script names a file of the upper layer; any other path as it is."""
         if path == self.files:
             return os.sep
         if path.startswith(self.files + os.sep):
@@ -76,78 +83,88 @@ class View:
         return path
 
     def getcwd(self) -> str:
-        """Return the script's path of the working directory."""
-        return self.strip(getcwd())
+        """Return the working directory as the script sees it."""
+        return self.to_script_path(getcwd())
 
     def is_shared(self, path: str) -> bool:
-        """Return whether an absolute path is in a folder that is not redirected, such as the run's own."""
-        whole = path + os.sep
-        return whole.startswith(self._shared) or whole.startswith(self.root + os.sep)
+        """Return whether an absolute path is in a shared folder, or in the folder of the run itself."""
+        as_folder = path + os.sep  # so that /data does not seem to be in /dat, and a folder is in itself
+        return as_folder.startswith(self._shared) or as_folder.startswith(self.root + os.sep)
 
     def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Location:
-        """Return the location of a script's path. Without `follow`, a link at its end is not followed."""
+        """Return the location of a script's path.
+
+        Args:
+            dir_fd: the open folder to which a relative path is relative; None for the working directory.
+            follow: follow a link at the end of the path.
+        """
         text = os.fsdecode(path)
         if not text:
-            return Location(text, path, True)  # the system raises FileNotFoundError for it
-        is_plain = dir_fd is None
+            return Location(text, path, True)  # the original function raises FileNotFoundError for it
+        is_valid_outside = dir_fd is None  # the script's path means the same to the original functions
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
-            is_plain = is_plain and self.strip(folder) is folder
-            text = os.path.join(self.strip(folder), text)
-        elif self.strip(text) is not text:
-            text, is_plain = self.strip(text), False
-        whole = os.path.normpath(text)
-        if self.is_shared(whole):
-            return Location(whole, path if is_plain else text, True)
-        resolved, is_real = self._resolve(text, follow)
-        return Location(resolved, path if is_plain and is_real else resolved, self.is_shared(resolved))
+            is_valid_outside = is_valid_outside and self.to_script_path(folder) is folder
+            text = os.path.join(self.to_script_path(folder), text)
+        elif self.to_script_path(text) is not text:
+            text, is_valid_outside = self.to_script_path(text), False
+        normalized = os.path.normpath(text)
+        if self.is_shared(normalized):
+            return Location(normalized, path if is_valid_outside else text, True)
+        located, has_only_lower_links = self._resolve(text, follow)
+        given = path if is_valid_outside and has_only_lower_links else located
+        return Location(located, given, self.is_shared(located))
 
     def path_of(self, descriptor: int) -> str:
-        """Return the script's path of an open folder."""
+        """Return the path of an open folder, as the script sees it."""
         if sys.platform == "darwin":
             import fcntl
 
             buffer = fcntl.fcntl(descriptor, 50, bytes(1024))  # F_GETPATH
-            return self.strip(os.fsdecode(buffer.partition(b"\0")[0]))
-        return self.strip(readlink(f"/proc/self/fd/{descriptor}"))
+            return self.to_script_path(os.fsdecode(buffer.partition(b"\0")[0]))
+        return self.to_script_path(readlink(f"/proc/self/fd/{descriptor}"))
 
     def _resolve(self, text: str, follow: bool) -> tuple[str, bool]:
-        """Return an absolute path without links, and whether none of these was made by this run."""
-        parts = _PART.findall(text)[::-1]
-        done, links, is_real = "", 0, True
-        is_above = True  # this run may have written at `done`
+        """Return the located path of an absolute path, and whether all links in it are of the lower layer."""
+        parts = _PART.findall(text)[::-1]  # the parts that are not resolved yet, the next one last
+        resolved, links, has_only_lower_links = "", 0, True
+        # Whether the upper layer may have something at `resolved`. Below a folder that it does not have, it has
+        # nothing, which saves a look-up for each part.
+        may_be_in_upper = True
         while parts:
             part = parts.pop()
             if part == ".":
                 continue
             if part == "..":
-                self.check_folder(done or os.sep, text)
-                done, is_above = os.path.dirname(done).rstrip(os.sep), True
+                self.check_folder(resolved or os.sep, text)
+                resolved, may_be_in_upper = os.path.dirname(resolved).rstrip(os.sep), True
                 continue
-            done += os.sep + part
+            resolved += os.sep + part
+            # a slash at the end of a path means the folder behind a link, whatever `follow` says
             if not parts and not follow and not text.endswith(os.sep):
                 break
-            target, is_above = self._read_link(done, is_above)
+            target, may_be_in_upper = self._read_link(resolved, may_be_in_upper)
             if target is None:
                 continue
             links += 1
-            if links > _MOST_LINKS:
+            if links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
-            is_real = is_real and not is_above
-            done = os.path.dirname(done).rstrip(os.sep)
+            has_only_lower_links = has_only_lower_links and not may_be_in_upper
+            # the target takes the place of the link: relative to its folder, or from the root
+            resolved = os.path.dirname(resolved).rstrip(os.sep)
             if os.path.isabs(target):
-                target, done = self.strip(target), ""
-            is_above = True
+                target, resolved = self.to_script_path(target), ""
+            may_be_in_upper = True
             parts += _PART.findall(target)[::-1]
-        return done or os.sep, is_real
+        return resolved or os.sep, has_only_lower_links
 
-    def _read_link(self, path: str, is_above: bool) -> tuple[str | None, bool]:
-        """Return the target of a link, None if it is no link, and whether the upper layer has something at the path."""
-        if is_above:
+    def _read_link(self, path: str, may_be_in_upper: bool) -> tuple[str | None, bool]:
+        """Return the target of a link, or None for anything else, and whether the upper layer has something there."""
+        if may_be_in_upper:
             try:
                 return readlink(self.files + path), True
             except OSError as error:
-                if error.errno == errno.EINVAL:  # this run wrote it, and it is no link
+                if error.errno == errno.EINVAL:  # it is there, and not a link
                     return None, True
         if not self.is_hidden(path):
             with contextlib.suppress(OSError):
@@ -157,17 +174,17 @@ class View:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def upper(self, path: str) -> str:
-        """Return the path in the upper layer of a located path."""
+        """Return where the upper layer has, or would have, the file of a located path."""
         return self.files + path
 
     def is_written(self, path: str) -> bool:
-        """Return whether this run has written a located path."""
-        return is_there(self.files + path)
+        """Return whether the upper layer has a file or folder at a located path."""
+        return lexists(self.files + path)
 
     def is_hidden(self, path: str) -> bool:
-        """Return whether the file from before at a located path was removed, or a folder around it."""
+        """Return whether this run has removed the lower layer's file at a located path, or a folder around it."""
         marks = self._find_marks()
-        while marks:  # nearly always there are none, and no path is hashed
+        while marks:  # nearly always there are none, which saves hashing the path
             if _mark_of(path) in marks:
                 return True
             if path == os.sep:
@@ -175,30 +192,30 @@ class View:
             path = os.path.dirname(path)
         return False
 
-    def is_lower(self, path: str) -> bool:
-        """Return whether the run sees the file from before at a located path."""
-        return is_there(path) and not self.is_hidden(path)
+    def sees_lower(self, path: str) -> bool:
+        """Return whether the lower layer has a file or folder at a located path that this run has not removed."""
+        return lexists(path) and not self.is_hidden(path)
 
     def exists(self, path: str) -> bool:
-        """Return whether the run sees anything at a located path."""
-        return self.is_written(path) or self.is_lower(path)
+        """Return whether the script sees a file or folder at a located path."""
+        return self.is_written(path) or self.sees_lower(path)
 
     def is_changed(self, folder: str) -> bool:
-        """Return whether this run may have changed the names in a located folder."""
+        """Return whether this run may have added or removed names in a folder. `folder` is its located path."""
         return self.is_written(folder) or bool(self._find_marks())
 
     def find(self, path: str) -> str | None:
         """Return the path to read for a located path, or None if there is nothing."""
         if self.is_written(path):
             return self.files + path
-        if self.is_lower(path):
+        if self.sees_lower(path):
             return path
         return None
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in a located folder. Raises OSError if there is none."""
+        """Return the names in the folder at a located path. Raises OSError if there is no folder."""
         names: dict[str, None] = {}
-        if self.is_lower(path):
+        if self.sees_lower(path):
             names = dict.fromkeys(_listdir(path))
             marks = self._find_marks()
             if marks:
@@ -209,8 +226,12 @@ class View:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
-        """Return the path to read for a script's path. Raises FileNotFoundError if this run has removed it."""
+    def path_to_read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
+        """Return the path to read for a script's path.
+
+        Raises FileNotFoundError for a file that this run has removed. If there never was a file, the original function
+        raises it.
+        """
         location = self.locate(path, dir_fd, follow=follow)
         if location.is_shared:
             return location.given
@@ -220,7 +241,7 @@ class View:
             raise make_error(errno.ENOENT, path)
         return location.given
 
-    def write(
+    def path_to_write(
         self,
         path: Any,
         dir_fd: int | None = None,
@@ -229,25 +250,26 @@ class View:
         with_content: bool = True,
         is_new: bool = False,
     ) -> Any:
-        """Return the path to write for a script's path. A file from before is copied there first.
+        """Return the path to write for a script's path. A file of the lower layer is copied there first.
 
         Args:
-            with_content: False copies only its mode.
-            is_new: raise FileExistsError if there is anything.
+            with_content: copy the content of the file; False copies only its mode and times.
+            is_new: raise FileExistsError if the script sees a file there.
         """
         location = self.locate(path, dir_fd, follow=follow and not is_new)
         if location.is_shared:
             return location.given
         if is_new and self.exists(location.path):
             raise make_error(errno.EEXIST, path)
-        if not self.is_written(location.path) and self.is_lower(location.path) and is_special(location.path):
+        if not self.is_written(location.path) and self.sees_lower(location.path) and is_special(location.path):
             return location.given
         return self.copy_up(location.path, path, with_content=with_content)
 
     def prepare(self, path: str, given: Any) -> str:
-        """Return the path to write for a located path, and make its folder.
+        """Return the path to write for a located path, and make its folder in the upper layer.
 
-        Raises the error that a script gets for a folder that does not exist or may not be written.
+        Raises the error that the system raises if the folder does not exist, or may not be written to. `given` is the
+        path to name in errors.
         """
         parent = os.path.dirname(path)
         if not access(self.check_folder(parent, given), os.W_OK):
@@ -256,22 +278,22 @@ class View:
         return self.files + path
 
     def check_folder(self, path: str, given: Any) -> str:
-        """Return the path to read for a located folder. Raises the error that a script gets if there is none."""
+        """Return the path to read for the folder at a located path. Raises the system's error if there is no folder."""
         folder = self.find(path)
         if folder is None:
-            above = os.path.dirname(path)
-            if above != path:
-                self.check_folder(above, given)
+            parent = os.path.dirname(path)
+            if parent != path:
+                self.check_folder(parent, given)  # raises ENOTDIR if a part of the path is a file
             raise make_error(errno.ENOENT, given)
         if not stat.S_ISDIR(_stat(folder).st_mode):
             raise make_error(errno.ENOTDIR, given)
         return folder
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
-        """Return the path to write for a located path, and copy the file from before there first."""
+        """Return the path to write for a located path, after copying the lower layer's file there, if there is one."""
         if self.is_written(path):
             return self.files + path
-        if not self.is_lower(path):
+        if not self.sees_lower(path):
             return self.prepare(path, given)
         upper, mode = self.files + path, lstat(path).st_mode
         if is_special(path):
@@ -286,7 +308,7 @@ class View:
         return upper
 
     def copy_tree(self, path: str, given: PathLike) -> str:
-        """Copy the files from before at and below a located path, and return the path to write."""
+        """Copy the lower layer's files at and below a located path, and return the path to write."""
         upper = self.copy_up(path, given)
         if stat.S_ISDIR(lstat(upper).st_mode):
             for name in self.list_names(path):
@@ -294,9 +316,9 @@ class View:
         return upper
 
     def _copy(self, source: str, target: str, with_content: bool) -> None:
-        """Copy a file. If several processes do, the first copy stays: it may have been written to already."""
-        make_folders(self._parts)
-        part = os.path.join(self._parts, f"{os.getpid()}-{threading.get_ident()}")
+        """Copy a file. If another process copies it meanwhile, that copy stays: it may have been written to already."""
+        make_folders(self._part_folder)
+        part = os.path.join(self._part_folder, f"{os.getpid()}-{threading.get_ident()}")
         with BufferedWriter(FileIO(part, "w")) as copy:
             if with_content:
                 with FileIO(source) as original:
@@ -306,33 +328,35 @@ class View:
         chmod(part, stat.S_IMODE(about.st_mode))
         utime(part, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(FileExistsError):
-            link(part, target)  # not rename, which would replace the copy of another process
+            # a link fails if the target exists, while a rename would replace the copy of another process
+            link(part, target)
         unlink(part)
 
     def hide(self, path: str) -> None:
-        """Remove the file from before at a located path from the view."""
-        if self.is_lower(path):
+        """Hide the lower layer's file at a located path from the script, with everything below the path."""
+        if self.sees_lower(path):
             make_folders(self._gone)
             mark = os.path.join(self._gone, _mark_of(path))
             _close_descriptor(_open_descriptor(mark, os.O_CREAT | os.O_WRONLY, 0o600))
-            self._marked_at = 0
+            self._listed_at = 0
 
     def _find_marks(self) -> frozenset[str]:
-        """Return the marks of removed files. Other processes make some, too."""
+        """Return the marks of all removed files. Other processes add marks, so a changed folder is listed again."""
         try:
             changed_at = lstat(self._gone).st_mtime_ns
         except FileNotFoundError:
             return frozenset()
-        if changed_at != self._marked_at:
-            is_settled = time.time_ns() - changed_at > _TICK  # otherwise, another mark may not change the time
+        if changed_at != self._listed_at:
+            # shortly after a change, another mark may be added at the same recorded time, so list them again then
+            is_settled = time.time_ns() - changed_at > _TICK
             self._marks = frozenset(_listdir(self._gone))
-            self._marked_at = changed_at if is_settled else 0
+            self._listed_at = changed_at if is_settled else 0
         return self._marks
 
 
 @functools.lru_cache(maxsize=4096)
 def _mark_of(path: str) -> str:
-    """Return the name of the mark of a path."""
+    """Return the name of the mark that hides a located path."""
     return hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
 
 
@@ -347,8 +371,8 @@ def is_special(path: str) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
 
 
-def is_there(path: str) -> bool:
-    """os.path.lexists, without calling the replacement of os.lstat."""
+def lexists(path: str) -> bool:
+    """Return whether a path exists, as os.path.lexists does, which would call the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -357,8 +381,8 @@ def is_there(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """os.makedirs with exist_ok, without calling the replacement of os.mkdir."""
-    if is_there(path):
+    """Make a folder and those around it, as os.makedirs does, which would call the replacement of os.mkdir."""
+    if lexists(path):
         return
     make_folders(os.path.dirname(path))
     with contextlib.suppress(FileExistsError):
@@ -366,12 +390,17 @@ def make_folders(path: str) -> None:
 
 
 class FolderEntry:
-    """The os.DirEntry of a name in a folder of a `View`."""
+    """Stands in for os.DirEntry in the result of `scandir`.
 
-    def __init__(self, path: Any, name: Any, whole: str) -> None:
+    Args:
+        path, name: as in os.DirEntry.
+        located: the located path of the entry.
+    """
+
+    def __init__(self, path: Any, name: Any, located: str) -> None:
         self.name = name
         self.path = path
-        self._whole = whole
+        self._located = located
 
     def __fspath__(self) -> Any:
         return self.path
@@ -380,23 +409,23 @@ class FolderEntry:
         return f"<DirEntry {self.name!r}>"
 
     def inode(self) -> int:
-        """The inode number."""
-        return os.lstat(self._whole).st_ino
+        """Return the inode number."""
+        return os.lstat(self._located).st_ino
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """As os.stat of the path."""
-        return os.stat(self._whole, follow_symlinks=follow_symlinks)
+        """Return what os.stat returns for the path."""
+        return os.stat(self._located, follow_symlinks=follow_symlinks)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """As os.path.isdir."""
+        """Return whether the entry is a folder."""
         return self._is(stat.S_ISDIR, follow_symlinks)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """As os.path.isfile."""
+        """Return whether the entry is a regular file."""
         return self._is(stat.S_ISREG, follow_symlinks)
 
     def is_symlink(self) -> bool:
-        """As os.path.islink."""
+        """Return whether the entry is a link."""
         return self._is(stat.S_ISLNK, False)
 
     def is_junction(self) -> bool:
@@ -411,7 +440,7 @@ class FolderEntry:
 
 
 class Listing:
-    """The result of os.scandir: an iterator that can be closed."""
+    """Stands in for the result of os.scandir: an iterator that can be closed."""
 
     def __init__(self, entries: Iterator[FolderEntry]) -> None:
         self._entries = entries

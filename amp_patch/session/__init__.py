@@ -1,4 +1,4 @@
-"""One policy in force: the changes of `initialize`, and the one session of the process."""
+"""The session: makes and undoes all changes of `initialize`. A process has at most one session at a time."""
 
 from . import current as current
 from .arguments import as_enabled as as_enabled

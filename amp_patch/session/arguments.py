@@ -67,7 +67,7 @@ def _name_kind(value: object) -> str:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot train `model`. `accept_low` allows 16-bit parameters."""
+    """Return the reasons why `policy` cannot train `model`. `accept_low`: 16-bit parameters are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
@@ -78,7 +78,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
         ]
     lazy = [key for key, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
-        return [f"{name} has uninitialized parameters ({_some(lazy)}): run one forward pass before initialize"]
+        return [f"{name} has uninitialized parameters ({_list_some(lazy)}): run one forward pass before initialize"]
 
     problems: list[str] = []
     sharding_problem = find_sharding_problem(model, policy)
@@ -91,7 +91,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
             if policy.cast_model_type is None:
                 fix = "only frozen weights (requires_grad=False) may be in 16 bits"
             problems.append(
-                f"{name} is in 16 bits already ({_some(low)}): opt_level {policy.opt_level} starts from float32"
+                f"{name} is in 16 bits already ({_list_some(low)}): opt_level {policy.opt_level} starts from float32"
                 f" weights. Leave out .half() and .bfloat16(); {fix}. Make a copy of an initialized model before"
                 " initialize or after amp.reset(), when its weights are float32"
             )
@@ -108,7 +108,7 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
     if not low:
         return []
     left_alone = ids_beside_opaque(model)
-    if policy.cast_model_type is None:  # weights keep their dtype, so only trained ones have to be float32
+    if policy.cast_model_type is None:  # weights keep their dtype, so only weights that are trained must be float32
         for module in model.modules():
             is_trained = False
             for parameter in module.parameters(recurse=False):
@@ -120,17 +120,18 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
     return [name for name, tensor in low.items() if id(tensor) not in left_alone]
 
 
-def _some(names: Sequence[str]) -> str:
+def _list_some(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
-    """Return the device type of the models' parameters, such as "cuda"; raises ModelError if they are on several."""
+    """Return the device type of the models' parameters, such as "cuda". Raises ModelError if there are several."""
     types: set[str] = set()
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             types.add(tensor.device.type)
-    types.discard("meta")  # of weights that are offloaded, or loaded later
+    types.discard("meta")  # weights that are offloaded, or loaded later
     if len(types) > 1:
         raise ModelError(
             f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
@@ -155,9 +156,11 @@ def describe(models: Sequence[nn.Module]) -> str:
 
 
 def _get_wrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`); None for no wrapper.
+    """Return the optimizer in a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`), or None if `optimizer`
+    is no wrapper.
 
-    Accelerate's wrapper is an Optimizer itself. Optimizers with groups of their own, as Lookahead, are no wrappers.
+    Accelerate's wrapper is an Optimizer itself, but has no parameter groups of its own. An Optimizer that has its own
+    groups, such as Lookahead, is no wrapper.
     """
     if isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
         return optimizer.optimizer
@@ -170,18 +173,18 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
     if not isinstance(inner, Optimizer):
-        raise _no_optimizer(optimizer)
+        raise _wrong_optimizer(optimizer)
     return inner
 
 
-def _no_optimizer(given: object) -> ArgumentTypeError:
-    """Return the error about an object that was passed as an optimizer and is none."""
+def _wrong_optimizer(given: object) -> ArgumentTypeError:
+    """Return the error for an object that was passed as an optimizer, but is not one."""
     if isinstance(given, nn.Module):
-        remedy = "pass the one that was made of its parameters"
+        remedy = "pass the optimizer of its parameters"
     elif isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
         remedy = "scale_loss takes the loss first, so write scale_loss(loss, optimizer)"
     elif isinstance(given, Tensor):
-        remedy = "make one of the parameters first, as torch.optim.SGD(model.parameters(), lr=0.1)"
+        remedy = "make an optimizer of the parameters first, as torch.optim.SGD(model.parameters(), lr=0.1)"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         remedy = f"pass the optimizer of this {type(given).__name__}"
     else:
@@ -201,7 +204,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
     if isinstance(optimizers, Optimizer) or _get_wrapped(optimizers) is not None:
         return [unwrap_optimizer(optimizers)]
     if isinstance(optimizers, (str, type, nn.Module, Tensor)) or not _is_iterable(optimizers):
-        raise _no_optimizer(optimizers)
+        raise _wrong_optimizer(optimizers)
     return [unwrap_optimizer(item) for item in optimizers]
 
 
@@ -240,7 +243,7 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            # device: torch.set_default_device may name another one
+            # on the CPU, whatever torch.set_default_device says
             if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
                 sentences.append(
                     f"eps={eps:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
@@ -254,28 +257,30 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
 def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
-    """Return the policy of the arguments. Settings of a command (`amp-patch run`) come before them."""
+    """Return the policy that the arguments ask for. Settings of a command (`amp-patch run`) take precedence."""
     make = make_policy if has_models else _presets.make_policy_without_model
-    level, overrides, dropped = in_force.settings.lay_over(opt_level, arguments)
-    is_replaced = level != opt_level
+    level, overrides, dropped = in_force.settings.override(opt_level, arguments)
+    is_replaced = level != opt_level  # a command runs the script at another level
     if is_replaced and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
         dropped.append("lists")
         del overrides["lists"]
     policy = make(level, overrides, presets=presets)
     if is_replaced:
-        told = describe_replaced(level, opt_level, dropped)
+        message = describe_replaced(level, opt_level, dropped)
         if policy.lists and not policy.patch_torch_functions and not _has_module_rules(policy.lists):
-            told += f"; of its lists, {level} takes the modules alone"
+            message += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
-        say("%s", told)
-    # a second time, because only a made policy says whether functions are patched
+        say("%s", message)
+    # make it once more with the command's lists: only a finished policy says whether it patches functions
     if laid_over := find_lists_to_lay_over(policy):
         policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)
     return policy
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return the lists of a command to add to a policy. Without patched functions, only lists with module rules."""
+    """Return the lists of a command to add to a policy. If the policy patches no functions, leave out lists without
+    module rules.
+    """
     if policy.patch_torch_functions:
         return in_force.settings.lists
     if policy.low_dtype is None:

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..casting import Switch, WeightCache
-from ..config import ModuleRule, Policy
+from ..config import ModuleRule, Policy, levels
+from ..dtypes import LOW_DTYPES, is_opaque
 from ..errors import OptimizerError, did_you_mean
 from ..reporting import warn
+from ..tables import count_of
 from ..training import (
     GradientSums,
     Masters,
@@ -29,7 +31,7 @@ class Bindings:
     Args:
         rules: module rules for the models.
         sharded: the modules that `fully_shard` has sharded.
-        find_root: see `RuleRegions`. With it, models are bound when the script calls them.
+        find_root: see `RuleRegions`. If it is given, models are bound when the script first calls them.
 
     Attributes:
         regions: applies the rules at levels that patch functions; None without rules, or at levels that cast models.
@@ -48,13 +50,13 @@ class Bindings:
         self._policy = policy
         self._rules = rules
         self._switch = switch
-        self._meets_models = find_root is not None
+        self._binds_at_calls = find_root is not None
         self.regions: RuleRegions | None = None
         if rules and policy.low_dtype is not None and policy.cast_model_type is None:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
-        self._awaits_step = False
+        self._awaits_step = False  # whether `on_step` has yet to warn of unused rules
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
@@ -94,32 +96,32 @@ class Bindings:
             " scale_loss"
         )
 
-    def tell_unused_rules(self) -> None:
-        """Warn of each module rule that chooses no module so far."""
+    def warn_of_unused_rules(self) -> None:
+        """Warn of each module rule that has chosen no module so far."""
         used = {rule for binding in self._models for rule in binding.used_rules}
         if self.regions is not None:
             used |= self.regions.used
         for rule in self._rules:
             if rule not in used and not self._may_still_match(rule):
                 place = f"{rule.path}:{rule.line}:{rule.column}"
-                wrong = f"the rule for {rule.chooser!r} matches no module of the models, so it has no effect"
-                warn(f"{place}: {wrong}. {self._describe_names(rule)}")
+                problem = f"the rule for {rule.chooser!r} matches no module of the models, so it has no effect"
+                warn(f"{place}: {problem}. {self._describe_names(rule)}")
 
     def _may_still_match(self, rule: ModuleRule) -> bool:
-        """Return whether a rule may still choose a module that the script itself calls, such as a criterion.
+        """Return whether a rule may still choose a module that the script calls directly, such as a criterion.
 
-        That is so until the first step.
+        Such modules are known once the first step ends.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: by the end of the first step, everything was called."""
+        """Optimizer hook: after the first step, warn of unused rules. By then the script has called all its modules."""
         if self._awaits_step:
             self._awaits_step = False
-            self.tell_unused_rules()
+            self.warn_of_unused_rules()
 
     def _describe_names(self, rule: ModuleRule) -> str:
-        """Say which names a rule takes, and which of these may be meant."""
+        """Return advice about a rule: the names that it may contain, and the name that is probably meant."""
         names, kinds = set(), set()
         for model in self.models():
             for name, module in model.named_modules():
@@ -130,14 +132,15 @@ class Bindings:
 
         names.discard("")
         hint = did_you_mean(rule.chooser, names)
-        ending = rule.chooser.partition(".")[2]  # where a name begins with the model's own
+        # the name may begin with the variable of the model, as in `net.layer1`: try it without its first parts
+        ending = rule.chooser.partition(".")[2]
         while ending:
             if ending in names:
                 hint = f" Did you mean {ending!r}?"
                 break
             ending = ending.partition(".")[2]
         which = "the model, without the name of its variable"
-        if self._meets_models:
+        if self._binds_at_calls:
             which = "the module that the script calls"
         return f"Write a name as in named_modules() of {which}.{hint}"
 
@@ -146,19 +149,19 @@ class Bindings:
     def bind(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
     ) -> None:
-        """Bind all. Models leave their values from before the cast in `float32_data`."""
+        """Bind models and optimizers. Fills `float32_data` as `ModelBinding.bind` does."""
         for model in models:
             rules = self._rules if self.regions is None else ()
             binding = ModelBinding(model, self._policy, self.masters, self._cache, rules)
             self._models.append(binding)
             binding.bind(float32_data)
             if self.regions is not None:
-                binding.keep_rules(self.regions)
+                binding.apply_rules(self.regions)
             self._watch(binding, model, self._connect_flags)
-        if models and not self._meets_models:
+        if models and not self._binds_at_calls:
             self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
-            self.tell_unused_rules()
-        self.gradients.flush()  # new optimizers may have parameters of others
+            self.warn_of_unused_rules()
+        self.gradients.flush()  # a new optimizer may share parameters with a bound one, which has scaled gradients
         added = []
         for optimizer in optimizers:
             added.append(
@@ -170,7 +173,7 @@ class Bindings:
                     cache=self._cache,
                     gradients=self.gradients,
                     get_names=self.names_of,
-                    on_new_parameters=self._take_in_parameters,
+                    on_new_parameters=self._on_new_parameters,
                 )
             )
         self._optimizers = [*self._optimizers, *added]
@@ -182,6 +185,28 @@ class Bindings:
         for bound in added:
             if not bound.groups.is_empty():
                 bound.flags.state = OptState.UNCHECKED
+        self._warn_of_lost_updates(added)
+
+    def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
+        """Warn once of all 16-bit weights that new optimizers step on."""
+        weights: list[Tensor] = []
+        names: list[str] = []
+        for binding in added:
+            low = _find_low_weights(binding)
+            if low:
+                weights += low
+                names.append(type(binding.optimizer).__name__)
+        if not weights:
+            return
+        remedy = "Call .float() on their model"
+        if not self._policy.as_level().keeps_small_updates:
+            with_masters = [level.name for level in levels.read_levels() if level.has_masters]
+            remedy = f"Use {' or '.join(with_masters)}, which keep float32 masters"
+        shown = ", ".join(self.names_of(weights[:3])) + (", ..." if len(weights) > 3 else "")
+        warn(
+            f"small updates of {count_of(len(weights), 'weight')} in 16 bits ({shown}) will be lost:"
+            f" {' and '.join(names)} steps on them without float32 masters. {remedy}."
+        )
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
         """Call a method of this object when a bound model or optimizer is gone."""
@@ -190,25 +215,27 @@ class Bindings:
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
 
-    def _take_in_parameters(self) -> None:
-        """An optimizer has new parameters, perhaps of modules that were added to a model."""
+    def _on_new_parameters(self) -> None:
+        """Adapt to new parameters of an optimizer. They may belong to modules that were added to a model."""
         for binding in self._models:
             binding.hook_new_modules()
         self._connect_flags()
 
     def _connect_flags(self) -> None:
-        """Record the flags of all optimizers and the parameters of all models, and which optimizers share a parameter.
+        """Tell `gradients` the flags of all optimizers and the parameters of all models. Make optimizers that share a
+        parameter partners.
 
-        Parameters are held strongly, because torch swaps no tensors that have weak references.
+        Parameters are held strongly, because torch cannot swap tensors that have weak references
+        (`torch.utils.swap_tensors`).
         """
-        # a new list, because a caller may be going through the last one
+        # a new list, because a caller may be iterating over the previous one
         self.gradients.all_flags = [binding.flags for binding in self._optimizers]
-        of_models = {}
+        model_parameters = {}
         for bound in self._models:
             for parameter in bound.parameters():
-                if parameter.is_leaf:  # not a tensor that functional_call has put in its place, which holds a graph
-                    of_models[id(parameter)] = parameter
-        self.gradients.of_models = list(of_models.values())
+                if parameter.is_leaf:  # inside functional_call, the model holds other tensors, with graphs
+                    model_parameters[id(parameter)] = parameter
+        self.gradients.model_parameters = list(model_parameters.values())
         holders: dict[int, list[OverflowFlags]] = {}
         for binding in self.optimizers():
             binding.flags.partners = []
@@ -226,7 +253,9 @@ class Bindings:
         optimizers: Sequence[Optimizer],
         then: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """Bind models that are not bound yet, and optimizers; call `then` with the models. All or nothing."""
+        """Bind models that are not bound yet, and optimizers. Then call `then` with these models. An error in any part
+        undoes all of it.
+        """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
         float32_data: dict[int, Tensor] = {}
@@ -244,7 +273,7 @@ class Bindings:
             raise
 
     def flush(self) -> None:
-        """Make ready for `release`: unscale all gradients, and copy edits of parameters to their masters."""
+        """Prepare for `release`: unscale all gradients, and copy edits of parameters to their masters."""
         self.gradients.close()
         self.masters.return_gradients()
         self.masters.copy_from_parameters(warns=True)
@@ -302,7 +331,7 @@ class Bindings:
     # ---- queries about all -------------------------------------------------------------------------------------------
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the qualified names of parameters, masters and buffers; of others, `parameter of shape (...)`."""
+        """Return the qualified names of parameters, masters and buffers; `parameter of shape (...)` for others."""
         names: dict[int, str] = {}
         for model in self.models():
             for name, buffer in model.named_buffers():
@@ -321,11 +350,27 @@ class Bindings:
             binding.step_log.resolve()
 
     def on_zero_grad(self, module: nn.Module) -> None:
-        """End the accumulation window of every optimizer whose parameters a `module.zero_grad()` covers."""
+        """Record `module.zero_grad()` for every optimizer all of whose parameters belong to the module."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):
                 self.gradients.mark_zeroed(binding.flags)
+
+
+def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
+    """Return the trained 16-bit weights in an optimizer that have no master. Quantized weights do not count.
+
+    Only for torch's own `step`, which rounds each update to the weight's dtype. Other optimizers may keep masters, or
+    round stochastically.
+    """
+    step = getattr(type(binding.optimizer), "step", None)
+    if not getattr(step, "__module__", "").startswith("torch.optim."):
+        return []
+    return [
+        weight
+        for weight in binding.groups.parameters()
+        if weight.requires_grad and weight.dtype in LOW_DTYPES and not is_opaque(weight)
+    ]
 
 
 def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:

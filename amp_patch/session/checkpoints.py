@@ -1,7 +1,7 @@
 """Patches torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) for optimizers with masters.
 
-They look up the tensors of an optimizer among the model's parameters, where masters are not found. They also take a
-step of length 0 to let an optimizer create its state; it must not be counted.
+The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. They
+also take a step with a learning rate of 0, so that an optimizer creates its state. That step must not be counted.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def patch_helpers(
     """Patch the helpers as soon as they are imported, until `undo` is closed. Holds `lock` while patching."""
     process_id = os.getpid()
     makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-        GET_OPTIM_STATE_DICT: lambda original: _present_parameters(original, bindings),
+        GET_OPTIM_STATE_DICT: lambda original: _show_parameters(original, bindings),
         LOAD_OPTIM_STATE_DICT: lambda original: _load_into_masters(original, bindings),
     }
 
@@ -40,22 +40,26 @@ def patch_helpers(
     watch.watch([STATE_DICT_MODULE])
 
 
-def _present_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
+def _show_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
+    """Return a helper that saves optimizer state while the optimizers hold parameters instead of masters."""
+
     def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for binding in _bound(bindings, optimizers):
+            for binding in _find_bindings(bindings, optimizers):
                 stack.enter_context(binding.paused())
                 init_optim_state(binding.optimizer)
-                stack.enter_context(binding.groups.presented())
+                stack.enter_context(binding.groups.without_masters())
             return original(model, optimizers, info)
 
     return get_optim_state_dict
 
 
 def _load_into_masters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
+    """Return a helper that loads optimizer state into the state of masters."""
+
     def load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for binding in _bound(bindings, optimizers):
+            for binding in _find_bindings(bindings, optimizers):
                 stack.enter_context(binding.paused())
                 _name_masters(binding, info.fqn_param_mapping)
                 _name_masters(binding, info.shared_params_mapping)
@@ -64,13 +68,15 @@ def _load_into_masters(original: Callable[..., Any], bindings: Bindings) -> Call
     return load_optim_state_dict
 
 
-def _bound(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[OptimizerBinding]:
+def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[OptimizerBinding]:
     bound = [bindings.find_optimizer(optimizer) for optimizer in optimizers]
     return [binding for binding in bound if binding is not None]
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a mapping to names and back: states are loaded in the masters' dtype."""
+    """Replace parameters by their masters in a mapping of parameters to names and names to parameters. States are then
+    loaded in the dtype of the masters.
+    """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)
         if names is None:

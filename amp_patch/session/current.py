@@ -54,7 +54,8 @@ def initialize(
 ) -> Session:
     """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
-    The session in force takes them if it has the same policy. Otherwise a new session replaces it.
+    If the session in force has the same policy, it takes over the models and optimizers. If it has another policy, this
+    raises SessionError.
 
     Args:
         replace: replace the session in force in any case.
@@ -63,7 +64,7 @@ def initialize(
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
-        # first: a session whose models are gone is in nobody's way, whatever its policy
+        # before the policies are compared: a session whose models are gone must not raise the error
         close_if_over(models)
         session = state.session
         if session is None or replace:
@@ -78,7 +79,7 @@ def initialize(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `initialize` for a session."""
+    """The arguments of one call of `initialize`, and the checks of its models and optimizers."""
 
     policy: Policy
     device_type: str
@@ -105,12 +106,12 @@ class _Request:
             warn(sentence)
         if not models:
             return
-        of_models = ids_of_parameters(models)
+        model_ids = ids_of_parameters(models)
         for optimizer in optimizers:
-            owned: set[int] = set()
+            optimizer_ids: set[int] = set()
             for group in optimizer.param_groups:
-                owned.update(map(id, group["params"]))
-            if of_models.isdisjoint(owned):
+                optimizer_ids.update(map(id, group["params"]))
+            if model_ids.isdisjoint(optimizer_ids):
                 warn(
                     f"this {type(optimizer).__name__} owns none of the models' parameters: was it built before the"
                     " model was moved or copied? Create it after that, and before initialize"
@@ -118,7 +119,7 @@ class _Request:
 
 
 def _join(session: Session, request: _Request) -> None:
-    """Bring models and optimizers under the session in force, which has the same policy."""
+    """Add models and optimizers to the session in force, which has the same policy."""
     # plan
     bound = session.models()
     models = [model for model in request.models if model not in bound]
@@ -138,23 +139,23 @@ def _join(session: Session, request: _Request) -> None:
 
 
 def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
-    """Return the optimizers that the session does not know.
+    """Return the optimizers that the session has not bound.
 
-    A cell of a notebook that is run again passes an optimizer that is bound, with parameters of the same models. A
-    bound optimizer of other models is returned, so that checking it raises an error.
+    A notebook cell that is run again passes a bound optimizer of the same models, which is left out. A bound optimizer
+    of other models is returned, so that `check_optimizers` raises an error for it.
     """
-    of_models = ids_of_parameters(request.models)
+    model_ids = ids_of_parameters(request.models)
     unbound = []
     for optimizer in request.optimizers:
         binding = session.bindings.find_optimizer(optimizer)
-        if binding is None or of_models.isdisjoint(map(id, binding.groups.model_parameters())):
+        if binding is None or model_ids.isdisjoint(map(id, binding.groups.model_parameters())):
             unbound.append(optimizer)
     return unbound
 
 
 def _open(request: _Request) -> Session:
-    """Open a session in the place of the one in force. The earlier one stays if the request has an error in it."""
-    # plan: loads lists, and changes nothing
+    """Open a session in place of the one in force, which stays if the lists or the new models have an error."""
+    # plan: load lists, and change nothing
     previous = state.session
     bound_parameters: set[int] = set()
     originals: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -163,7 +164,7 @@ def _open(request: _Request) -> Session:
         originals = previous.patcher.suspended()
     with originals:  # so that the lists see torch's own functions
         session = Session(request.policy, request.device_type, request.num_losses, registered=state.registered)
-    # check: models of the previous session only after its end, because it may have cast them
+    # check: models of the previous session are checked after it is closed, because it may have cast them
     free: list[nn.Module] = []
     bound: list[nn.Module] = []
     for model in request.models:
@@ -190,16 +191,16 @@ def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Modul
             f"this {describe(given)} is initialized already, at {level}, and {request} was asked for: {remedies}."
             " Calling it again with the same arguments is harmless."
         )
-    told = (
+    conflict = (
         f"opt_level {level} is in force for {describe(alive)}, still in use, and {request} was asked for. Pass"
         f" all models to one initialize call, or delete the old ones, or {remedies}."
     )
     if "get_ipython" in vars(sys.modules["__main__"]):
-        told += (
+        conflict += (
             " Outputs of cells keep models alive (`%reset -f out`), and so does the last traceback"
             " (`sys.last_exc = sys.last_value = sys.last_traceback = None`)."
         )
-    return told
+    return conflict
 
 
 def _describe_difference(in_force: Policy, asked: Policy) -> str:
@@ -221,7 +222,7 @@ def open_session(
     overflow_group: Any = None,
 ) -> None:
     """Open a session. There must be none in force."""
-    state.session = session  # before it changes anything, so that no interrupt leaves changes without an owner
+    state.session = session  # before the session changes anything, so that `reset` can undo it after an interrupt
     try:
         session.open(models, optimizers, overflow_group)
         tell(session.without_casts(), "session_opened", session)
@@ -236,8 +237,8 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if session is None else session.without_casts()
 
 
-def refuse_second() -> None:
-    """Raise SessionError if a session is in force: the end of a block would undo it, too."""
+def check_that_none_is_open() -> None:
+    """Raise SessionError if a session is in force. The end of a `session` block would close that one, too."""
     with state.lock:
         close_if_over()
         if state.session is not None:
@@ -250,7 +251,7 @@ def refuse_second() -> None:
 def open_without_model(policy: Policy, device_type: str) -> Session:
     """Open a session without models, which lasts until `reset`. Raises SessionError if one is in force."""
     with state.lock:
-        refuse_second()
+        check_that_none_is_open()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         open_session(session)
         return session
@@ -283,9 +284,10 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
 
 
 def close_if_over(given: Sequence[nn.Module] = ()) -> None:
-    """Close the session in force if its models are gone, or it came through a fork, or is not whole.
+    """Close the session in force if its models are gone, if an interrupt has cut it short, or if this process has
+    inherited it by a fork.
 
-    Models in reference cycles are collected first, unless one of them is among the `given` ones.
+    To find out whether its models are gone, collect garbage first, unless one of them is in `given`.
     """
     session = state.session
     if session is not None and not _is_in_use(session, given):
@@ -301,7 +303,7 @@ def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
     if any(model in models for model in given):
         return True
     if models:
-        models.clear()  # this list would keep them alive
+        models.clear()  # this list would keep the models alive
         gc.collect()
     return bool(session.models())
 
@@ -309,14 +311,15 @@ def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
 def reset() -> None:
     """Close the session in force, if there is one. See `amp_patch.reset`."""
     with state.lock:
-        if state.session is not None and state.session.is_whole:  # an interrupted one has to be closed in any case
+        # a session that an interrupt has cut short is closed even inside a block
+        if state.session is not None and state.session.is_whole:
             state.session.check_that_no_block_runs()
         state.is_disabled = False
         _close()
 
 
 def _close() -> None:
-    """Close the session in force. It stays known while an interrupt leaves something to undo."""
+    """Close the session in force. If an interrupt leaves something to undo, it stays in force, for another `reset`."""
     session = state.session
     if session is None:
         return
@@ -344,9 +347,9 @@ NOT_INITIALIZED = "amp.initialize has not been called yet, or amp.reset() has un
 
 
 def require() -> Session:
-    """Return the session in force; raises SessionError without one."""
+    """Return the session in force. Raises SessionError if there is none."""
     if state.session is not None and not state.session.is_whole:
-        reset()  # an interrupt cut one short
+        reset()  # an interrupt has cut this session short
     if state.session is None:
         raise SessionError(NOT_INITIALIZED)
     return state.session

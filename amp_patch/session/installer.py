@@ -25,8 +25,8 @@ class Installer:
     """The patches of a session.
 
     Args:
-        casts, oplists: None at levels that do not cast at ops.
-        products: the replacements of products, or None.
+        casts, oplists: make the replacements of listed ops. None at levels that patch no ops.
+        products: makes the replacements of products, or None if products are left alone.
         registered: functions that the user registered.
 
     Attributes:
@@ -46,7 +46,7 @@ class Installer:
     ) -> None:
         self._model_dtype = policy.cast_model_type if policy.cast_model_type in LOW_DTYPES else None
         self._has_masters = bool(policy.master_weights)
-        self._scales = self._has_masters or policy.loss_scale != 1.0
+        self._handles_gradients = self._has_masters or policy.loss_scale != 1.0
         self._casts = casts
         self._products = products
         self._oplists = oplists
@@ -55,27 +55,27 @@ class Installer:
         self.deferred: DeferredOps | None = None
         self.patcher = Patcher()
         self._registered = tuple(registered)
-        self._module_patcher = Patcher()  # for patches that `is_patched` and `stats` do not count
-        self._lock = threading.RLock()  # for the patchers: packages are imported in any thread
+        self._module_patcher = Patcher()  # patches that `is_patched` and `stats` do not count
+        self._lock = threading.RLock()  # held while a patcher works: any thread may import a package with listed ops
         self._patches_ops = casts is not None or products is not None
 
     def install(self, undo: UndoStack) -> None:
         """Install everything. `undo` removes it, also after an error."""
-        if not (self._patches_ops or self._scales or self._model_dtype is not None):
+        if not (self._patches_ops or self._handles_gradients or self._model_dtype is not None):
             return
         planned: list[Patch] = []
         if self._patches_ops:
             planned = self._plan_ops()
             compiling.prime()
             undo.callback(compiling.forget_compiled_code)
-            # distinguishes code that is compiled under these patches from code under others
+            # the tag separates code that is compiled under these patches from code that is compiled under others
             tag = ["amp_patch"]
             if self._casts is not None and self._oplists is not None:
                 tag += [self._oplists.digest, str(self._casts.low)]
             if self._products is not None:
                 tag += ["products", str(self._products.low), str(self._products.longest_attention)]
             compiling.tag_cache_key(":".join(tag), undo)
-        # before the first patch, so that an interrupt leaves none behind
+        # registered before the first patch, so that an interrupt leaves no patch behind
         undo.callback(self._remove)
         self.patcher.install(planned)
         if self._cache is not None:
@@ -86,18 +86,19 @@ class Installer:
             if deferred:
                 undo.callback(deferred.close)
                 self.deferred = deferred
-        if self._scales:
+        if self._handles_gradients:
             install_property(self._bindings.resolve_steps, undo)
         if self._model_dtype is not None:
             self._module_patcher.install(list(torch_patches.plan_for_models(self._model_dtype, self._module_patcher)))
-        if self._scales or self._model_dtype is not None:
-            self._module_patcher.install(list(torch_patches.plan_for_gradients(self._bindings, scales=self._scales)))
+        if self._handles_gradients or self._model_dtype is not None:
+            patches = torch_patches.plan_for_gradients(self._bindings, with_scales=self._handles_gradients)
+            self._module_patcher.install(list(patches))
         if self._has_masters:
-            _add_step_hook(StepHook(self._bindings.masters.mark_updated, of_bound=False), undo)
+            _add_step_hook(StepHook(self._bindings.masters.mark_updated, marks_bound=False), undo)
         patch_helpers(self._bindings, self._module_patcher, self._lock, undo)
         if self.deferred is not None:
             self.deferred.open()
-        # after all patches, which the references lead to
+        # after all patches, because references are redirected to the replacements
         self.redirect(self._bindings.models(), with_modules=True)
         if self._bindings.regions is not None:
             _add_step_hook(self._bindings.on_step, undo)
@@ -107,11 +108,12 @@ class Installer:
 
     def _turn_on(self) -> None:
         compiling.forget_compiled_code()
+        # this comes last: until now, every replacement has called its original
         for switch in self._switches():
-            # last: until now, every replacement called its original
             switch.turn_on()
 
     def _switches(self) -> list[Switch]:
+        """Return the switches of the casts and of the products."""
         parts = [part.switch for part in (self._casts, self._products) if part is not None]
         return [switch for switch in parts if isinstance(switch, Switch)]
 
@@ -122,8 +124,8 @@ class Installer:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)
         if self._products is not None:
             planned += self._products.plan_unlisted({(id(patch.owner), patch.name) for patch in planned})
-        beside = torch_patches.plan_with_ops(self._casts, self._oplists, self._cache, self.patcher)
-        return [*op_patches.with_second_places(planned), *beside]
+        around_ops = torch_patches.plan_with_ops(self._casts, self._oplists, self._cache, self.patcher)
+        return [*op_patches.with_second_places(planned), *around_ops]
 
     def patch_ops_again(self) -> None:
         """Install the patches of ops again after `patcher.undo()`, and switch them on."""
@@ -153,5 +155,5 @@ class Installer:
 
 
 def _add_step_hook(hook: Callable[[Optimizer, Any, Any], None], undo: UndoStack) -> None:
-    undo.callback(remove_step_hook, None, hook)  # first, so that an interrupt leaves no hook behind
+    undo.callback(remove_step_hook, None, hook)  # before the hook is there, so that an interrupt leaves none behind
     register_optimizer_step_post_hook(hook)

@@ -40,20 +40,20 @@ class Session:
 
     Args:
         registered: functions of the user with a rule of their own.
-        has_models: False for a session that lasts until it is closed. With models, it lasts until they are gone.
-        autocast: cast inside regions of torch.autocast only.
+        has_models: whether the session ends when its models are gone. If False, it lasts until it is closed.
+        autocast: the regions of torch.autocast, if casts are active only there. None: casts are active everywhere.
 
     Attributes:
         bindings: the models and optimizers.
         undo: the callbacks that `close` runs; empty after it.
-        is_whole: from the end of `open` to the beginning of `close`.
+        is_whole: True from the end of `open` to the beginning of `close`: everything is installed.
     """
 
     gives_way = False
     """True if another session may replace it, because the user did not ask for this one by `initialize`."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
-    """Returns the model of a module that is called, for a session that meets its models when the script calls them."""
+    """Returns the model of a called module, for a session whose models are bound when the script first calls them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Session:
         float32_data.clear()
 
     def adopt(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
-        """Bring more models and optimizers under the policy."""
+        """Apply the policy to more models and optimizers."""
 
         def finish(added: Sequence[nn.Module]) -> None:
             self._decide_together(overflow_group)
@@ -124,24 +124,24 @@ class Session:
         self._installer.patch_ops_again()
 
     def _decide_together(self, overflow_group: Any) -> None:
+        """Find the ranks that skip the same steps: from the shards, and `overflow_group` or the earlier one if None."""
         given = self._overflow_group if overflow_group is None else overflow_group
-        self.scale_updates.share(find_groups(self.models(), self.trained(), given))
+        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:
-        """Skip steps together with the ranks of a process group, unless the caller or the shards chose another.
-
-        All ranks take over the loss scales of its first rank.
+        """Skip steps together with the ranks of a process group, unless `overflow_group` or shards have chosen a group.
+        All ranks take over the loss scales of the group's first rank.
         """
         if self._overflow_group is None and not self.scale_updates.groups:
             self._decide_together(group)
-            self.scale_updates.give_scales(group, 0)
+            self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
         """Undo everything. Harmless twice.
 
-        Interrupted once, it finishes before it raises the interrupt; interrupted again, it is to be called again.
+        After one interrupt, it finishes, and then raises the interrupt. After a second interrupt, call it again.
         """
         self.is_whole = False
         with without_overrides():
@@ -152,7 +152,7 @@ class Session:
                 raise
 
     def check_that_no_block_runs(self) -> None:
-        """Raise SessionError inside a `scale_loss` block: the gradients of its backward pass would stay scaled."""
+        """Raise SessionError inside a `scale_loss` block, where gradients are still scaled."""
         # a fork inherits blocks that only the parent can leave
         if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
@@ -185,7 +185,7 @@ class Session:
         bound = [binding.optimizer for binding in self.bindings.optimizers()]
         return [optimizer for optimizer in bound if optimizer is not None]
 
-    def trained(self) -> list[Tensor]:
+    def trained_parameters(self) -> list[Tensor]:
         """Return the parameters that the optimizers update: masters, or parameters of the models."""
         return [parameter for binding in self.bindings.optimizers() for parameter in binding.groups.parameters()]
 
@@ -194,7 +194,7 @@ class Session:
         return self.bindings.masters.get(parameter)
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters and masters; of other tensors, `parameter of shape (...)`."""
+        """Return the qualified names of parameters, masters and buffers; `parameter of shape (...)` for others."""
         return self.bindings.names_of(tensors)
 
     def make_scalers(self, num_losses: int) -> None:
@@ -209,8 +209,9 @@ class Session:
             self.scalers[-1].is_shared = bool(self.scale_updates.groups)
 
     def restart_scalers(self) -> None:
-        """Restart dynamic loss scales that have scaled a loss, for another training. Scales that were loaded stay."""
-        # a scaler that awaits its first loss still has the scale that it started or was loaded with
+        """Restart dynamic loss scales for another training. A scale that has not scaled a loss yet stays: it may have
+        been loaded from a checkpoint.
+        """
         used = [scaler for scaler in self.scalers if scaler.is_dynamic and not scaler.awaits_loss]
         for scaler in used:
             scaler.restart()
@@ -224,20 +225,20 @@ class Session:
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
 
     def refresh(self) -> None:
-        """Recast every cached weight before its next use, and copy masters to their parameters."""
+        """Cast every cached weight again before its next use, and copy all masters to their parameters."""
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.refresh()
 
     def sync(self) -> None:
-        """Like `refresh`, but only for tensors that were written to: a live graph may have saved the others."""
+        """Like `refresh`, but copy only masters that have changed: a live graph may have saved the other parameters."""
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return the result of `amp.stats()`."""
-        low = full = steps = skipped = 0
+        low = float32 = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():
             for parameter in model.parameters():
@@ -247,7 +248,7 @@ class Session:
                 if parameter.dtype in (torch.float16, torch.bfloat16):
                     low += parameter.numel()
                 elif parameter.dtype is torch.float32:
-                    full += parameter.numel()
+                    float32 += parameter.numel()
         for binding in self.bindings.optimizers():
             counts = binding.step_log.count(wait=wait)
             steps += counts[0]
@@ -260,7 +261,7 @@ class Session:
             low_dtype=self.policy.low_dtype,
             names_patched=len(self.patcher),
             parameters_low=low,
-            parameters_float32=full,
+            parameters_float32=float32,
             steps=steps,
             steps_skipped=skipped,
             loss_scales=tuple(scales),
@@ -294,7 +295,7 @@ class Session:
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number; raises LossIdError if there is none."""
+        """Return a loss scaler by its number. Raises LossIdError if there is none."""
         if not hasattr(loss_id, "__index__"):
             raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):
@@ -306,7 +307,7 @@ class Session:
 
 
 def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> WeightCache | None:
-    """Return the weight cache of a level that patches functions."""
+    """Return the weight cache, or None at a level that patches no functions."""
     low = policy.low_dtype
     if low is None or not policy.patch_torch_functions:
         return None
@@ -319,7 +320,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
 
 
 def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
-    """Return the kernels that replace products: all in float32, or short attention alone."""
+    """Return what computes products in float32: all of them, or only short attention. None if all use their kernels."""
     low = policy.low_dtype
     if low is None:
         return None
@@ -337,7 +338,7 @@ def _make_casts(
     products: Float32Products | None,
     autocast: Autocast | None,
 ) -> OpCasts | None:
-    """Return the wrappers of ops at a level that patches functions."""
+    """Return the object that makes the wrappers of ops, or None at a level that patches no functions."""
     low = policy.low_dtype
     if low is None or not policy.patch_torch_functions:
         return None
@@ -354,10 +355,10 @@ def _load_lists(policy: Policy) -> OpLists | None:
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
             " have an effect, and there are none in these; use O1 or O4"
         )
-    casts_some = bool(oplists.modules)
+    runs_some_low = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        casts_some = casts_some or spelling.entry.rule.runs_in == "low"
-    if policy.patch_torch_functions and not oplists.is_whole and not casts_some:
+        runs_some_low = runs_some_low or spelling.entry.rule.runs_in == "low"
+    if policy.patch_torch_functions and not oplists.is_whole and not runs_some_low:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
             f"lists={names}: no op runs in {low} by these, so almost nothing is cast. To change a few rules of the"

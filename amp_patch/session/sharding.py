@@ -51,24 +51,24 @@ def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
 
 
 def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype | None:
-    """Return the 16-bit dtype in which FSDP should gather the float32 shards of a module; None for float32."""
-    keeps = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
-    is_low = policy.cast_model_type in LOW_DTYPES and policy.master_weights and not keeps
+    """Return the 16-bit dtype in which FSDP should gather the float32 shards of a module, or None for float32."""
+    is_kept = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
+    is_low = policy.cast_model_type in LOW_DTYPES and policy.master_weights and not is_kept
     return policy.cast_model_type if is_low else None
 
 
 def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
     """Return the remedy if FSDP does not gather a module in the dtype of the level, else None."""
-    # the innermost sharded module around this one
-    outer = path
-    fsdp = module
-    while not is_instance_of(fsdp, _FSDP, "FSDPModule"):
-        if not outer:
+    # find the innermost sharded module around this one
+    sharded_path = path
+    sharded = module
+    while not is_instance_of(sharded, _FSDP, "FSDPModule"):
+        if not sharded_path:
             return "use O1 or O4 for tensor parallelism without fully_shard"
-        outer = outer.rpartition(".")[0]
-        fsdp = model.get_submodule(outer)
+        sharded_path = sharded_path.rpartition(".")[0]
+        sharded = model.get_submodule(sharded_path)
 
-    wanted, given = find_gathered_dtype(policy, module), get_mp_policy(fsdp).param_dtype
+    wanted, given = find_gathered_dtype(policy, module), get_mp_policy(sharded).param_dtype
     if given is wanted or (wanted is None and given is torch.float32):
         return None
     target = "model"
@@ -89,12 +89,13 @@ def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
-    """Return the process groups whose ranks skip the same steps. None: each rank decides for itself.
+    """Return the process groups whose ranks skip the same steps. Return none if each rank decides for itself.
 
     These are the groups of the shards. `given`, the `overflow_group` of `initialize`, replaces them if it contains all
-    their ranks, and comes before them otherwise.
+    their ranks. Otherwise both are returned, `given` first. If it is False, each rank decides for itself.
 
-    Raises ArgumentTypeError; ModelError if parameters are sharded over meshes neither of which contains the other.
+    Raises ArgumentTypeError for a wrong `given`, and ModelError if parameters are sharded over two meshes of which
+    neither contains the other.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
@@ -104,33 +105,33 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
             )
         return ()
     groups = () if given is None else _groups_of(given)
-    of_shards: dict[frozenset[int], Sequence[Any]] = {}  # by their ranks
+    shard_groups: dict[frozenset[int], Sequence[Any]] = {}  # the groups of each mesh, by its ranks
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
-        of_shards[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
+        shard_groups[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
     for model in models:
         for module in model.modules():
             if is_instance_of(module, _FSDP, "FullyShardedDataParallel"):
                 group: Any = module.process_group
-                of_shards[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
-    if not of_shards:
+                shard_groups[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
+    if not shard_groups:
         return groups
-    largest = max(of_shards, key=len)
-    # otherwise a rank in two groups would have to skip the steps of both
-    if not all(ranks <= largest for ranks in of_shards):
+    largest = max(shard_groups, key=len)
+    # a rank in two meshes that overlap in part would have to skip the steps of both
+    if not all(ranks <= largest for ranks in shard_groups):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"
             " that step together to initialize, as overflow_group"
         )
     if not groups:
-        return of_shards[largest]
+        return shard_groups[largest]
     if largest <= {rank for group in groups for rank in dist.get_process_group_ranks(group)}:
         return groups
-    return [*groups, *(group for group in of_shards[largest] if all(group is not known for known in groups))]
+    return [*groups, *(group for group in shard_groups[largest] if all(group is not listed for listed in groups))]
 
 
 def _groups_of(given: Any) -> Sequence[Any]:
-    """Return a process group, or the groups of a mesh: the world if it has all ranks, else one for each dimension."""
+    """Return a process group as a list. For a mesh, return the world if it has all ranks, else a group a dimension."""
     if isinstance(given, dist.ProcessGroup):
         return [given]
     if not hasattr(given, "get_all_groups"):

@@ -14,8 +14,10 @@ class Stats:
     """The state of a session. A notebook shows it as a table.
 
     Attributes:
+        low_dtype: the 16-bit dtype of the level, or None. `opt_level` is None without a session.
         names_patched: the number of functions that are replaced.
-        parameters_low, parameters_float32: numbers of elements of the bound models' parameters, by dtype.
+        parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of
+            float32.
         steps, steps_skipped: sums over all optimizers.
         loss_scales: the scale of each scaler, in order.
     """

@@ -1,7 +1,7 @@
-"""Lists the patches of torch that a session makes beside listed ops and registrations.
+"""Lists the patches of torch that a session makes in addition to listed ops and registrations.
 
-Not here, because they replace no function: hooks after optimizer steps, for which torch has an API, and the property
-`Optimizer.step_was_skipped`, which exists only during a session.
+Two changes of torch are elsewhere, because they replace no function: hooks after optimizer steps, for which torch has
+an API, and the property `Optimizer.step_was_skipped`, which exists only during a session.
 """
 
 import functools
@@ -36,10 +36,10 @@ def plan_with_ops(
         if oplists is not None and _lists_recurrent(oplists):
             yield Patch(torch.nn.RNNBase, "check_input", lambda original: op_patches.check_shapes_only(original, casts))
     if cache is not None:
-        # not torch.jit.trace, which Dynamo wraps for good when it first compiles
+        # not the public torch.jit.trace: Dynamo wraps that when it first compiles, and never restores it
         yield Patch(*JIT_TRACE, lambda original: op_patches.trace_without_cache(original, cache))
         if casts is not None and casts.autocast is not None:
-            # called where a thread leaves its outermost region of autocast
+            # torch calls this when a thread leaves its outermost region of autocast
             yield Patch(torch, "clear_autocast_cache", lambda original: op_patches.invalidate_too(original, cache))
 
 
@@ -48,13 +48,15 @@ def _lists_recurrent(oplists: OpLists) -> bool:
     return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
 
 
-def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
-    """Yield the patches of functions that touch gradients. `scales`: there are masters or a loss scale."""
+def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:
+    """Yield the patches of functions that reduce, zero or clip gradients. `with_scales`: also the patches that a
+    session with masters or a loss scale needs.
+    """
     masters, gradients = bindings.masters, bindings.gradients
     yield Patch(
         DistributedDataParallel, "forward", lambda original: gradient_patches.note_forward(original, gradients.local)
     )
-    if not scales:
+    if not with_scales:
         return
     yield Patch(
         torch.nn.Module,
@@ -63,7 +65,7 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
     )
     clippers: list[tuple[Any, str]] = []
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        # in both modules: torch.nn.utils imports the functions by name
+        # patch the names in both modules: torch.nn.utils has imported the functions by name
         clippers += [(torch.nn.utils, name), (clip_grad, name)]
     for owner, name in clippers:
         if hasattr(owner, name):
@@ -80,7 +82,7 @@ def plan_for_gradients(bindings: Bindings, *, scales: bool) -> Iterator[Patch]:
 
 
 def plan_for_models(low: torch.dtype, patcher: Patcher) -> Iterator[Patch]:
-    """Yield the patches of layers of models that are cast. Hooks on these layers would be slower."""
+    """Yield the patches of layers whose models are cast, on which hooks would be slower (see `PATCHED_LAYERS`)."""
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     for layer, count in PATCHED_LAYERS.items():
         yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

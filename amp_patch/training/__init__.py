@@ -1,7 +1,7 @@
 """Scales losses, unscales gradients, takes or skips steps, and casts models.
 
-With GradScaler of torch.amp, a training loop makes four calls. Here a `scale_loss` block makes the first two, and
-`step()` makes the others, `update` first:
+With GradScaler of torch.amp, a training loop makes four calls. Here a `scale_loss` block does the work of the first
+two, and `step()` does the work of the other two, in the opposite order:
 
     scaler.scale(loss).backward()    # scale_loss.py: LossBlock
     scaler.unscale_(optimizer)       # gradient_sums.py: GradientSums.end, at the end of the block
@@ -19,7 +19,7 @@ in overflow_flags.py). A flag lasts until a step, or until all gradients of the 
 |---|---|---|
 | READY | no backward pass since the last step or `zero_grad` | a step; `zero_grad` outside a block |
 | PENDING | blocks have checked all gradients, or will at their end | a block begins in READY, or ends in UNCHECKED |
-| UNCHECKED | some gradients came outside such blocks; the next block or step checks them | reason 7 below |
+| UNCHECKED | no block has checked some gradients; the next block or step does | reason 7 below |
 
 A step is skipped if a flag is set that belongs to a dynamic scaler. The host reads the flags, or a fused kernel does
 (`OptimizerBinding._decide` chooses). These are all reasons for such a flag, with the functions that set it:
@@ -32,15 +32,15 @@ A step is skipped if a flag is set that belongs to a dynamic scaler. The host re
 4. A block that was delayed, or whose gradients are reduced later, has overflowed: `GradientSums.unscale_all` reports it
    at the end of a later block, or before the step.
 5. The step is taken inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
-6. A block overflowed that raised an exception (`_is_overflow`), or that was never left
-   (`GradientSums._replace_lost_block`).
+6. A block overflowed although it ended with an exception (`_is_overflow`), or without reaching its end, because it was
+   garbage-collected (`GradientSums._replace_lost_block`).
 7. The state is UNCHECKED, and a gradient holds inf or NaN. `OverflowFlags.check_at_step` or the next block finds it.
    The gradient is from before `initialize` (`Bindings.bind`); from a backward pass outside of `scale_loss` at a level
    with masters (`GradientSums._move_unscaled`); from a block without this optimizer at such a level
-   (`GradientSums._unscale_unchecked`); or of a parameter that a script has moved to this optimizer (the same, and
-   `OptimizerBinding._on_moved_by_hand`).
-8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the ones that the script put
-   in their place hold inf or NaN: `OverflowFlags.check_at_step`.
+   (`GradientSums._unscale_unchecked`); or of a parameter that a script has put into a group of this optimizer
+   (`GradientSums._unscale_unchecked`, `OptimizerBinding._on_parameters_put_in`).
+8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the gradients that the script
+   put in their place hold inf or NaN: `OverflowFlags.check_at_step`.
 9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
 
 A step is taken although a gradient holds inf or NaN if

@@ -1,4 +1,4 @@
-"""`FirstStepChecks`: warnings about a loop that trains nothing, or not as its author thinks, at its first step."""
+"""`FirstStepChecks`: at the first step of an optimizer, warns about mistakes that stop or harm training."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,15 +13,15 @@ from .scale_updates import ScaleUpdates
 
 
 class FirstStepChecks:
-    """Warns once of an optimizer without gradients, of a dynamic scale without scaled losses, and of 16-bit buffers
-    that training changes.
+    """Warns once about an optimizer without gradients, a dynamic scale without scaled losses, or 16-bit buffers that
+    training changes.
 
     Args:
         optimizer: held by a weak reference.
         get_names: returns names of parameters and buffers.
 
     Attributes:
-        is_done: whether a step has come for which there was anything to check.
+        is_done: whether the checks were made. They wait for a step after a scaled loss, or with gradients.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class FirstStepChecks:
         self._masters = masters
         self._get_names = get_names
 
-    def look(self) -> None:
-        """Check before a step, whose gradients are unscaled. Waits for the device if buffers were cast."""
+    def check(self) -> None:
+        """Check before a step, once its gradients are unscaled. Waits for the device if buffers were cast."""
         if self._flags.was_passed:
             self.is_done = True
-            self._look_at_buffers()
-            self._look_for_gradients()
+            self._check_buffers()
+            self._check_gradients()
         elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and not self._flags.groups.is_empty():
             self.is_done = True
             for scaler in self._scale_updates.scalers:
@@ -58,7 +58,7 @@ class FirstStepChecks:
     def _describe(self) -> str:
         return type(self._optimizer()).__name__
 
-    def _look_at_buffers(self) -> None:
+    def _check_buffers(self) -> None:
         changed = self._masters.find_changed_buffers()
         if changed:
             names = self._get_names(changed[:3])
@@ -68,8 +68,9 @@ class FirstStepChecks:
                 " `modules: [{match: NAME, run: float32}]`"
             )
 
-    def _look_for_gradients(self) -> None:
-        if self._scale_updates.groups or not self._flags.groups.is_empty():  # of several ranks, one may hold no shard
+    def _check_gradients(self) -> None:
+        # where ranks decide together, one of them may hold no shard, and so no gradient
+        if self._scale_updates.groups or not self._flags.groups.is_empty():
             return
         if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
             warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")

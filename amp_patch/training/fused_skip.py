@@ -22,15 +22,16 @@ class StepHook:
     """A hook after each step that calls `mark_updated` with the parameters. A step skipped on the device runs it, too.
 
     Args:
-        of_bound: also mark the parameters of bound optimizers, which copy their masters themselves.
+        marks_bound: also mark the parameters of optimizers that a session has bound. If False, they are left out:
+            bound optimizers copy their masters themselves.
     """
 
-    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, of_bound: bool = True) -> None:
+    def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, marks_bound: bool = True) -> None:
         self._mark_updated = mark_updated
-        self._of_bound = of_bound
+        self._marks_bound = marks_bound
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._of_bound or "_amp_stash" not in vars(optimizer):
+        if self._marks_bound or "_amp_stash" not in vars(optimizer):
             for group in optimizer.param_groups:
                 self._mark_updated(group["params"])
 
@@ -45,7 +46,7 @@ class CopyMastersHook(StepHook):
         self._copy_masters()
 
     def __deepcopy__(self, memo: Any) -> "CopyMastersHook":
-        return CopyMastersHook(lambda: None)  # a copied optimizer is under no session
+        return CopyMastersHook(lambda: None)  # a copied optimizer belongs to no session
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:
@@ -62,14 +63,16 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
 
 
 def _get_function(step: Callable[..., Any]) -> Any:
-    """Return the function of a bound `step`, around which an LR scheduler may have put another, or None."""
+    """Return the function of a bound `step`, or None. If an LR scheduler has wrapped it, look inside the wrapper."""
     return getattr(step, "__wrapped__" if is_wrapped_by_scheduler(step) else "__func__", None)
 
 
 class DeviceSkip:
-    """Knows whether an optimizer can skip a step on the device. torch's fused optimizers read a flag there, and so do
-    optimizers of amp_patch.apex that have a `step_by_flag`. A subclass or a hook that adds code around such a step is
-    excluded, because that code would run although the step is skipped.
+    """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there. torch's fused
+    optimizers have such kernels, and so have optimizers of amp_patch.apex with a `step_by_flag`.
+
+    If a subclass or a hook adds code around such a step, the answer is no, because that code would run although the
+    step is skipped.
 
     Args:
         step: the bound method, as it was before the session replaced it.
@@ -77,28 +80,29 @@ class DeviceSkip:
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         function = _get_function(step)
-        own = inspect.unwrap(function) if function is not None and function is type(optimizer).step else None
-        self._is_torchs = own in _STEPS and reads_found_inf(optimizer)
-        self._is_ours = own is not None and own is getattr(type(optimizer), "step_by_flag", None)
+        is_of_class = function is not None and function is type(optimizer).step
+        unwrapped = inspect.unwrap(function) if is_of_class else None
+        self._is_torch_step = unwrapped in _STEPS and reads_found_inf(optimizer)
+        self._is_apex_step = unwrapped is not None and unwrapped is getattr(type(optimizer), "step_by_flag", None)
 
     def is_possible(self, optimizer: Any) -> bool:
         """Return whether the next step can skip on the device."""
-        if not (self._is_torchs or (self._is_ours and optimizer.reads_flag)):
+        if not (self._is_torch_step or (self._is_apex_step and optimizer.reads_flag)):
             return False
         if not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
             return False
         if GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in GLOBAL_POST_HOOKS.values()):
             return False
         return all(
-            (self._is_ours or group.get("fused"))
+            (self._is_apex_step or group.get("fused"))
             and (not group.get("momentum") or _have_momentum(optimizer, group["params"]))
             for group in optimizer.param_groups
         )
 
 
 def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Return whether all momentum buffers exist. torch's fused SGD leaves them uninitialized if it skips the step that
-    makes them.
+    """Return whether all momentum buffers exist. If torch's fused SGD skips the step that makes them, it leaves them
+    uninitialized.
     """
     return all(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
@@ -107,8 +111,8 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     )
 
 
-def skip_by(flag: Tensor, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 0.0 or 1.0.
+def step_with_flag(flag: Tensor, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 1.0 to change nothing, or 0.0.
 
     Gradients are unscaled already, so the optimizer gets no `grad_scale`.
     """

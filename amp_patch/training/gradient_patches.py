@@ -17,8 +17,9 @@ from .scale_updates import ScaleUpdates
 def zero_masters(
     original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
-    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`: the next
-    step would use those gradients, and an overflow in them would skip it.
+    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`.
+
+    Without this, the next step would use gradients that the script has zeroed, or would be skipped for them.
     """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
@@ -37,16 +38,18 @@ def clip_masters(
     masters: Masters,
     prepare: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
-    """Return a clipping function that clips the masters of 16-bit parameters. `prepare` moves the gradients there."""
+    """Return a clipping function that clips the gradients of masters in place of 16-bit parameters. It calls `prepare`
+    with the parameters first, which moves their gradients to the masters.
+    """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         prepare(given)
-        stepped = []
+        with_masters = []
         for parameter in given:
             master = masters.get(parameter)
-            stepped.append(parameter if master is None else master)
-        return original(stepped, *args, **kwargs)
+            with_masters.append(parameter if master is None else master)
+        return original(with_masters, *args, **kwargs)
 
     return clip
 
@@ -64,22 +67,22 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
     ) -> None:
         masters.sync()
         original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, broadcast_buffers)
-        sent = [
+        sent_masters = [
             master.detach()
             for name, parameter in module.named_parameters()
             if name not in params_and_buffers_to_ignore and (master := masters.get(parameter)) is not None
         ]
-        if sent:
-            broadcast_tensors(process_group, sent, broadcast_bucket_size, src)
+        if sent_masters:
+            broadcast_tensors(process_group, sent_masters, broadcast_bucket_size, src)
             masters.copy_to_parameters()
-        scale_updates.give_scales(process_group, src)
+        scale_updates.broadcast_scales(process_group, src)
 
     return sync_module_states
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """Return a forward of DistributedDataParallel that records whether the module reduces the gradients of this
-    forward, which it decides there.
+    """Return a forward of DistributedDataParallel that records whether the module will reduce its gradients. The module
+    decides that in its forward.
     """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

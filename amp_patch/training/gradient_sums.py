@@ -13,7 +13,7 @@ count as an overflow of the block.
 
 Two kinds of gradients are checked later:
 
-* gradients of a block with `delay_unscale`: at the end of the next block without it, at a step or at `zero_grad`
+* gradients of a block with `delay_unscale`: when the next block without it ends, at a step, or at `zero_grad`
 * gradients that a parallel wrapper has not reduced yet (`no_sync`): after the backward pass that reduces them
 
 | event | gradients that are checked | flags that are set | scales that are updated |
@@ -56,23 +56,23 @@ class GradientSums:
 
     Attributes:
         all_flags: the overflow flags of the live optimizers.
-        of_models: the parameters of the models, with or without an optimizer.
+        model_parameters: the parameters of the models, with or without an optimizer.
         local: knows which gradients no backward pass has reduced yet.
     """
 
     def __init__(self, has_masters: bool, scale_updates: ScaleUpdates, sharded: Collection[Module]) -> None:
         self.all_flags: list[OverflowFlags] = []
-        self.of_models: list[Tensor] = []
+        self.model_parameters: list[Tensor] = []
         self._has_masters = has_masters
         self.local = LocalGradients()
         self.scale_updates = scale_updates
         self._unsharded = UnshardedSums(sharded)
-        self._scale: Tensor | None = None  # that gradients are multiplied by; None: they are unscaled
-        self._scaler: LossScaler | None = None  # whose scale that was last
-        self._waiting: list[Block] = []  # have ended, with gradients that are not checked yet
+        self._scale: Tensor | None = None  # the scale that gradients are multiplied by; None: they are unscaled
+        self._scaler: LossScaler | None = None  # the scaler of the last block
+        self._waiting: list[Block] = []  # blocks that have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._change = Change()
-        self._stepping: int | None = None  # the thread that runs a step
+        self._change = Change()  # open while gradients are half unscaled
+        self._stepping: int | None = None  # the id of the thread that runs a step
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -86,19 +86,19 @@ class GradientSums:
         return blocks
 
     def await_step(self, block: Block) -> None:
-        """Record that the optimizers of a block get gradients to step on. Call it before the block reads its scale:
-        where a script has set all gradients to None by hand, this is a `zero_grad`, which may update the scale.
+        """Record that the optimizers of a block get gradients to step on. Call it before the block reads its scale: if
+        a script has set all gradients to None by hand, this counts as a `zero_grad`, which may update the scale.
         """
         for flags in block.affected:
             flags.was_passed = True
-            # not where ranks decide together: one may hold no shard, and the others would wait for it
+            # not where ranks decide together: a rank without shards has no gradients, and the others would wait for it
             if flags.found_inf and not self.scale_updates.groups and flags.groups.is_empty():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:
                 flags.state = OptState.PENDING
 
     def begin(self, block: Block) -> None:
-        """Multiply all gradients by the scale of a block. Raises SessionError inside one of another scale or thread."""
+        """Multiply all gradients by the scale of a block. Raises SessionError in a block of another scale or thread."""
         if self._open:
             for outer in self.open_blocks():
                 self._check_thread(outer.thread, is_scaled=block.scale is not None or outer.scale is not None)
@@ -113,7 +113,7 @@ class GradientSums:
         self._rescale_to(block.scale)
         self._unsharded.rescale_to(block.scale)
         self._scaler = block.scaler
-        self._open.append(weakref.ref(block, self._open.remove))  # one that is gone will never end
+        self._open.append(weakref.ref(block, self._open.remove))  # a block that was freed will never end
 
     def _check_thread(self, thread: int, *, is_scaled: bool) -> None:
         if thread != threading.get_ident() and (is_scaled or self._has_masters):
@@ -126,8 +126,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and set the flags of its optimizers and its scaler.
 
-        A delayed block leaves that to the next one. Waits for nothing, except after an exception: such a block counts
-        only if it overflowed.
+        A delayed block leaves that to the next block. Waits for the device only if the block raised an exception: then
+        it counts only if it overflowed.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -143,10 +143,10 @@ class GradientSums:
         if not is_delayed:
             self.unscale_all()
             if self._open:
-                self._rescale_to(block.scale)  # for the rest of the block around it, which has the same scale
+                self._rescale_to(block.scale)  # for the rest of the outer block, which has the same scale
 
     def close(self) -> None:
-        """Leave unscaled gradients behind, or none where an interrupt left them half changed. Open blocks are over."""
+        """Unscale all gradients, or drop them if an interrupt left them half unscaled. Open blocks count as ended."""
         self._open.clear()
         if self._change.is_half_done:
             self._drop_all()
@@ -154,8 +154,8 @@ class GradientSums:
             self.flush()
 
     def flush(self) -> None:
-        """Unscale all gradients, also those not reduced yet, so that parameters can be added or removed. Inside a block
-        do nothing.
+        """Unscale all gradients, also unreduced ones, so that parameters can be added or removed. Inside a block, do
+        nothing.
         """
         if not self._open:
             self._rescale_local(None)
@@ -171,9 +171,10 @@ class GradientSums:
     def begin_step(self, flags: OverflowFlags) -> None:
         """Unscale and check the gradients of an optimizer before its step, until `end_step`. Waits for nothing."""
         if self._change.is_half_done:
-            self._refuse()
+            self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
-        if open_blocks and not is_engine_thread():  # where hooks run, which may step: the block's own thread waits
+        # gradient hooks may step in a thread of the autograd engine, while the thread of the block waits for it
+        if open_blocks and not is_engine_thread():
             for block in open_blocks:
                 self._check_thread(block.thread, is_scaled=block.scale is not None)
         self._stepping = threading.get_ident()
@@ -188,10 +189,10 @@ class GradientSums:
         if self._open and self._scale is not None:
             plain, _ = flags.groups.read()
             with self._change:
-                rescale_(_take(plain, set(self.local.ids)), self._scale)
+                rescale_(_collect_gradients(plain, set(self.local.ids)), self._scale)
 
     def end_window(self, flags: OverflowFlags) -> None:
-        """Record that an optimizer has taken or skipped a step: later gradients are for the next one."""
+        """Record that an optimizer has taken or skipped a step. Later gradients are for its next step."""
         flags.clear()
         if self._open or self._waiting:
             for block in self._blocks_with(flags):
@@ -210,9 +211,9 @@ class GradientSums:
             flags.add_found_inf(block.scaler, found_inf if block.is_spent(flags) else block.found_inf)
 
     def mark_zeroed(self, flags: OverflowFlags) -> None:
-        """Record that the gradients of an optimizer are zeroed without a step, before they are.
+        """Record that the gradients of an optimizer are about to be zeroed without a step.
 
-        An overflow in them still lowers the loss scale. The next step checks the gradients that it finds by then.
+        An overflow in them still lowers the loss scale. The next step checks the gradients that it finds.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -221,15 +222,15 @@ class GradientSums:
         flags.found_inf = {}
         if flags.state is not OptState.READY:
             is_inside = bool(self._open) and any(flags in block.affected for block in self.open_blocks())
-            flags.state = OptState.PENDING if is_inside else OptState.READY  # inside, more gradients are to come
+            flags.state = OptState.PENDING if is_inside else OptState.READY  # inside a block, more gradients follow
         self.scale_updates.update_without_step(scalers)
-        self.scale_updates.look_at_scales()
+        self.scale_updates.warn_of_falling_scales()
 
     def _check_waiting(self, flags: OverflowFlags) -> None:
         """Check the gradients of an optimizer that delayed blocks have left, before they are zeroed."""
-        local = self.local.find(flags.groups.model_parameters)
-        if local:  # an overflow that only this rank has found may not change its loss scale
-            self.local.ids -= local
+        local_ids = self.local.find_ids(flags.groups.model_parameters)
+        if local_ids:  # not checked: an overflow that only this rank finds must not change its loss scale
+            self.local.ids -= local_ids
             for block in self._waiting:
                 block.affected = [affected for affected in block.affected if affected is not flags]
             self._waiting = [block for block in self._waiting if block.affected]
@@ -239,8 +240,8 @@ class GradientSums:
             self.unscale_all()
 
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Move gradients of 16-bit parameters to their masters, which a backward pass outside of `scale_loss` leaves to
-        the step. Warns inside a block, where gradients are still scaled.
+        """Move gradients of 16-bit parameters to their masters. After a backward pass outside of `scale_loss`, nothing
+        has moved them yet. Warns inside a block, where gradients are still scaled.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -251,9 +252,9 @@ class GradientSums:
             pairs += flags.groups.pairs()
         if self._scale is not None:
             pairs += [(parameter, parameter) for parameter in self._all_parameters()]
-        given = set(map(id, parameters))
-        for parameter, stepped in pairs:
-            if parameter.grad is not None and not given.isdisjoint((id(parameter), id(stepped))):
+        clipped_ids = set(map(id, parameters))
+        for parameter, stepped_on in pairs:
+            if parameter.grad is not None and not clipped_ids.isdisjoint((id(parameter), id(stepped_on))):
                 state = "not in the masters yet" if self._scale is None else "still multiplied by the loss scale"
                 warn(
                     "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where they are"
@@ -273,7 +274,7 @@ class GradientSums:
         the blocks that have ended. Inside a block, the caller scales them again.
         """
         if self._change.is_half_done:
-            self._refuse()
+            self._raise_half_unscaled()
         scale = self._scale
         ended: list[Block] = []
         for block in self._waiting:
@@ -281,7 +282,7 @@ class GradientSums:
                 ended.append(block)
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
-        if scale is None and ended:  # they waited for gradients to be reduced; all others were divided before
+        if scale is None and ended:  # these blocks waited for a reduction; other gradients were divided before
             scale = torch.ones_like(ended[0].scaler.scale)
         if scale is None:
             self._waiting = []
@@ -311,7 +312,7 @@ class GradientSums:
 
     def _has_local_gradients(self, block: Block) -> bool:
         """Return whether a block has to wait until gradients of its optimizers are reduced."""
-        return any(self.local.find(flags.groups.model_parameters) for flags in block.affected)
+        return any(self.local.find_ids(flags.groups.model_parameters) for flags in block.affected)
 
     def _unscale_and_check_all(self, scale: Tensor, blocks: Sequence[Block]) -> dict[OverflowFlags, Tensor]:
         """Divide all gradients by a scale, and return a found_inf for each optimizer of the given blocks."""
@@ -325,9 +326,9 @@ class GradientSums:
         for flags in self.all_flags:
             if flags not in found_infs:
                 self._unscale_unchecked(flags, scale, checked)
-        others = _take(self._all_parameters(), seen)
-        if others:
-            unscale_(others, scale, None)
+        unowned = _collect_gradients(self._all_parameters(), seen)  # of no optimizer that was read above
+        if unowned:
+            unscale_(unowned, scale, None)
         return found_infs
 
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
@@ -336,7 +337,7 @@ class GradientSums:
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = flags.groups.read()
-        unscale_(_take(plain, seen), scale, found_inf)
+        unscale_(_collect_gradients(plain, seen), scale, found_inf)
         if flags.state is OptState.UNCHECKED:  # the sums in the masters were not checked when they were made
             check_([master for _, master in pairs], found_inf)
             flags.state = OptState.PENDING
@@ -347,10 +348,11 @@ class GradientSums:
         return found_inf
 
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
-        """Move the gradients of 16-bit parameters to their masters for an optimizer that none of the blocks was for.
+        """Move the gradients of 16-bit parameters to their masters for an optimizer that is in none of the blocks. Its
+        next block or step checks them.
 
-        Its next block or step checks them, and also parameters that a script has put into its groups by now, and that
-        were checked for another optimizer (`checked`, by id).
+        That is also necessary if its groups hold parameters that were just checked for another optimizer (`checked`, by
+        id), because a script has moved them here.
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)
@@ -361,8 +363,8 @@ class GradientSums:
             _mark_unchecked(flags)
 
     def _move_unscaled(self, all_flags: Iterable[OverflowFlags]) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters. They may be of no block, so the next block or
-        step checks them.
+        """Move unscaled gradients of 16-bit parameters to their masters. Perhaps no block has checked them, so the next
+        block or step does.
         """
         for flags in all_flags:
             _, pairs = flags.groups.read()
@@ -379,20 +381,20 @@ class GradientSums:
             return
         if block.has_failed and not _is_overflow(block):
             return
-        is_step_to_come = False
+        is_step_expected = False
         for flags in block.affected:
             if flags.state is not OptState.READY:
-                is_step_to_come = True
+                is_step_expected = True
             if not block.is_spent(flags):
                 flags.add_found_inf(block.scaler, block.found_inf)
-            elif not flags.groups.is_empty():  # only later gradients count
+            elif not flags.groups.is_empty():  # gradients came after the step: count only those
                 flags.add_found_inf(block.scaler, found_infs[flags])
         block.scaler.add_found_inf(block.found_inf)
-        if block.affected and not is_step_to_come:  # else the next step updates the scale
+        if block.affected and not is_step_expected:  # otherwise, the next step updates the scale
             self.scale_updates.update_without_step([block.scaler])
 
     def _rescale_to(self, scale: Tensor | None) -> None:
-        """Multiply gradients, unscaled or of another scale, so that all have this one. None means 1."""
+        """Multiply and divide gradients so that all are multiplied by `scale`. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
@@ -402,14 +404,14 @@ class GradientSums:
         if scale is None:
             return
         with self._change:
-            gradients = _take(self._all_parameters(), set(self.local.ids))
-            if gradients:  # none in the usual loop, which zeroes them before
+            gradients = _collect_gradients(self._all_parameters(), set(self.local.ids))
+            if gradients:  # the usual loop has none here, because it zeroes them after each step
                 rescale_(gradients, scale)
             self._scale = scale
 
     def _all_parameters(self) -> list[Tensor]:
-        """Return the parameters of the models and of the optimizers, not their masters; many of them twice."""
-        parameters = list(self.of_models)
+        """Return the parameters of the models and of the optimizers, many of them twice. Masters are left out."""
+        parameters = list(self.model_parameters)
         for flags in self.all_flags:
             parameters += flags.groups.model_parameters()
         return parameters
@@ -429,8 +431,8 @@ class GradientSums:
         """Let a step of this rank alone use gradients that were never reduced. Raises OptimizerError with masters."""
         if not self.local.ids:
             return
-        local = self.local.find(flags.groups.model_parameters)
-        if not local:
+        local_ids = self.local.find_ids(flags.groups.model_parameters)
+        if not local_ids:
             return
         plain, pairs = flags.groups.read()
         if pairs:
@@ -438,9 +440,9 @@ class GradientSums:
                 "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
                 " ran under no_sync(). Run the last micro-batch outside of no_sync()."
             )
-        gradients = [parameter.grad for parameter in plain if id(parameter) in local]
+        gradients = [parameter.grad for parameter in plain if id(parameter) in local_ids]
         change_scale_(gradients, self.local.scale, self._scale)
-        self.local.ids -= local
+        self.local.ids -= local_ids
 
     def _rescale_local(self, scale: Tensor | None) -> None:
         """Change the scale of gradients that are not reduced yet. They are not checked."""
@@ -450,14 +452,14 @@ class GradientSums:
 
     # ---- interrupts --------------------------------------------------------------------------------------------------
 
-    def _refuse(self) -> None:
+    def _raise_half_unscaled(self) -> None:
         raise SessionError(
             "an interrupt or an error has left gradients half unscaled: call amp.reset(), which drops them, and"
             " initialize again"
         )
 
     def _drop_all(self) -> None:
-        """Drop gradients that an interrupt left half changed: no step may use them."""
+        """Drop gradients that an interrupt left half unscaled: no step may use them."""
         holders = self._all_parameters()
         for flags in self.all_flags:
             holders += flags.groups.parameters()
@@ -477,7 +479,7 @@ def _mark_unchecked(flags: OverflowFlags) -> None:
 
 
 def _is_overflow(block: Block) -> bool:
-    """Return whether a block that ended with an exception overflowed and may skip a step. Waits for the device."""
+    """Return whether a block that raised an exception has overflowed under a dynamic scale. Waits for the device."""
     if block.found_inf is None or not block.scaler.is_dynamic:
         return False
     with contextlib.suppress(RuntimeError):  # the device may have failed, too
@@ -485,7 +487,7 @@ def _is_overflow(block: Block) -> bool:
     return False
 
 
-def _take(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
+def _collect_gradients(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
     """Return the gradients of parameters that are not in `seen`, by id, and add these parameters to it."""
     gradients: list[Tensor] = []
     for parameter in parameters:

@@ -22,8 +22,8 @@ class Groups:
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, with the master, by the master's id. A pair stays after the
-            script has taken it out of the groups.
+        placed: each parameter that got a master here, with the master, by the master's id. It stays here if the script
+            removes it from the groups.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Groups:
         self._masters = masters
         self._optimizer = weakref.ref(optimizer)
         self._inner: list[weakref.ref[Optimizer]] = []  # optimizers inside it, as in SAM and Lookahead
-        # whose states were cast, with their earlier dtype
-        self._cast: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []
+        # optimizer, parameter and earlier dtype of each state that was cast
+        self._cast_states: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Groups:
                 elif self.use_masters and tensor.dtype in LOW_DTYPES and not is_opaque(tensor):
                     self._place_in_all()
                     self._on_new_parameters()
-                    return self.read()  # again from the start: the groups have changed
+                    return self.read()  # start again, because the groups have changed
                 else:
                     plain.append(tensor)
         return plain, pairs
@@ -99,11 +99,12 @@ class Groups:
     # ---- putting masters in, and taking them out ---------------------------------------------------------------------
 
     def adopt_inner(self, optimizer: Optimizer) -> None:
-        """Add an optimizer inside this one."""
+        """Also manage the groups of an optimizer that this one holds."""
         self._inner.append(weakref.ref(optimizer))
 
     def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
-        """Replace each 16-bit parameter of a group by its master, and move its optimizer state.
+        """With `use_masters`, replace each 16-bit parameter of a group by its master, and move its optimizer state to
+        the master. Otherwise cast the state of each parameter that was cast.
 
         `float32_data` holds the values of parameters before they were cast, by the parameter's id.
         """
@@ -115,9 +116,10 @@ class Groups:
                 self.placed[id(master)] = parameter, master
                 group["params"][index] = master
             elif id(parameter) in float32_data:
-                self._cast.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
+                self._cast_states.append((weakref.ref(optimizer), parameter, float32_data[id(parameter)].dtype))
                 _cast_state(optimizer, parameter, parameter.dtype)
-        if self.use_masters:  # also states that a checkpoint has put under the parameters
+        if self.use_masters:
+            # all states, not only of this group: load_state_dict stores them under the parameters of the model
             for key in list(optimizer.state):
                 _move_state(optimizer, key, self._masters.get(key))
 
@@ -135,13 +137,13 @@ class Groups:
         """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
         self.placed.clear()
-        for reference, parameter, dtype in self._cast:
+        for reference, parameter, dtype in self._cast_states:
             if (owner := reference()) is not None:
                 _cast_state(owner, parameter, dtype)
-        self._cast.clear()
+        self._cast_states.clear()
 
     @contextlib.contextmanager
-    def presented(self) -> Iterator[None]:
+    def without_masters(self) -> Iterator[None]:
         """Inside the block, groups and state hold the parameters of the model instead of masters."""
         self._take_out()
         try:
@@ -150,7 +152,7 @@ class Groups:
             if self.use_masters:
                 self._place_in_all()
 
-    def _all(self) -> list[Optimizer]:
+    def _all_optimizers(self) -> list[Optimizer]:
         """Return the optimizer and the optimizers inside it, if they are alive."""
         alive: list[Optimizer] = []
         for reference in (self._optimizer, *self._inner):
@@ -160,13 +162,15 @@ class Groups:
         return alive
 
     def _place_in_all(self) -> None:
-        for optimizer in self._all():
+        """Place masters in all groups of the optimizer and of the optimizers inside it."""
+        for optimizer in self._all_optimizers():
             for group in optimizer.param_groups:
                 self.place(optimizer, group, {})
 
     def _take_out(self) -> None:
+        """Put the parameters of the model back into the groups, and move the states back to them."""
         pairs = self._masters.pairs
-        for optimizer in self._all():
+        for optimizer in self._all_optimizers():
             for group in optimizer.param_groups:
                 for index, tensor in enumerate(group["params"]):
                     if id(tensor) in pairs:

@@ -1,4 +1,4 @@
-"""`LossScaler`: the factor of a loss, and the rule for its change after each step.
+"""`LossScaler`: the factor that a loss is multiplied by, and the rule that changes it after each step.
 
 The state is 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device. Reading
 a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
@@ -18,23 +18,23 @@ from .unscaling import either
 
 
 class LossScaler:
-    """A static or dynamic loss scale, as of Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
+    """A static or dynamic loss scale, as in Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
-    A dynamic scale starts at 2**16 (or the bound that excludes it), halves after a step with a non-finite gradient,
-    doubles after 2000 good steps in a row, and stays within [min_loss_scale, max_loss_scale]. These are the defaults.
-    It is updated once per optimizer step, after however many backward passes. GradScaler's kernel computes the scales.
+    By default, a dynamic scale starts at 2**16, halves after a step with a non-finite gradient, and doubles after 2000
+    good steps in a row. It is always clamped to [min_loss_scale, max_loss_scale], also at the start. It is updated once
+    per optimizer step, after any number of backward passes, by the kernel that GradScaler uses.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
     (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
     full again when the scale grows.
 
     Attributes:
-        warned_scale: the scale at the last warning that it has fallen; inf before the first.
+        warned_scale: the scale at the last warning that it has fallen; inf before the first warning.
         scale: 0-dim float32, on the device where it was last used. An update makes a new tensor, so that blocks can
             keep the scale of their loss.
         known_scale: the last scale that the host has read.
         found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None: no pass came since.
-        awaits_loss: True until a loss is scaled, or the user was warned that none is.
+        awaits_loss: True until a loss is scaled, or the user was warned that no loss is.
         awaits_backward: True until a scaled loss has gone backward.
         is_shared: True if several ranks decide together, so that a single rank must not update the scale.
         is_identity: True for a static scale of 1.
@@ -65,7 +65,7 @@ class LossScaler:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the first scale and no steps."""
+        """Go back to the scale of the start, and forget all steps."""
         self.scale = torch.tensor(self._start, dtype=torch.float32)
         self.known_scale = self.scale.item()
         self.warned_scale = math.inf
@@ -83,8 +83,8 @@ class LossScaler:
             self._overflows_left = self._overflows_left.to(device)
         return self.scale
 
-    def see_backward(self, gradient: Tensor) -> None:
-        """Record that a scaled loss goes backward. This is a tensor hook on the first scaled losses."""
+    def note_backward(self, gradient: Tensor) -> None:
+        """Record that a scaled loss goes backward. This is a tensor hook on scaled losses, until the first call."""
         self.awaits_backward = False
 
     def add_found_inf(self, found_inf: Tensor) -> None:
@@ -92,7 +92,7 @@ class LossScaler:
         self.found_inf = either(self.found_inf, found_inf)
 
     def update(self) -> None:
-        """Update the scale once for all passes since the last update. Without any, do nothing. Waits for nothing."""
+        """Update the scale once for all passes since the last update, if there were any. Waits for nothing."""
         if self.found_inf is not None:
             self.scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
             self.found_inf = None
@@ -102,50 +102,54 @@ class LossScaler:
 
         Args:
             found_inf: 0-dim float32, 1.0 if a pass of any rank since the last update has overflowed.
-            is_due: 0-dim float32, 1.0 if there was a pass on any rank, else the scale stays.
+            is_due: 0-dim float32, 1.0 if there was a pass on any rank. Otherwise the scale stays as it is.
         """
         is_due = is_due.to(self.scale.device) > 0
-        scale, good_steps, left = self._advance(found_inf)
+        scale, good_steps, overflows_left = self._advance(found_inf)
         self.scale = torch.where(is_due, scale, self.scale)
         self._good_steps = torch.where(is_due, good_steps, self._good_steps)
-        self._overflows_left = torch.where(is_due, left, self._overflows_left)
+        self._overflows_left = torch.where(is_due, overflows_left, self._overflows_left)
         self.found_inf = None
 
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the state after the next update. Where ranks decide together, this rank alone cannot tell it, and
-        returns the present state.
+        """Return the state after the next update: scale, good steps, overflows left. Where ranks decide together, this
+        rank alone cannot know it, and returns the present state.
         """
         if self.is_shared or self.found_inf is None:
             return self.scale, self._good_steps, self._overflows_left
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scale, the good steps and the overflows left after passes with this flag. Changes nothing."""
+        """Return the scale, the good steps and the overflows left as an update with this flag would leave them. Changes
+        nothing.
+        """
         if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
         # the kernel writes in place, but open blocks may hold the old scale
-        scale, good_steps, left = clone(self.scale), clone(self._good_steps), self._overflows_left
+        scale, good_steps, overflows_left = clone(self.scale), clone(self._good_steps), self._overflows_left
         found_inf = found_inf.to(scale.device)
         update_scale_(scale, good_steps, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         if self.hysteresis > 1:
-            is_overflow, grows = found_inf > 0, good_steps == 0  # the kernel resets the count when it changes the scale
-            left = torch.where(is_overflow, left - 1, torch.where(grows, self.hysteresis, left)).clamp_(min=0)
-            scale = torch.where(is_overflow & (left > 0), self.scale, scale)
-        # without a minimum, the smallest normal number: a scale of 0 would turn every gradient into NaN for good
+            is_overflow = found_inf > 0
+            grows = good_steps == 0  # the kernel resets the count when it changes the scale
+            refilled = torch.where(grows, self.hysteresis, overflows_left)
+            overflows_left = torch.where(is_overflow, overflows_left - 1, refilled).clamp_(min=0)
+            scale = torch.where(is_overflow & (overflows_left > 0), self.scale, scale)  # undo the kernel's backoff
+        # without a minimum, the smallest normal number: a scale of 0 would turn every later gradient into NaN
         lowest = self.min_loss_scale or torch.finfo(torch.float32).tiny
-        return scale.clamp_(lowest, self.max_loss_scale), good_steps, left
+        return scale.clamp_(lowest, self.max_loss_scale), good_steps, overflows_left
 
     @property
     def hopeless_after(self) -> int:
-        """The number of skipped steps in a row after which the scale is not the cause. They take the scale down by
-        2**100; at least 100.
+        """The number of skipped steps in a row that shows that the scale is not the cause: so many that the scale falls
+        by a factor of 2**100, and at least 100.
         """
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the known scale has fallen by 2**100 in total, so that it is not the cause of the overflows. Always
-        False with a `min_loss_scale`.
+        """Whether the known scale has fallen by a factor of 2**100 in total, which shows that it is not the cause of
+        the overflows. Always False with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
@@ -155,24 +159,26 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also if the scale is static. Counts the passes so far first, unless
-        ranks decide together. Raises ValueError unless `loss_scale` is finite and positive.
+        """Multiply the next losses by `loss_scale`, also if the scale is static. Raises ValueError unless `loss_scale`
+        is finite and positive.
+
+        The passes since the last update count as one step first, unless ranks decide together.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
         if not self.is_shared:
-            self.update()  # later it would change the scale that is set here
+            self.update()  # an update at the next step would change the scale that is set here
         self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)
         self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
 
-    def send_state(self, device: torch.device) -> Tensor:
-        """Return the state as float32 of shape (3,): scale, good steps since it changed, overflows left."""
+    def pack_state(self, device: torch.device) -> Tensor:
+        """Return the state as one float32 tensor of shape (3,): scale, good steps since it changed, overflows left."""
         state = (self.scale, self._good_steps, self._overflows_left)
         return torch.stack([value.to(device, torch.float32) for value in state])
 
-    def receive_state(self, state: Tensor) -> None:
-        """Copy the state that `send_state` returned on another rank. Waits for nothing."""
+    def load_packed_state(self, state: Tensor) -> None:
+        """Take over the state that `pack_state` returned on another rank. Waits for nothing."""
         self.scale = clone(state[0])
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 
@@ -180,28 +186,28 @@ class LossScaler:
         """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. With a `hysteresis` above 1, it
         also holds `hysteresis_tracker`, the overflows left before the scale backs off. Waits for the device.
         """
-        scale, good_steps, left = self._next_state()
+        scale, good_steps, overflows_left = self._next_state()
         state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
         if self.hysteresis > 1:
-            state["hysteresis_tracker"] = int(left.item())
+            state["hysteresis_tracker"] = int(overflows_left.item())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `state_dict` or from Apex. A static scale keeps its value.
 
-        Raises KeyError, TypeError or ValueError on anything else.
+        Raises KeyError, TypeError or ValueError for anything else.
         """
         scale = _read_scale(state["loss_scale"])
         unskipped = _read_count("unskipped", state["unskipped"])
-        left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
+        overflows_left = _read_count("hysteresis_tracker", state.get("hysteresis_tracker", self.hysteresis))
         self.found_inf = None
         if self.is_dynamic:
             self.known_scale, self.warned_scale = scale, math.inf
             self.scale = torch.tensor(scale, dtype=torch.float32)
-            # from the interval on, the equality test of the growth rule would never hold again
+            # torch's kernel lets the scale grow when the count equals the interval: a larger count would never do so
             unskipped = min(unskipped, self.growth_interval - 1)
         self._good_steps = torch.tensor(unskipped, dtype=torch.int32)
-        self._overflows_left = torch.tensor(min(left, self.hysteresis), dtype=torch.int32)
+        self._overflows_left = torch.tensor(min(overflows_left, self.hysteresis), dtype=torch.int32)
 
 
 def _read_scale(value: Any) -> float:

@@ -11,17 +11,18 @@ from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
 
-_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_groups", "_buffers")
-"""The attributes that say which masters there are."""
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_copy_groups", "_buffers")
+"""The attributes that hold the masters. `Masters._replace_registry` replaces them together."""
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
 
 
-class _Watched:
-    """A list of tensors, with the version counter and the address that each had when it was last seen.
+class _WatchedTensors:
+    """A list of tensors, with the version counter and the address that each had when it was last recorded.
 
-    A tensor has moved if it was written to, or has other memory, since it was last seen.
+    A tensor counts as changed if its version counter or its address differs from the recorded one: something has
+    written to it, or has given it other memory.
     """
 
     def __init__(self) -> None:
@@ -31,51 +32,51 @@ class _Watched:
         # these keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
         self._aliases: list[Tensor] = []
 
-    def end_with(self, index: int, tensor: Tensor) -> None:
-        """Append a tensor at `index`. Entries from there on, which an interrupt may have left, are dropped."""
+    def append_at(self, index: int, tensor: Tensor) -> None:
+        """Append a tensor, which gets `index`. Drop entries from `index` on: an interrupted call may have left them."""
         self._versions[index:] = [get_version(tensor)]
         self._addresses[index:] = [tensor.data_ptr()]
         self._aliases[index:] = [tensor.detach()]
         self.tensors[index:] = [tensor]
 
-    def see(self, index: int) -> None:
-        """Record the present state of one tensor."""
+    def record(self, index: int) -> None:
+        """Record the present version and address of one tensor."""
         tensor = self.tensors[index]
         self._versions[index] = get_version(tensor)
         self._addresses[index] = tensor.data_ptr()
         self._aliases[index] = tensor.detach()
 
-    def see_all(self) -> None:
-        """Record the present state of all tensors."""
+    def record_all(self) -> None:
+        """Record the present versions and addresses of all tensors."""
         self._versions = list(map(get_version, self.tensors))
         addresses = list(map(Tensor.data_ptr, self.tensors))
         if addresses != self._addresses:
             self._addresses = addresses
             self._aliases = [tensor.detach() for tensor in self.tensors]
 
-    def mark_moved(self, index: int) -> None:
-        """Make a tensor count as moved until it is seen again."""
-        self._versions[index] = -1
+    def mark_changed(self, index: int) -> None:
+        """Make a tensor count as changed until it is recorded again."""
+        self._versions[index] = -1  # no version counter is negative
 
-    def has_moved(self, index: int) -> bool:
-        """Return whether a tensor has moved since it was last seen."""
+    def has_changed(self, index: int) -> bool:
+        """Return whether a tensor has changed since it was last recorded."""
         tensor = self.tensors[index]
         return self._versions[index] != get_version(tensor) or self._addresses[index] != tensor.data_ptr()
 
-    def find_moved(self) -> list[int]:
-        """Return the indices of the tensors that have moved since they were last seen."""
+    def find_changed(self) -> list[int]:
+        """Return the indices of the tensors that have changed since they were last recorded."""
         versions, addresses = list(map(get_version, self.tensors)), list(map(Tensor.data_ptr, self.tensors))
         if versions == self._versions and addresses == self._addresses:
             return []
-        return [index for index in range(len(self.tensors)) if self.has_moved(index)]
+        return [index for index in range(len(self.tensors)) if self.has_changed(index)]
 
 
 class _Edit(NamedTuple):
-    """The edits of one parameter since its master was last copied to it.
+    """The float32 values of one master around the edits that a script has made to its parameter.
 
     Attributes:
-        before: the master from before these edits.
-        after: the master with them.
+        before: the master's values when it was last copied to the parameter.
+        after: the master's values once the edits were copied to it.
     """
 
     before: Tensor
@@ -85,13 +86,13 @@ class _Edit(NamedTuple):
 class Masters:
     """The masters of a session.
 
-    An optimizer step changes masters; scripts also change masters (SAM, Lookahead) and parameters (weight clipping)
-    themselves. The version counters and addresses at the last copy show which side was edited. If both were, the master
-    wins.
+    An optimizer step changes masters. Scripts change masters (SAM, Lookahead) and parameters (weight clipping), too.
+    The version counters and addresses at the last copy show whether a script has edited the master or the parameter. If
+    it has edited both, the master wins.
 
-    A master takes over the elements of an edited parameter that differ from its own rounded values. Until the next copy
-    to the parameter, an `_Edit` is kept: an element that the script sets back gets its old float32 value, and later
-    edits that raise no version counter, such as through `parameter.data`, are found.
+    If a parameter was edited, its master takes over the elements that differ from the rounded master. An `_Edit` is
+    kept until the master is next copied to the parameter. With it, an element that the script sets back gets its old
+    float32 value, and later edits are found although they raise no version counter (through `parameter.data`).
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
@@ -101,14 +102,13 @@ class Masters:
 
     def __init__(self) -> None:
         self.pairs: dict[int, Pair] = {}
-        self._parameters = _Watched()
-        self._masters = _Watched()
-        self._index: dict[int, int] = {}  # by the parameter's id
-        self._edits: dict[int, _Edit] = {}  # by index: of parameters, since masters were last copied to them
-        self._groups: list[Group] | None = None  # all pairs by device and dtype, once made
-        self._gradients: list[
-            tuple[Tensor, Tensor]
-        ] = []  # parameters with their float32 gradients from before the cast
+        self._parameters = _WatchedTensors()
+        self._masters = _WatchedTensors()
+        self._index: dict[int, int] = {}  # the position of a pair in both lists, by the parameter's id
+        self._edits: dict[int, _Edit] = {}  # by index
+        self._copy_groups: list[Group] | None = None  # all pairs by device and dtype; None: to be made at the next copy
+        # parameters with their float32 gradients from before the cast
+        self._gradients: list[tuple[Tensor, Tensor]] = []
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
         self.has_warned_of_copy = False
         self.is_compiled = False
@@ -116,18 +116,18 @@ class Masters:
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
         index = len(self._parameters.tensors)
-        self._masters.end_with(index, master)
-        self._groups = None
-        self._parameters.end_with(index, parameter)
+        self._masters.append_at(index, master)
+        self._copy_groups = None
+        self._parameters.append_at(index, parameter)
         self.pairs[id(master)] = parameter, master
         self._index[id(parameter)] = index
 
     def clear(self) -> None:
         """Forget all masters."""
-        self._exchange(Masters())
+        self._replace_registry(Masters())
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Sync, then keep only the masters and the values of the tensors with these ids."""
+        """Sync, then forget the masters of all parameters, and the values of all buffers, whose id is not in `ids`."""
         self.sync()
         kept = Masters()
         for parameter, master in self.pairs.values():
@@ -139,18 +139,18 @@ class Masters:
         for key, (buffer, values) in self._buffers.items():
             if key in ids:
                 kept.keep_buffer(buffer, values)
-        self._exchange(kept)
+        self._replace_registry(kept)
 
-    def _exchange(self, other: "Masters") -> None:
-        """Take the registry of another object, in one call, so that an interrupt leaves the old one or the new one."""
-        vars(self).update({name: vars(other)[name] for name in _REGISTRY})
+    def _replace_registry(self, source: "Masters") -> None:
+        """Take over the masters of `source`, in one call, so that an interrupt leaves the old registry or the new."""
+        vars(self).update({name: vars(source)[name] for name in _REGISTRY})
 
     def keep_buffer(self, buffer: Tensor, values: Tensor) -> None:
         """Keep the float32 values of a buffer that is about to be rounded."""
         self._buffers[id(buffer)] = buffer, values
 
     def find_changed_buffers(self) -> list[Tensor]:
-        """Return the buffers that have changed since they were cast. Waits for the device, once for each."""
+        """Return the buffers that have changed since they were cast. Waits for the device, once for each buffer."""
         changed: list[Tensor] = []
         for buffer, _ in self._buffers.values():
             values = self._find_values(buffer)
@@ -175,19 +175,19 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or the values kept for a buffer, except for
-        elements that have changed since.
+        """Return the float32 values of a 16-bit tensor: its master, or the values that are kept for a buffer. Elements
+        of a buffer that have changed since then get their present values.
         """
         master = self.get(tensor)
         if master is not None:
             return master.detach()
-        own = tensor.detach().float()
+        present = tensor.detach().float()
         values = self._find_values(tensor)
         if values is None:
-            return own
+            return present
         with torch.no_grad():
-            full: Tensor = where(_is_rounded(tensor, values), values, own)
-        return full
+            merged: Tensor = where(_is_rounded(tensor, values), values, present)
+        return merged
 
     def keep_gradient(self, parameter: Tensor) -> None:
         """Keep the float32 gradient of a parameter that is about to be cast, for its master."""
@@ -196,7 +196,7 @@ class Masters:
             parameter.grad = None
 
     def return_gradients(self) -> None:
-        """Give the kept gradients to the masters. A parameter without one gets its own back, cast to its dtype."""
+        """Give the kept gradients to the masters. A parameter without a master gets its gradient back in its dtype."""
         gradients, self._gradients = self._gradients, []
         for parameter, gradient in gradients:
             master = self.get(parameter)
@@ -211,11 +211,11 @@ class Masters:
         return None if index is None else self._masters.tensors[index]
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
-        """Record that an optimizer changed these masters: fused optimizers do not raise the version counter."""
+        """Record that an optimizer changed these masters. Fused optimizers do not raise the version counter."""
         for master in masters:
             pair = self.pairs.get(id(master))
             if pair is not None:
-                self._masters.mark_moved(self._index[id(pair[0])])
+                self._masters.mark_changed(self._index[id(pair[0])])
 
     def copy_to_parameters(self, pairs: Collection[Pair] | None = None) -> None:
         """Copy masters to their parameters, all or only those in `pairs`, in one kernel for each (device, dtype)."""
@@ -226,17 +226,18 @@ class Masters:
             self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def refresh(self) -> None:
-        """Sync, then copy all masters to their parameters: no version counter shows edits through `master.data`."""
+        """Sync, then copy all masters to their parameters, because no version counter shows edits of `master.data`."""
         self.sync()
         self._copy_all()
 
-    def copy_from_parameters(self, *, warns: bool = False, again: bool = True) -> None:
+    def copy_from_parameters(self, *, warns: bool = False, rechecks: bool = True) -> None:
         """Copy edited parameters to their masters. Masters that were edited stay as they are.
 
-        `again`: see `sync`.
-        `warns`: warn once if there are such masters, and a compiled model may have run since with old parameters.
+        Args:
+            warns: warn once if masters were edited, and a compiled model may have run with the old parameters since.
+            rechecks: see `sync`.
         """
-        has_edited_masters = self._copy_edits(both_ways=False, again=again)
+        has_edited_masters = self._copy_edits(both_ways=False, rechecks=rechecks)
         if warns and has_edited_masters and self.is_compiled:
             self.is_compiled = False
             warn(
@@ -245,74 +246,76 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """For the given parameters, copy the masters that `load` has changed to them."""
+        """Copy the masters that `load` has changed to their parameters. Only `parameters` are considered."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
-        loaded = [index for index in indices if self._masters.has_moved(index)]
+        loaded = [index for index in indices if self._masters.has_changed(index)]
         if loaded:
             self._copy_some(loaded)
 
-    def sync(self, *, again: bool = True) -> None:
+    def sync(self, *, rechecks: bool = True) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter.
 
-        `again`: compare also the parameters that are known to be edited. Scripts often put weights back in ways that no
-        version counter shows.
+        `rechecks`: also compare the values of parameters that were edited before. Scripts often put the old weights
+        back in ways that no version counter shows.
         """
-        self._copy_edits(both_ways=True, again=again)
+        self._copy_edits(both_ways=True, rechecks=rechecks)
 
     def _copy_all(self) -> None:
-        if self._groups is None:
-            self._groups = group(self._parameters.tensors, self._masters.tensors)
-        copy_(self._groups)
-        self._parameters.see_all()
-        self._masters.see_all()
+        if self._copy_groups is None:
+            self._copy_groups = group(self._parameters.tensors, self._masters.tensors)
+        copy_(self._copy_groups)
+        self._parameters.record_all()
+        self._masters.record_all()
 
     def _copy_some(self, indices: Collection[int]) -> None:
         parameters = [self._parameters.tensors[index] for index in indices]
         copy_(group(parameters, [self._masters.tensors[index] for index in indices]))
         for index in indices:
             self._edits.pop(index, None)
-            self._see(index)
+            self._record_pair(index)
 
-    def _see(self, index: int) -> None:
-        self._parameters.see(index)
-        self._masters.see(index)
+    def _record_pair(self, index: int) -> None:
+        self._parameters.record(index)
+        self._masters.record(index)
 
-    def _copy_edits(self, *, both_ways: bool, again: bool) -> bool:
-        """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If both sides
-        of a pair were edited, the master wins. Return whether masters were edited. `again`: see `sync`.
+    def _copy_edits(self, *, both_ways: bool, rechecks: bool) -> bool:
+        """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If a script
+        has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
         """
-        edited, moved = set(self._parameters.find_moved()), set(self._masters.find_moved())
-        if again:
-            edited.update(self._edits)
-        for index in sorted(edited - moved):
+        edited_parameters = set(self._parameters.find_changed())
+        edited_masters = set(self._masters.find_changed())
+        if rechecks:
+            edited_parameters.update(self._edits)
+        for index in sorted(edited_parameters - edited_masters):
             self._apply_edit(index)
-            self._see(index)
-        if both_ways and moved:
-            self._copy_some(moved)
-        return bool(moved)
+            self._record_pair(index)
+        if both_ways and edited_masters:
+            self._copy_some(edited_masters)
+        return bool(edited_masters)
 
     def _apply_edit(self, index: int) -> None:
-        """Copy the edited elements of a parameter to its master."""
+        """Copy the edited elements of a parameter to its master, and remember the edit."""
         parameter, master = self._parameters.tensors[index], self._masters.tensors[index]
         with torch.inference_mode(False), torch.no_grad():
             if index not in self._edits:
-                values = clone(master)
-                self._edits[index] = _Edit(values, values)
+                unedited = clone(master)
+                self._edits[index] = _Edit(unedited, unedited)
             edit = self._edits[index]
             values = torch.empty_like(master, requires_grad=False)
             copy_([([values], [parameter])])
+            # an element that equals a rounded float32 value was not edited, or was set back: use that value
             values = where(_is_rounded(parameter, edit.before), edit.before, values)
             values = where(_is_rounded(parameter, edit.after), edit.after, values)
-            # a value that the script has written to the master meanwhile, through `master.data`, wins
-            is_kept = eq(master, edit.after)
-            values = where(is_kept, values, master)
-            before = where(is_kept, edit.before, master)
+            # an element that the script has written to the master meanwhile, through `master.data`, wins
+            is_unwritten = eq(master, edit.after)
+            values = where(is_unwritten, values, master)
+            before = where(is_unwritten, edit.before, master)
             copy_([([master], [values])])
             self._edits[index] = _Edit(before, values)  # after the copy, or an interrupt would lose the edit
 
 
 def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:
-    """Return in which elements a 16-bit parameter equals the rounded master: a bool tensor of their shape."""
+    """Return a bool tensor of the same shape: True where the 16-bit parameter equals the master, rounded to 16 bits."""
     rounded = torch.empty_like(parameter, requires_grad=False)
     copy_([([rounded], [master])])
     is_rounded: Tensor = eq(parameter, rounded)

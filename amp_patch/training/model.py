@@ -1,7 +1,8 @@
-"""One model, as a session changes it: parameters cast in place, inputs and outputs cast by hooks, float32 state dicts.
+"""`ModelBinding`: casts the parameters of one model in place, and adds hooks that cast its inputs and outputs and keep
+its state dicts in float32.
 
-Everything is attached through torch's hook APIs, and every hook is a plain object that can be copied and pickled: a
-deep copy or a DataParallel replica runs the same casts on its own weights.
+Every hook is a plain object that can be copied and pickled, so a deep copy or a DataParallel replica of the model runs
+the same casts on its own weights.
 """
 
 import fnmatch
@@ -39,11 +40,15 @@ from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 class ModelBinding:
     """One model under one policy.
 
-    `bind` changes it. `undo` gives a plain float32 model back, with the weights it has by then.
+    `bind` casts the model and adds the hooks. `undo` makes it a plain float32 model again, with its present weights.
 
     Args:
         rules: module rules that decide how parameters are cast. Empty at levels that patch functions, where
             `RuleRegions` applies the rules.
+
+    Attributes:
+        used_rules: the rules that have chosen some module of the model.
+        rules: the rule of each covered module.
     """
 
     def __init__(
@@ -68,8 +73,8 @@ class ModelBinding:
         self._undo = UndoStack()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the model's parameters. While FSDP gathers shards, it shows other tensors in their place: these are
-        left out.
+        """Yield the model's parameters. While FSDP gathers shards, full tensors take the place of the shards in the
+        model: these are left out.
         """
         model = self.model
         if model is None:
@@ -95,32 +100,32 @@ class ModelBinding:
         if policy.cast_model_type is not None:
             constants = self._find_constants(model, policy.cast_model_type)
             self._cast_parameters(model, policy.cast_model_type, constants, float32_data)
-            self._let_be(model, policy.cast_model_type, constants)
+            self._cast_around_uncast_modules(model, policy.cast_model_type, constants)
             if policy.master_weights:
-                self._add(model.register_forward_pre_hook, SyncMasters(self._masters))
-            taken = torch.float32 if self._runs.get(model) == "float32" else policy.cast_model_type
-            self._add(model.register_forward_pre_hook, CastModelInputs(taken), with_kwargs=True)
+                self._register(model.register_forward_pre_hook, SyncMasters(self._masters))
+            input_dtype = torch.float32 if self._runs.get(model) == "float32" else policy.cast_model_type
+            self._register(model.register_forward_pre_hook, CastModelInputs(input_dtype), with_kwargs=True)
             self._cast_at_borders(model, policy.cast_model_type)
             self._cast_at_layers(model, policy.cast_model_type)
             prepare = PrepareStateDict(self)
-            self._add(model.register_state_dict_pre_hook, prepare)
-            self._add(model.register_load_state_dict_pre_hook, prepare)
+            self._register(model.register_state_dict_pre_hook, prepare)
+            self._register(model.register_load_state_dict_pre_hook, prepare)
             self.hook_new_modules()
         output_dtype = policy.cast_model_outputs or (torch.float32 if policy.cast_model_type is not None else None)
         if output_dtype is not None:
-            self._add(model.register_forward_hook, CastOutputs(output_dtype))
+            self._register(model.register_forward_hook, CastOutputs(output_dtype))
         if self._cache is not None:
             invalidate = InvalidateCache(self._cache)
-            self._add(model.register_forward_pre_hook, invalidate)
-            self._add(model.register_forward_hook, invalidate)
+            self._register(model.register_forward_pre_hook, invalidate)
+            self._register(model.register_forward_hook, invalidate)
 
     def prepare_state_dict(self) -> None:
-        """Prepare for saving or loading all of the model: modules have hooks, and masters the edits of parameters."""
+        """Prepare for saving or loading the whole model: hook modules that were added, and sync the masters."""
         self.hook_new_modules()
         self._masters.sync()
 
     def hook_new_modules(self) -> None:
-        """Let the modules of a cast model save and load float32 values, also those that the script has added to it."""
+        """Let every module of a cast model save and load float32 values, also modules that the script has added."""
         model = self.model
         if model is None or self._policy.cast_model_type is None:
             return
@@ -128,43 +133,46 @@ class ModelBinding:
             if module in self._hooked:
                 continue
             self._hooked.add(module)
-            hook = self._add(module.register_state_dict_post_hook, Float32StateDict(self._masters))
-            put_first(hook, STATE_DICT_HOOKS, module)  # others may give the entries other names
-            self._add(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
-            self._add(module.register_load_state_dict_post_hook, EndLoading(self._masters))
+            hook = self._register(module.register_state_dict_post_hook, Float32StateDict(self._masters))
+            put_first(hook, STATE_DICT_HOOKS, module)  # hooks of the script may rename the entries
+            self._register(module.register_load_state_dict_pre_hook, LoadMasters(self._masters))
+            self._register(module.register_load_state_dict_post_hook, EndLoading(self._masters))
 
-    def keep_rules(self, regions: RuleRegions) -> None:
-        """Apply module rules in the model, also to modules that it holds only when it is called."""
+    def apply_rules(self, regions: RuleRegions) -> None:
+        """Apply module rules to the modules of the model, also to modules that are added before it is called."""
         model = self.model
         if model is not None:
             self._undo.callback_on(model, regions.remove)
             regions.add(model)
-            self._add(model.register_forward_pre_hook, UpdateRules(regions))
+            self._register(model.register_forward_pre_hook, UpdateRules(regions))
 
     def undo(self) -> None:
-        """Remove the hooks, and cast back: from the masters where there are any. Harmless twice."""
+        """Remove the hooks, and cast the model back: the values of masters where there are any. Harmless twice."""
         self._undo.close()
 
-    def _add(self, register: Any, hook: Any, **options: bool) -> Any:
+    def _register(self, register: Any, hook: Any, **options: bool) -> Any:
         """Register a hook by a method of a module, and return its handle."""
         self._undo.callback_on(register.__self__, remove_hook, hook)
         return register(hook, **options)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """Make modules between which the dtype changes, and modules with weights of their own, cast their inputs."""
+        """With module rules, cast the inputs of modules that run in another dtype than their parents, and of modules
+        that have weights of their own.
+        """
         if not self._runs:
             return
         borders = find_borders(model, self._runs)
         for module in model.modules():
             run = self._runs.get(module)
             dtype = torch.float32 if run == "float32" else low
-            owns = any(tensor.dtype == dtype for tensor in module.parameters(recurse=False))
-            if module in borders or (owns and (run or not isinstance(module, BatchNormBase))):
-                self._add(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
+            has_weights = any(tensor.dtype == dtype for tensor in module.parameters(recurse=False))
+            is_batchnorm_without_rule = not run and isinstance(module, BatchNormBase)
+            if module in borders or (has_weights and not is_batchnorm_without_rule):
+                self._register(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Make layers accept float32 inputs, because scripts call submodules directly. With module rules they do so by
-        `_cast_at_borders`.
+        """Without module rules, make layers accept float32 inputs, because scripts call submodules directly. With
+        rules, `_cast_at_borders` has done this.
         """
         if self._runs or low not in LOW_DTYPES:
             return
@@ -174,15 +182,15 @@ class ModelBinding:
             if id(module) in left_alone:
                 continue
             if isinstance(module, STRICT_LAYERS):
-                self._add(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
-            elif isinstance(module, nn.Embedding):  # whose inputs are whole numbers
+                self._register(module.register_forward_pre_hook, TakeAnyInput(low), with_kwargs=True)
+            elif isinstance(module, nn.Embedding):  # its inputs are integers
                 continue
             elif any(tensor.dtype == low for tensor in module.parameters(recurse=False)):
-                self._add(module.register_forward_pre_hook, TakeOutsideInput(low), with_kwargs=True)
+                self._register(module.register_forward_pre_hook, TakeOutsideInput(low), with_kwargs=True)
 
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-        """Return the modules that hold floating buffers and no weights, such as rotary embeddings, and that no module
-        rule covers: 16 bits would round the frequencies, filters and averages that they compute with.
+        """Return the modules that hold floating buffers but no weights, such as rotary embeddings, except modules that
+        a rule covers. They stay in float32: 16 bits would round the frequencies, filters and averages in the buffers.
         """
         constants: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:
@@ -195,13 +203,17 @@ class ModelBinding:
                 constants.add(module)
         return constants
 
-    def _let_be(self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]) -> None:
-        """Make modules whose tensors are not cast run in the dtype of these, between neighbours in `dtype`."""
+    def _cast_around_uncast_modules(
+        self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]
+    ) -> None:
+        """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast. Their
+        inputs are cast to that dtype, and their outputs to `dtype`, in which the rest of the model runs.
+        """
         for module in model.modules():
-            shown = torch.float32 if module in constants else _shown_dtype(module)
-            if shown is not None and shown != dtype:
-                self._add(module.register_forward_pre_hook, CastInputs(shown), with_kwargs=True)
-                self._add(module.register_forward_hook, CastOutputs(dtype))
+            own_dtype = torch.float32 if module in constants else _opaque_dtype(module)
+            if own_dtype is not None and own_dtype != dtype:
+                self._register(module.register_forward_pre_hook, CastInputs(own_dtype), with_kwargs=True)
+                self._register(module.register_forward_hook, CastOutputs(dtype))
 
     def _cast_parameters(
         self,
@@ -259,8 +271,9 @@ def _tensors_to_cast(
 
 
 def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the tensors that a transformers model declares to stay in float32, in its classes'
-    `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`, and that no module rule covers.
+    """Return the ids of the tensors that a model of the transformers library declares to stay in float32: in its class
+    attributes `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`. Tensors of modules that a rule
+    covers are left out.
     """
     ids: set[int] = set()
     if low not in LOW_DTYPES:
@@ -279,7 +292,7 @@ def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]
     return ids
 
 
-def _shown_dtype(module: nn.Module) -> torch.dtype | None:
+def _opaque_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that the module's own opaque tensors report, or None if it has no such tensor."""
     return next((tensor.dtype for tensor in _own_tensors(module) if is_opaque(tensor)), None)
 
@@ -290,16 +303,18 @@ def ids_beside_opaque(model: nn.Module) -> set[int]:
     """
     ids: set[int] = set()
     for module in model.modules():
-        if _shown_dtype(module) is not None:
+        if _opaque_dtype(module) is not None:
             ids.update(map(id, _own_tensors(module)))
     return ids
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module, without those of its submodules."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
+    """Cast tensors and gradients back to their earlier dtypes. Values come from `float32_data`, or from the masters."""
     for tensor, dtype in tensors:
         master = masters.get(tensor)
         if tensor.dtype in LOW_DTYPES:  # else the script has cast it back

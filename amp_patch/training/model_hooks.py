@@ -50,28 +50,29 @@ class CastModelInputs(CastInputs):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
-        self._has_looked = dtype not in LOW_DTYPES
+        self._is_checked = dtype not in LOW_DTYPES
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self._has_looked and not compiling.is_compiling():
-            self._has_looked = True
-            self._look(args, kwargs)
+        if not self._is_checked and not compiling.is_compiling():
+            self._is_checked = True
+            self._warn_of_rounded_counts(args, kwargs)
         return super().__call__(module, args, kwargs)
 
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _warn_of_rounded_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rounded: list[str] = []
 
-        def look(tensor: Tensor) -> Tensor:
+        def check(tensor: Tensor) -> Tensor:
             if is_castable(tensor) and type(tensor) in PLAIN_CLASSES and not tensor.is_meta:
-                is_count = (tensor == tensor.round()) & (tensor >= 0)  # masks hold large negative numbers
+                # attention masks are whole numbers too, but hold large negative ones, which may be rounded
+                is_count = (tensor == tensor.round()) & (tensor >= 0)
                 if bool(is_count.all()) and bool((tensor.to(self.dtype) != tensor).any()):
                     rounded.append(f"one of shape {tuple(tensor.shape)}")
             return tensor
 
         with torch.no_grad(), contextlib.suppress(RuntimeError):  # torch.func.vmap hides the values
-            cast_tree((args, kwargs), look)
+            cast_tree((args, kwargs), check)
         if rounded:
             name = dtype_name(self.dtype)
             warn(
@@ -81,8 +82,8 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer whose weights were cast, and which refuses inputs of another dtype. If a script calls
-    a submodule directly, its inputs are float32.
+    """Forward pre-hook of a layer whose weights were cast, and which raises an error for inputs of another dtype: cast
+    them, too. If a script calls a submodule directly, its inputs are float32.
     """
 
     def __call__(
@@ -97,9 +98,10 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """Forward pre-hook of any other module with weights of its own: does the same if it is called from outside of the
-    model. Inside, float32 inputs may be on purpose. A forward that a backward pass runs again (checkpointing) is
-    treated like the first one.
+    """Forward pre-hook of any other module with weights of its own: cast its inputs if the script calls it directly.
+
+    If its model calls it, float32 inputs may be on purpose, and are left. A forward that a backward pass runs again
+    (checkpointing) is treated like the first one.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -113,7 +115,7 @@ class TakeOutsideInput(TakeAnyInput):
             return args, kwargs
         if compiling.is_compiling():
             return args, kwargs
-        if get_backward_id() == -1:
+        if get_backward_id() == -1:  # no backward pass runs this call
             self._is_outside = is_called_from_outside()
         if not self._is_outside:
             return args, kwargs
@@ -121,8 +123,8 @@ class TakeOutsideInput(TakeAnyInput):
 
 
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
-    """Return the forward of a layer that cannot have hooks. It casts float32 inputs, the first `count` arguments, if
-    the weights of the layer are `low`.
+    """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`). If the weights of the layer
+    are `low`, it casts float32 inputs. The first `count` arguments are inputs.
     """
     cast = CastInputs(low)
 
@@ -147,6 +149,7 @@ STRICT_LAYERS = (
 WITHOUT_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Layers that take a slower path in torch if they, or modules that they hold, have hooks."""
 
+# names of inputs in the layers of `PATCHED_LAYERS`
 _INPUTS = ("src", "tgt", "memory", "query", "key", "value", "input_")
 
 PATCHED_LAYERS = {
@@ -158,8 +161,8 @@ PATCHED_LAYERS = {
     nn.Transformer: 2,
     nn.AdaptiveLogSoftmaxWithLoss: 1,
 }
-"""Layers whose forward is replaced instead, with the number of arguments that are inputs: the layers above, layers that
-call these with masks, and layers that ask their input for its dtype."""
+"""Layers whose forward is replaced instead of hooked, with the number of arguments that are inputs. These are the
+layers in `WITHOUT_HOOKS`, the layers that call them with masks, and layers that read the dtype of their input."""
 
 
 class CastOutputs(CastInputs):
@@ -171,13 +174,14 @@ class CastOutputs(CastInputs):
 
 class RegionHooks:
     """The hooks that a module rule adds to a module at levels that patch functions. They cast the inputs, and open a
-    region while the module runs. Inside `disable_casts` nothing is cast. Inside a region of the same mode no input is.
+    region while the module runs. Inside `disable_casts`, they cast nothing. Inside a region of the same mode, they do
+    not cast the inputs.
 
-    If the module that holds a module has the same rule (`is_inside`), hooks are needed only for direct calls. Compiled
-    code does without them, because each region breaks the graph.
+    If the parent of the module has the same rule (`is_inside`), the hooks are needed only when the script calls the
+    module directly. Compiled code leaves them out, because each region breaks the graph.
 
-    `enter` is a forward pre-hook. `leave` is a forward hook that is also called after an Exception. After a
-    KeyboardInterrupt and the like, the switch notices that the region is stale.
+    `enter` is a forward pre-hook. `leave` is a forward hook that torch also calls after an Exception. It does not call
+    it after a KeyboardInterrupt or SystemExit: then the switch finds the stale region and closes it.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype, *, is_inside: bool) -> None:
@@ -189,11 +193,13 @@ class RegionHooks:
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Cast the inputs and open the region. Without `kwargs`, the hook was removed while torch calls hooks."""
+        """Cast the inputs and open the region. Do nothing if `kwargs` is None: torch then calls a hook that was removed
+        while the hooks of this call were running.
+        """
         if kwargs is None:
             return None
         if self.is_inside and (compiling.is_dynamo_compiling() or self.switch.is_in(self.mode)):
-            return None  # as most calls: the region of the module that holds this one is open
+            return None  # the usual case: the region of the parent is open
         if self.switch.open_for_module(self.mode, self):
             return self.cast(module, args, kwargs)
         return args, kwargs
@@ -201,7 +207,7 @@ class RegionHooks:
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
         """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
-        Returns the positional inputs. If torch does call `enter` afterwards, that does nothing.
+        Returns the positional inputs. If torch calls `enter` afterwards, it finds the region open and does nothing.
         """
         kwargs = get_call_kwargs(frame)
         if self.switch.open_for_module(self.mode, self, frame):
@@ -222,9 +228,10 @@ class RegionHooks:
 
 
 class SessionHook:
-    """A hook that serves one model of a live session. A copy of the hook has no target, so it does less or nothing."""
+    """A hook that serves one model of a live session. A copied or unpickled hook has no target, and does nothing."""
 
     def __init__(self, target: Any = None) -> None:
+        # called like a weak reference: it returns the target, or None
         self._target = (lambda: None) if target is None else weakref.ref(target)
 
     def __deepcopy__(self, memo: Any) -> "SessionHook":
@@ -235,8 +242,8 @@ class SessionHook:
 
 
 class InvalidateCache(SessionHook):
-    """Forward pre-hook and forward hook: an outermost forward without gradients invalidates the low copies of weights
-    before and after it, because weights may be swapped for it in ways that no version counter shows.
+    """Forward pre-hook and forward hook: invalidate the low copies of weights before and after a forward without
+    gradients. Scripts swap weights for an evaluation (averages) in ways that no version counter shows.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
@@ -294,13 +301,13 @@ class Float32StateDict(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.sync(again=False)
+        masters.sync(rechecks=False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
             if tensor is None or tensor.dtype not in LOW_DTYPES or is_opaque(tensor) or prefix + name not in state_dict:
                 continue
             value = masters.float32_of(tensor)
-            if state_dict[prefix + name] is tensor:  # keep_vars=True
+            if state_dict[prefix + name] is tensor:  # keep_vars=True: entries are the tensors themselves, not detached
                 master = masters.get(tensor)
                 value = value.requires_grad_(tensor.requires_grad) if master is None else master
             state_dict[prefix + name] = value
@@ -315,7 +322,7 @@ class LoadMasters(SessionHook):
         masters: Masters | None = self._target()
         if masters is None:
             return
-        masters.copy_from_parameters(again=False)
+        masters.copy_from_parameters(rechecks=False)
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         own: dict[str, Tensor | None] = {**get_own_parameters(module), **get_own_buffers(module)}
         for name, tensor in own.items():
@@ -327,7 +334,7 @@ class LoadMasters(SessionHook):
                     f"load_state_dict(assign=True) would replace {prefix}{name}, which initialize has cast to"
                     f" {dtype_name(tensor.dtype)}. Load without assign=True, or before initialize."
                 )
-            # equal memory: torch.distributed.checkpoint fills in the present values if a checkpoint lacks the entry
+            # torch.distributed.checkpoint passes the parameter itself if the checkpoint lacks it: then keep the master
             if value.dtype is not tensor.dtype or value.data_ptr() != tensor.data_ptr():
                 masters.load(tensor, value)
 

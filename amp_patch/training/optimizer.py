@@ -21,7 +21,7 @@ from ..events import tell, watchers
 from ..interrupts import UndoStack
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
 from .first_step import FirstStepChecks
-from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, skip_by
+from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, step_with_flag
 from .gradient_sums import GradientSums
 from .groups import Groups
 from .loss_scaler import LossScaler
@@ -66,7 +66,7 @@ class OptimizerBinding:
         on_new_parameters: Callable[[], None],
     ) -> None:
         self.reference = weakref.ref(optimizer)
-        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=self._on_moved_by_hand)
+        self.groups = Groups(optimizer, masters, use_masters=use_masters, on_new_parameters=self._on_parameters_put_in)
         self.flags = OverflowFlags(self.groups)
         self._masters = masters
         self._use_masters = use_masters
@@ -78,11 +78,11 @@ class OptimizerBinding:
         self._first_step = FirstStepChecks(self.reference, self.flags, self._scale_updates, masters, get_names)
         self._get_names = get_names
         self._on_new_parameters = on_new_parameters
-        self._device_skip: DeviceSkip | None = None  # None: the optimizer wraps another one, so the host decides
+        self._device_skip: DeviceSkip | None = None  # None if the optimizer wraps another one: then the host decides
         self._undo = UndoStack()
-        self._is_bound = False  # else the methods are the optimizer's own
+        self._is_bound = False  # if not, the replaced methods only call the optimizer's own
         self._is_stepping = False
-        self._are_masters_copied = False  # by a hook, during the current step
+        self._are_masters_copied = False  # whether `CopyMastersHook` has run in the current step
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -128,14 +128,14 @@ class OptimizerBinding:
     def _replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace `target.name(...)` by `method(original, ...)`, until the binding is undone."""
         original = getattr(target, name)
-        had_own = name in vars(target)
+        is_instance_attribute = name in vars(target)
 
         @functools.wraps(original)
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
         vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
-        self._undo.callback_on(target, _restore, self, name, had_own)
+        self._undo.callback_on(target, _restore, self, name, is_instance_attribute)
         setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
@@ -162,7 +162,9 @@ class OptimizerBinding:
             self._is_bound = True
 
     def copy_masters_to_parameters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Adds no master: the groups may be `presented`."""
+        """Copy the masters of this optimizer to their parameters. Does not add masters, so it may be called inside
+        `Groups.without_masters`.
+        """
         pairs = self.groups.pairs()
         if pairs:
             self._masters.copy_to_parameters(pairs)
@@ -171,8 +173,10 @@ class OptimizerBinding:
         """Return the names of the parameters whose gradients hold inf or NaN. Waits for the device."""
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
-    def _on_moved_by_hand(self) -> None:
-        """A script has put 16-bit parameters into a group. A block for another optimizer may check their gradients."""
+    def _on_parameters_put_in(self) -> None:
+        """Record that a script has put 16-bit parameters into a group. Their gradients may be of a block for another
+        optimizer, so the next block or step of this one checks them.
+        """
         self.flags.state = OptState.UNCHECKED
         self._on_new_parameters()
 
@@ -191,9 +195,9 @@ class OptimizerBinding:
         if isinstance(group, dict) and self._use_masters:
             given = group.get("params")
             given = [given] if isinstance(given, Tensor) else given
-            known = {id(parameter) for parameter in self.groups.model_parameters()}
-            # torch's own check sees masters in the groups, and would not notice
-            if isinstance(given, (list, tuple)) and any(id(parameter) in known for parameter in given):
+            known_ids = {id(parameter) for parameter in self.groups.model_parameters()}
+            # torch's own check compares with the contents of the groups, and finds only masters there
+            if isinstance(given, (list, tuple)) and any(id(parameter) in known_ids for parameter in given):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._gradients.flush()
         result = original(group)
@@ -205,14 +209,15 @@ class OptimizerBinding:
     # ---- step --------------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Step by `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
-        if self._is_stepping or not self._is_bound:  # the former: a wrapper calls the step of the optimizer in it
+        """Call `original`, the optimizer's own method, or skip the step. See `amp_patch.scale_loss`."""
+        # `_is_stepping`: this optimizer wraps another one, and its own step now calls the step of that one
+        if self._is_stepping or not self._is_bound:
             return original(*args, **kwargs)
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
         if any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
-            return self._step_after(closure, original, args, kwargs)
+            return self._step_after_closure(closure, original, args, kwargs)
         # under static scales no step is skipped, so the optimizer may call the closure whenever it wants
         args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
         return self._step_once(original, args, kwargs, has_closure=True)
@@ -226,7 +231,7 @@ class OptimizerBinding:
             self._masters.copy_from_parameters(warns=True)
         self._gradients.begin_step(self.flags)
         try:
-            if watchers and not has_closure:  # a closure is yet to compute the gradients
+            if watchers and not has_closure:  # a closure has not computed the gradients yet
                 self._tell("step_begun")
             self._is_stepping = True
             result = self._take_or_skip(original, args, kwargs)
@@ -243,10 +248,10 @@ class OptimizerBinding:
     def _take_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide first, then take the step or skip it. Either way, update the scales and begin the next window."""
         if not self._first_step.is_done:
-            self._first_step.look()
+            self._first_step.check()
         optimizer: Any = self.reference()
         found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
-        outcome: Outcome | None = None  # no loss was scaled, so there is no flag
+        outcome: Outcome | None = None  # stays None if no loss was scaled: there is no flag then
         decision = StepDecision.TAKE
         if found_inf:
             outcome = Outcome(found_inf)
@@ -257,8 +262,8 @@ class OptimizerBinding:
         elif decision is StepDecision.TAKE:
             result = self._take_step(original, args, kwargs)
         else:
-            run = functools.partial(skip_by, _find_dynamic_flag(found_inf), optimizer, original)
-            result = self._take_step(run, args, kwargs)
+            step_on_device = functools.partial(step_with_flag, _find_dynamic_flag(found_inf), optimizer, original)
+            result = self._take_step(step_on_device, args, kwargs)
         self._gradients.end_window(self.flags)
         try:
             self.step_log.add(outcome)
@@ -271,8 +276,8 @@ class OptimizerBinding:
         """Decide whether to take the step. Waits for the flags if the optimizer cannot skip on the device."""
         if not outcome.may_skip:
             return StepDecision.TAKE  # a static scale never skips
-        is_late = not outcome.is_known() and not waits_for_each()
-        if is_late and self._device_skip is not None and self._device_skip.is_possible(self.reference()):
+        is_unknown = not outcome.is_known() and not waits_for_each()
+        if is_unknown and self._device_skip is not None and self._device_skip.is_possible(self.reference()):
             return StepDecision.SKIP_ON_DEVICE
         outcome.read()
         return StepDecision.SKIP if outcome.is_skip else StepDecision.TAKE
@@ -306,10 +311,12 @@ class OptimizerBinding:
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 
-    def _step_after(
+    def _step_after_closure(
         self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the closure, then step or skip: this must be decided before the optimizer's own step begins."""
+        """Call the closure, then take or skip the step. Whether to skip must be known before the optimizer's own step
+        begins, so that step gets no closure.
+        """
         if not evaluates_closure_first(original):
             raise OptimizerError(
                 f"step(closure) of {type(self.reference()).__name__} does not work with a dynamic loss scale: this"
@@ -323,8 +330,8 @@ class OptimizerBinding:
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure in the middle of a step: with casts on, and on the weights as the step has changed them so
-        far. The gradients that it leaves are unscaled for the step. Only static scales: the step is never skipped.
+        """Call a closure in the middle of a step, with casts on and the weights that the step has made so far. Unscale
+        the gradients that it leaves. Used only under static scales, where no step is skipped.
         """
         with self._switch.region(Mode.BY_LISTS):
             self.copy_masters_to_parameters()
@@ -374,12 +381,12 @@ def _delete(target: Any, name: str) -> None:
     vars(target).pop(name, None)
 
 
-def _restore(target: Any, binding: OptimizerBinding, name: str, had_own: bool) -> None:
-    """Remove a replaced method, unless an LR scheduler has wrapped it since: then it stays and calls the original."""
+def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_attribute: bool) -> None:
+    """Remove a replaced method. If an LR scheduler has wrapped it since, leave it: it calls the original."""
     current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return
-    if had_own:
+    if was_instance_attribute:
         setattr(target, name, current.__func__.__wrapped__)  # type: ignore[attr-defined]
     else:
         delattr(target, name)

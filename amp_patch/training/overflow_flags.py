@@ -40,7 +40,7 @@ class OverflowFlags:
             the scaler is dynamic and its flag is set, the next step is skipped.
         state: where the optimizer stands between two steps.
         was_zeroed: gradients were zeroed after a block had checked them. A script may have saved them, and may put them
-            back (PCGrad and other gradient surgery), so the next step checks the gradients that are there by then.
+            back (PCGrad and other gradient surgery), so the next step checks the gradients that it finds.
         was_passed: whether this optimizer was ever passed to `scale_loss`.
         partners: the flags of optimizers that share a parameter with this one: an overflow counts for all of them.
     """
@@ -65,17 +65,17 @@ class OverflowFlags:
         self.found_inf[scaler] = either(self.found_inf.get(scaler), found_inf)
 
     def mask(self, found_inf: Tensor) -> Tensor:
-        """Return `found_inf`, or 0.0 if the next step is skipped anyway.
+        """Return `found_inf`, or 0.0 if a flag says already that the next step is skipped.
 
-        Sums that held inf or NaN before still hold it, so a check cannot tell whether the last pass has overflowed.
-        Without this, every later scaler of the window would lower its scale for an overflow of the first.
+        A sum of gradients that held inf or NaN before the last pass still holds it, so a check cannot tell whether that
+        pass has overflowed. Unmasked, one overflow would lower the scales of all scalers with a pass before the step.
         """
         for flag in self.found_inf.values():
             found_inf = found_inf * (1.0 - flag.to(found_inf.device))
         return found_inf
 
     def clear(self) -> None:
-        """Begin anew after a step, taken or skipped."""
+        """Forget all flags after a step, taken or skipped."""
         self.found_inf = {}
         self.state = OptState.READY
         self.was_zeroed = False
@@ -117,11 +117,12 @@ class Block:
     Attributes:
         scaler: the scaler of its loss.
         scale: the factor of its loss, 0-dim float32. None means 1.
-        affected: the flags of the optimizers whose next step an overflow skips.
+        affected: the flags of the optimizers whose next step is skipped if the block overflows.
         found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
-        stepped: the flags of the optimizers that have stepped since it began, which used what it had found by then.
-        has_failed: it ended with an exception, so there may have been no backward pass.
-        thread: the thread that runs it.
+        stepped: the flags of the optimizers that have stepped since the block began. Their steps used `found_inf` as it
+            was then.
+        has_failed: whether the block ended with an exception, so that there may have been no backward pass.
+        thread: the id of the thread that runs the block.
     """
 
     def __init__(self, scaler: LossScaler, all_flags: Iterable[OverflowFlags]) -> None:
@@ -129,7 +130,7 @@ class Block:
         self.scale: Tensor | None = None
         self.affected: list[OverflowFlags] = []
         for flags in all_flags:
-            # an overflow in a shared parameter would reach the weights by the step of either optimizer
+            # either optimizer could carry an overflow in a shared parameter into the weights
             for affected in (flags, *flags.partners):
                 if affected not in self.affected:
                     self.affected.append(affected)
@@ -139,5 +140,7 @@ class Block:
         self.thread = threading.get_ident()
 
     def is_spent(self, flags: OverflowFlags) -> bool:
-        """Return whether an optimizer has used the flag of this block so far: it has stepped since the block began."""
+        """Return whether the flag of this block so far no longer matters to an optimizer, because it has stepped since
+        the block began, or its gradients were zeroed.
+        """
         return flags in self.stepped or flags.state is OptState.READY

@@ -14,7 +14,8 @@ from ..reporting import warn
 from ..torch_distributed import get_reduced_dtypes, get_unsharded_gradients
 from .unscaling import change_scale_
 
-_NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
+# how the reducer of DistributedDataParallel spells dtypes
+_REDUCER_NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", torch.float32: "float"}
 
 
 class LocalGradients:
@@ -25,21 +26,21 @@ class LocalGradients:
     `leaves_gradients_local`, which returns None where torch's rule holds.
 
     Attributes:
-        ids: of the parameters whose gradients the last backward pass left unreduced.
+        ids: the ids of the parameters whose gradients the last backward pass left unreduced.
         scale: the loss scale that these gradients are multiplied by, 0-dim. None means 1.
     """
 
     def __init__(self) -> None:
-        self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        self._prepared: WeakSet[Any] = WeakSet()  # will reduce in the next backward pass
+        self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # in its last backward pass, or the next
+        self._prepared: WeakSet[Any] = WeakSet()  # modules that will reduce in the next backward pass
         self._has_modules = False
         self.ids: set[int] = set()
         self.scale: Tensor | None = None
 
     def on_forward(self, module: DistributedDataParallel) -> None:
-        """Record whether a module will reduce the gradients of the forward pass that begins.
+        """Record, as a forward pass begins, whether the module will reduce its gradients.
 
-        Raises ModelError for a module that was made before its model was cast: it would reduce nothing.
+        Raises ModelError for a module that was made before its model was cast, because it would reduce nothing.
         """
         if not torch.is_grad_enabled():
             return
@@ -65,14 +66,15 @@ class LocalGradients:
         self._prepared.clear()
         for module, is_reducing in self._reduces.items():
             is_local = not is_reducing
-            own_rule = getattr(module, "leaves_gradients_local", None)
-            if own_rule is not None and (answer := own_rule()) is not None:
+            leaves_local = getattr(module, "leaves_gradients_local", None)
+            if leaves_local is not None and (answer := leaves_local()) is not None:
                 is_local = answer
             if is_local:
                 self.ids.update(map(id, module.parameters()))
 
-    def find(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
-        """Return the ids of those parameters whose gradients are not reduced."""
+    def find_ids(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
+        """Return the ids of the parameters that `get_parameters` returns and whose gradients are not reduced."""
+        # a function, because the usual case, without such gradients, needs no list of parameters
         return self.ids.intersection(map(id, get_parameters())) if self.ids else set()
 
     def warn_of_stale(self) -> None:
@@ -105,8 +107,8 @@ class UnshardedSums:
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:
-    """Return whether parameters were cast since the module was made: its reducer holds the old dtypes."""
+    """Return whether parameters were cast since the module was made, so that its reducer has the old dtypes."""
     reduced = get_reduced_dtypes(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    dtypes = {_NAMES.get(parameter.dtype, "") for parameter in parameters} - {""}
+    dtypes = {_REDUCER_NAMES.get(parameter.dtype, "") for parameter in parameters} - {""}
     return bool(reduced) and not dtypes <= reduced

@@ -1,7 +1,8 @@
-"""Module rules at the levels that patch functions: a region around the forward of each module that a rule covers.
+"""`RuleRegions`: opens a region around the forward of each module that a module rule covers, at levels that patch
+functions.
 
-Scripts swap modules, add them and wrap them between one call and the next. So the rules are applied again when
-a module is called that its model did not hold before, and when a model is called that holds other modules than before.
+Scripts replace, add and wrap modules between calls. So the rules are decided again when a module is called that was not
+in its model before, and when a model is called whose modules have changed.
 """
 
 import sys
@@ -27,11 +28,12 @@ class RuleRegions:
     """The module rules of one session, and the regions that they open.
 
     Args:
-        rules: later ones win.
+        rules: the module rules. If several choose a module, the last one wins.
         switch: opens the regions.
         low: the dtype of `run: low`.
-        find_root: returns the model of a module that the script calls by itself, whose names the rules use.
-            None: rules choose by name only in the models that are added, and elsewhere by type.
+        find_root: returns the model that a called module belongs to, for a session that was given no models
+            (`amp_patch.native`). Rules use the names of modules in that model. None: rules choose by name only in the
+            models that `add` was called with. In modules that the script calls directly, they choose by type.
 
     Attributes:
         used: the rules that have chosen some module.
@@ -45,17 +47,18 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
-        self._in_models: set[ModuleRule] = set()  # rules that have chosen some module of a model
-        self._is_stale = False
-        self._warned_of: set[ModuleRule] = set()  # because they cover scripted modules
+        self._used_in_models: set[ModuleRule] = set()  # rules that have chosen some module of an added model
+        self._is_stale = False  # whether the modules of some model may have changed since its rules were decided
+        self._warned_of: set[ModuleRule] = set()  # rules that cover scripted modules
         self._rules = rules
         self._switch = switch
         self._low = low
         self._find_root = find_root
         self._models: list[_Model] = []
-        self._entries: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._here = _ThreadCalls()
+        # the model of each module that is the root of one, or that the script has called
+        self._model_of: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of some model
+        self._thread_calls = _ThreadCalls()
         self._lock = threading.RLock()  # threads may call a new model at once
         self._hooks: weakref.WeakKeyDictionary[nn.Module, RegionHooks] = weakref.WeakKeyDictionary()
 
@@ -67,29 +70,29 @@ class RuleRegions:
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
         with self._lock:
-            for known in self._models:
-                if known.root() is root:
-                    return known
+            for model in self._models:
+                if model.root() is root:
+                    return model
             model = _Model(weakref.ref(root), rules, by_name)
             self._models.append(model)
-            self._entries[root] = model
+            self._model_of[root] = model
             self._update(model)
             return model
 
     def remove(self, model: nn.Module) -> None:
         """Remove the hooks that `add` has set for a model."""
-        for known in self._models:
-            if known.root() is model:
-                for module in list(known.hooked):
+        for added in self._models:
+            if added.root() is model:
+                for module in list(added.hooked):
                     self._unhook(module)
-        self._models = [known for known in self._models if known.root() is not model]
+        self._models = [added for added in self._models if added.root() is not model]
 
     def remove_all(self) -> None:
         """Remove every hook. Harmless twice."""
         for module in list(self._hooks):
             self._unhook(module)
         self._models.clear()
-        self._entries.clear()
+        self._model_of.clear()
         self._known.clear()
 
     def find(self, module: nn.Module) -> ModuleRule | None:
@@ -104,11 +107,12 @@ class RuleRegions:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def watch(self, undo: UndoStack) -> None:
-        """Follow the modules that the script adds to the models, until it is undone.
+        """Notice modules that the script adds to the models, until `undo` is closed.
 
-        A hook on the calls of all modules slows each of them, and torch.compile warns of it. So there is one only from
-        the time at which a model gets another module until the next call, and while some rule by type chooses no module
-        of the models: the script may call one by itself, such as a criterion.
+        A hook on the calls of all modules slows each call, and torch.compile warns about it. So that hook exists only
+        in two cases: from the moment at which a model gets another module until the next call, and while some rule by
+        type has chosen no module of the models. In the second case, the script may call such a module directly, for
+        example a criterion.
         """
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
@@ -116,7 +120,8 @@ class RuleRegions:
             self._watch_calls()
 
     def _awaits_type(self) -> bool:
-        return any(rule.pattern is None and rule not in self._in_models for rule in self._rules)
+        """Return whether some rule by type has not chosen any module of the added models."""
+        return any(rule.pattern is None and rule not in self._used_in_models for rule in self._rules)
 
     def _watch_calls(self) -> None:
         remove_global_hooks(self._on_call)
@@ -126,30 +131,30 @@ class RuleRegions:
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if parent in self._known:
             self._is_stale = True
-            if self._find_root is None:  # else the caller sees all calls
+            if self._find_root is None:  # otherwise, the caller calls `begin_call` for every module
                 self._watch_calls()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if compiling.is_dynamo_compiling():
             return None
-        given = self.begin_call(module, args, sys._getframe(1))
+        replaced_args = self.begin_call(module, args, sys._getframe(1))
         if not self._awaits_type():
             remove_global_hooks(self._on_call)
-        return given
+        return replaced_args
 
-    def look_again(self) -> None:
-        """Let the next call of a module check whether the models hold other modules than before."""
+    def mark_stale(self) -> None:
+        """Let the next call of a module check whether the modules of the models have changed."""
         self._is_stale = True
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
-        """Bring the rules up to date for a call of any module, run by `frame`, before its forward.
+        """Bring the rules up to date for a call of any module, before its forward. `frame` is torch's frame of it.
 
         Returns the positional arguments to use instead, or None.
         """
-        model = self._entries.get(module)
+        model = self._model_of.get(module)
         if model is not None and self._belongs_elsewhere(module, model):
-            self._known.discard(module)
-        elif not self._is_stale and module in self._here.known:
+            self._known.discard(module)  # so that `_apply_to_called` looks for its model again
+        elif not self._is_stale and module in self._thread_calls.known:
             if model is not None:
                 self._update_if_changed(model)
             return None
@@ -160,25 +165,25 @@ class RuleRegions:
             self._forget_dead()
             for model in self._models:
                 self._update_if_changed(model)
-            self.meet(module)
+            self.apply_to_called(module)
             hooks = self._hooks.get(module)
-        self._here.known.add(module)
+        self._thread_calls.known.add(module)
         if hooks is None:
             return None
-        # torch has begun to call the hooks of the module, and calls none that was set since, here or in another thread
+        # torch calls only the hooks that the module had when this call began, so call a newer one here
         return hooks.catch_up(module, args, frame)
 
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
-        """Return whether a module that the script called by itself is now called by a model that holds it.
+        """Return whether a module that the script called directly is now called by a model that holds it.
 
-        Asked only while a rule awaits a module of its name: it looks through all calls that are under way.
+        This searches all calls that are under way, so it does so only while some rule by name has chosen no module.
         """
         if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
             return False
         return self._find_root(module) is not model.root()
 
     def _forget_dead(self) -> None:
-        """Remove the hooks of models that are gone, such as a temporary wrapper, from the modules that they held."""
+        """Remove the hooks of models that no longer exist, such as a temporary wrapper, from modules that still do."""
         dead = [model for model in self._models if model.root() is None]
         if dead:
             self._models = [model for model in self._models if model.root() is not None]
@@ -189,31 +194,33 @@ class RuleRegions:
                 self._update(model)
 
     def join_call(self, module: nn.Module, frame: types.FrameType) -> None:
-        """Open the region of a module whose forward is under way in `frame`, and began before the rules were there."""
-        self.meet(module)
+        """Open the region of a module whose forward has begun before the session, and is under way in `frame`."""
+        self.apply_to_called(module)
         if module in self._hooks:
             self._hooks[module].join(frame)
 
-    def meet(self, module: nn.Module) -> None:
-        """Apply the rules to a module that the script calls by itself, if no model holds it."""
+    def apply_to_called(self, module: nn.Module) -> None:
+        """Apply the rules to a module that is called, unless it is known to belong to a model."""
         with self._lock:
             if module not in self._known:
-                self._meet(module)
+                self._apply_to_called(module)
 
-    def _meet(self, module: nn.Module) -> None:
+    def _apply_to_called(self, module: nn.Module) -> None:
         root = module if self._find_root is None else self._find_root(module)
-        inside = [self._entries[part] for part in root.modules() if part in self._entries]
+        inner_models = [self._model_of[part] for part in root.modules() if part in self._model_of]
         if self._find_root is not None:
-            self._entries[module] = self._add(root, self._rules, by_name=True)
-        elif inside:  # a wrapper around a model
-            self._entries[module] = inside[0]
+            self._model_of[module] = self._add(root, self._rules, by_name=True)
+        elif inner_models:  # the module is a wrapper around a model
+            self._model_of[module] = inner_models[0]
         else:
             self._add(root, [rule for rule in self._rules if rule.pattern is None], by_name=False)
         self._known.add(module)
 
     def update_model(self, root: nn.Module) -> None:
-        """Decide anew if a model that is called holds other modules than before. `begin_call` does so, too."""
-        for model in self._models if self._find_root is None else ():  # else `begin_call` sees every call
+        """Decide the rules again if the modules of a model have changed. Called at each call of the model."""
+        if self._find_root is not None:  # `begin_call` is called at each call, and does this
+            return
+        for model in self._models:
             if model.root() is root:
                 self._update_if_changed(model)
 
@@ -226,33 +233,37 @@ class RuleRegions:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def _update(self, model: "_Model") -> None:
-        """Decide the rules of a model anew, and set and remove hooks accordingly."""
+        """Decide the rules of a model again, and add and remove hooks accordingly."""
         root = model.root()
         if root is None:
             return
         decided, used = decide_rules(root, model.rules)
         runs = {module: rule.run for module, rule in decided.items()}
         borders = find_borders(root, runs)
-        wanted = {module: (run, module not in borders) for module, run in runs.items() if _takes_hooks(module)}
+        wanted: dict[nn.Module, tuple[str, bool]] = {}  # as `_Model.hooked`
+        for module, run in runs.items():
+            if _takes_hooks(module):
+                wanted[module] = (run, module not in borders)
         self._warn_of_scripted(decided[module] for module in borders if isinstance(module, torch.jit.ScriptModule))
         for module in list(model.hooked):
             if wanted.get(module) != model.hooked[module]:
                 self._unhook(module)
                 del model.hooked[module]
         model.decided = weakref.WeakKeyDictionary(decided)
-        for module, how in wanted.items():
+        for module, (run, is_inside) in wanted.items():
             if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
-                self._give_up(module)  # the script has called a part before the whole, whose later rule wins
+                # the script has called this part of the model first, by itself; the rule of the whole model wins
+                self._unhook_from_all(module)
             if module not in self._hooks:
-                model.hooked[module] = how
-                self._hook(module, *how)
+                model.hooked[module] = run, is_inside
+                self._hook(module, run, is_inside)
         if model.by_name:
             for module in root.modules():
                 self._remove_copied_hooks(module)
         model.children = _children_in(root)
         self.used |= used
         if model.by_name:
-            self._in_models |= used
+            self._used_in_models |= used
         self._known.update(root.modules())
 
     def _warn_of_scripted(self, rules: Iterable[ModuleRule]) -> None:
@@ -265,8 +276,8 @@ class RuleRegions:
                     " write the rule for that."
                 )
 
-    def _give_up(self, module: nn.Module) -> None:
-        """Remove the hooks of a module that another model has set."""
+    def _unhook_from_all(self, module: nn.Module) -> None:
+        """Remove the hooks of a module, whichever model has added them."""
         for model in self._models:
             model.hooked.pop(module, None)
         self._unhook(module)
@@ -276,7 +287,7 @@ class RuleRegions:
             hooks = RegionHooks(self._switch, Mode.LOW, self._low, is_inside=is_inside)
         else:
             hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32, is_inside=is_inside)
-        self._hooks[module] = hooks  # before the change that it undoes
+        self._hooks[module] = hooks  # first, so that an interrupt leaves no hook that `_unhook` does not find
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(hooks.leave, always_call=True)
 
@@ -288,7 +299,7 @@ class RuleRegions:
             del self._hooks[module]
 
     def _remove_copied_hooks(self, module: nn.Module) -> None:
-        """Remove the hooks of a module that was copied: it has another name here."""
+        """Remove hooks that a module has copied from another one. They may be wrong, because its name is another."""
         for hook in list(get_forward_pre_hooks(module).values()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, RegionHooks) and owner is not self._hooks.get(module):
@@ -297,7 +308,7 @@ class RuleRegions:
 
 
 class UpdateRules(SessionHook):
-    """Forward pre-hook of a model: decide its rules anew if it holds other modules than before."""
+    """Forward pre-hook of a model: decide its rules again if its modules have changed."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         regions: RuleRegions | None = self._target()
@@ -306,22 +317,23 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. In the first call of each, its hooks may be newer than the call."""
+    """The modules that one thread has called. Hooks of a module may be newer than its call only in its first call."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Model:
-    """A module whose parts are covered by rules.
+    """A module, with the rules for the modules that it holds.
 
     Attributes:
-        root: refers to it weakly.
-        rules: that may choose in it.
-        by_name: rules choose by the names of this module.
+        root: a weak reference to the module.
+        rules: the rules that may choose modules in it.
+        by_name: whether rules may choose by the names that modules have in it.
         decided: the rule of each covered module.
-        hooked: for each module with hooks of this model, how it runs, and whether the module around it runs alike.
-        children: see `_children_in`, when the rules were decided.
+        hooked: for each module with hooks of this model, how it runs (`run` of its rule), and whether its parent runs
+            in the same way.
+        children: the result of `_children_in` when the rules were decided.
     """
 
     def __init__(self, root: "weakref.ref[nn.Module]", rules: Sequence[ModuleRule], by_name: bool) -> None:
@@ -334,7 +346,9 @@ class _Model:
 
 
 def _children_in(root: nn.Module) -> list[object]:
-    """Return the names of all modules, and references to them: they change if a module is added, replaced or moved."""
+    """Return the names of all modules inside `root`, and weak references to them. The list differs from an earlier one
+    if a module was added, replaced or moved.
+    """
     contents: list[object] = []
     seen: set[int] = set()
     waiting = [root]
@@ -345,11 +359,12 @@ def _children_in(root: nn.Module) -> list[object]:
                 if id(child) not in seen:
                     seen.add(id(child))
                     waiting.append(child)
-        contents.append(None)
+        contents.append(None)  # the end of one module's children
     return contents
 
 
-# These visit without functions that refer to themselves: such a circle would keep the model alive for a while.
+# These functions keep a list of modules to visit. A nested function that calls itself would be a reference cycle, which
+# keeps the model alive until the next garbage collection.
 
 
 def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
@@ -362,7 +377,7 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
         chosen = [index for index, rule in enumerate(rules) if rule.chooses(name, module)]
         used.update(rules[index] for index in chosen)
         last = max((*chosen, inherited))
-        decided[module] = max(last, decided.get(module, -1))  # a module with several names
+        decided[module] = max(last, decided.get(module, -1))  # a module may have several names in the model
         for child_name, child in module.named_children():
             waiting.append((child, f"{name}.{child_name}" if name else child_name, last))
     return {module: rules[index] for module, index in decided.items() if index >= 0}, used
@@ -370,7 +385,8 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called: containers such as ModuleList cannot."""
-    classes = [kind for kind in type(module).__mro__ if kind is not nn.Module]  # asked so: scripted ones raise
+    # not by `getattr`: nn.Module defines a `forward` that raises, and scripted modules raise when they are asked for it
+    classes = [kind for kind in type(module).__mro__ if kind is not nn.Module]
     return any("forward" in vars(owner) for owner in (module, *classes))
 
 
@@ -381,17 +397,17 @@ def _takes_hooks(module: nn.Module) -> bool:
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
     """Return the entries of `runs` whose module runs differently from the module that calls it.
 
-    Containers such as ModuleList are never called: the module that holds one calls its parts.
+    Containers such as ModuleList are never called. Their parts are called by the module that holds the container.
     """
     borders: dict[nn.Module, str] = {}
     seen: set[tuple[nn.Module, str | None]] = set()
     waiting: list[tuple[nn.Module, str | None]] = [(model, None)]
     while waiting:
-        visited = waiting.pop()
-        if visited in seen:
+        visit = waiting.pop()
+        if visit in seen:
             continue
-        seen.add(visited)
-        module, run_of_caller = visited
+        seen.add(visit)
+        module, run_of_caller = visit
         if has_forward(module):
             run = runs.get(module)
             if run is not None and run != run_of_caller:

@@ -16,7 +16,7 @@ from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
 from .overflow_flags import Block, OverflowFlags
 
-_mul = torch.ops.aten.mul.Tensor  # a list may cast torch.mul, but not this
+_mul = torch.ops.aten.mul.Tensor  # op lists may patch torch.mul, but cannot patch this
 
 
 class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
@@ -24,9 +24,9 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     See `amp_patch.scale_loss`.
 
     Args:
-        all_flags: of the optimizers whose next steps are skipped if their gradients overflow.
+        all_flags: the overflow flags of the optimizers that the script has passed for this loss.
         gradients: all gradients of the session.
-        is_delayed: leave the gradients scaled and unchecked.
+        is_delayed: leave the gradients scaled and unchecked when the block ends.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._gradients = gradients
         self._is_delayed = is_delayed
         self._switch = switch
-        self._cache = cache if not is_delayed else None
+        self._cache = cache if not is_delayed else None  # a delayed block keeps copies for the next one
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None  # the block must not keep the graph alive
@@ -61,7 +61,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self.scale = self.scaler.scale_on(loss.device)
             scaled_loss = _mul(scaled_loss, self.scale)
             if self.scaler.awaits_backward and scaled_loss.requires_grad:
-                scaled_loss.register_hook(self.scaler.see_backward)
+                scaled_loss.register_hook(self.scaler.note_backward)
         with without_overrides():
             self._gradients.begin(self)
         if watchers:
@@ -72,7 +72,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         try:
             tell(self._switch.region(Mode.OFF), "loss_scaled", loss, scaled_loss)
         except BaseException as error:
-            self.__exit__(type(error), error, None)
+            self.__exit__(type(error), error, None)  # Python does not call it if __enter__ raises
             raise
 
     def __exit__(
@@ -100,4 +100,4 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
 
 
 class UnscaledBlock(contextlib.nullcontext[Tensor], NoLoss):
-    """A block that yields the loss as it is, while amp is disabled."""
+    """A block that yields the loss as it is. `scale_loss` returns it while amp is disabled."""

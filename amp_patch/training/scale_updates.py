@@ -17,8 +17,8 @@ from ..torch_distributed import broadcast_tensors
 from .loss_scaler import LossScaler
 from .step_log import is_capturing, stop_if_hopeless, warn_of_small_scale
 
-LOOK_EVERY = 32
-"""After so many updates outside of steps the host looks at the scales."""
+READ_EVERY = 32
+"""The host reads the scales after every 32nd update outside of steps."""
 
 
 class ScaleUpdates:
@@ -32,22 +32,22 @@ class ScaleUpdates:
         self.scalers = scalers
         self._device_type = device_type
         self.groups: Sequence[Any] = ()
-        self._unseen = 0  # updates outside of steps, since the host has seen a scale
+        self._updates_since_read = 0  # updates outside of steps, since the host has read the scales
 
     def share(self, groups: Sequence[Any]) -> None:
-        """Decide with all ranks of these process groups from now on: one reduction over each, in this order."""
+        """From now on, decide with all ranks of these process groups: with one reduction over each, in this order."""
         self.groups = groups
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
-    def give_scales(self, group: Any, source: int) -> None:
+    def broadcast_scales(self, group: Any, source: int) -> None:
         """Broadcast the loss scales of rank `source` of a process group to its other ranks. Waits for nothing."""
         dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
-        states = [scaler.send_state(torch.device(self._device_type)) for scaler in dynamic]
+        states = [scaler.pack_state(torch.device(self._device_type)) for scaler in dynamic]
         if states:
             broadcast_tensors(group, states, sum(state.nbytes for state in states), source)
         for scaler, state in zip(dynamic, states, strict=True):
-            scaler.receive_state(state)
+            scaler.load_packed_state(state)
 
     def update(self, found_inf: dict[LossScaler, Tensor]) -> dict[LossScaler, Tensor]:
         """Update the scales for a step, and return the flags (0-dim float32) that decide whether it is skipped.
@@ -68,13 +68,13 @@ class ScaleUpdates:
                 scaler.update()
                 agreed[scaler] = flag
         if dynamic:
-            flags = torch.stack([self._flags_of(scaler, found_inf.get(scaler)) for scaler in dynamic])
-            # one after the other: a flag reaches all ranks of overlapping groups, such as pipeline stages with shards
+            flags = torch.stack([self._stack_flags(scaler, found_inf.get(scaler)) for scaler in dynamic])
+            # one after the other, so that a flag crosses from one group to the next: from shards to pipeline stages
             for group in self.groups:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             for scaler, row in zip(dynamic, flags, strict=True):
-                agreed[scaler], since_update, is_due = row.unbind()
-                scaler.update_with_ranks(since_update, is_due)
+                agreed[scaler], passes_flag, is_due = row.unbind()
+                scaler.update_with_ranks(passes_flag, is_due)
         return agreed
 
     def update_without_step(self, scalers: Iterable[LossScaler]) -> None:
@@ -82,15 +82,15 @@ class ScaleUpdates:
         if not self.groups:
             for scaler in scalers:
                 scaler.update()
-                self._unseen += scaler.is_dynamic
+                self._updates_since_read += scaler.is_dynamic
 
-    def look_at_scales(self) -> None:
-        """Warn of scales that fall outside of steps, where loops skip bad batches by themselves. Waits for the device
-        once in `LOOK_EVERY` updates. Raises GradientOverflowError as a step does.
+    def warn_of_falling_scales(self) -> None:
+        """Warn about scales that fall without steps, because the loop itself leaves out batches that overflow. Waits
+        for the device after every `READ_EVERY` updates. Raises GradientOverflowError as a step does.
         """
-        if self._unseen < LOOK_EVERY or is_capturing():
+        if self._updates_since_read < READ_EVERY or is_capturing():
             return
-        self._unseen = 0
+        self._updates_since_read = 0
         for scaler in self.scalers:
             before = scaler.known_scale
             scaler.known_scale = scaler.loss_scale()
@@ -98,12 +98,12 @@ class ScaleUpdates:
                 warn_of_small_scale(scaler)
                 stop_if_hopeless([scaler])
 
-    def _flags_of(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
-        """Return the flag of the step, the flag of all backward passes since the last update, and whether there are
-        such passes: shape (3,), float32.
+    def _stack_flags(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
+        """Return three flags, of shape (3,), float32: of the step, of all backward passes since the last update, and
+        whether there are such passes.
         """
         zero = torch.zeros((), dtype=torch.float32, device=self._device_type)
-        of_step = zero if found_inf is None else found_inf.to(zero.device)
-        since_update = zero if scaler.found_inf is None else scaler.found_inf.to(zero.device)
+        step_flag = zero if found_inf is None else found_inf.to(zero.device)
+        passes_flag = zero if scaler.found_inf is None else scaler.found_inf.to(zero.device)
         is_due = torch.full_like(zero, float(scaler.found_inf is not None))
-        return torch.stack([of_step, since_update, is_due])
+        return torch.stack([step_flag, passes_flag, is_due])

@@ -17,12 +17,11 @@ from .step_was_skipped import set_step_was_skipped
 TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
-LOOK_EVERY = 100
-"""At a loss scale of 1 there is no flag. The gradients of one in so many steps are checked."""
-
+CHECK_EVERY = 100
+"""At a loss scale of 1, no block checks gradients. The gradients of every 100th step are checked instead."""
 
 WARN_AGAIN = 2.0**-24
-"""The factor between the loss scales of two warnings that the scale has fallen."""
+"""After a warning that the scale has fallen, the next one comes once the scale is smaller by this factor."""
 
 
 class Outcome:
@@ -30,10 +29,10 @@ class Outcome:
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
-        is_read: whether `read` was called, so that the next three are known.
+        is_read: whether `read` was called, which sets the next three attributes.
         overflowed: the scalers whose flags are set.
         is_skip: whether one of these scalers is dynamic, so that the step is skipped.
-        scales: the scales after this step. Later steps may have changed them since.
+        scales: the scale of each scaler after this step. Later steps may have changed it since.
     """
 
     def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
@@ -48,12 +47,13 @@ class Outcome:
         for scaler in found_inf:
             self._numbers.append(scaler.scale)
             self.may_skip = self.may_skip or scaler.is_dynamic
-        # on a CPU the numbers are on the host, and on mps no optimizer skips by itself, so the host waits anyway
+        # On a CPU the numbers are on the host already. On mps no optimizer skips on the device, so the host must wait.
         if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
             device = self._numbers[0].device
             on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
-            for place, number in zip(on_host, self._numbers, strict=True):
-                place.copy_(number, non_blocking=True)  # a copy for each is no launch; stacking them first would be
+            for target, number in zip(on_host, self._numbers, strict=True):
+                # one copy for each number launches no kernel; stacking them for a single copy would launch one
+                target.copy_(number, non_blocking=True)
             self._numbers = list(on_host)
             self._event = torch.Event(device)
             self._event.record(torch.accelerator.current_stream(device))
@@ -91,12 +91,12 @@ def waits_for_each() -> bool:
 class StepLog:
     """Counts and reports the steps of one optimizer, in order.
 
-    A step whose flags have not reached the host is reported at a later step, or when its result is asked for. Only then
-    `step_was_skipped` of the optimizer changes.
+    A step whose flags have not reached the host is reported at a later step, or when a script reads its result.
+    `step_was_skipped` of the optimizer does not change before.
 
     Args:
         optimizer: held by a weak reference.
-        scalers: all of the session. Messages name a scaler by its index.
+        scalers: all scalers of the session. Messages name a scaler by its index.
         find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
     """
 
@@ -116,21 +116,23 @@ class StepLog:
         self._has_warned = False
 
     def count(self, *, wait: bool) -> tuple[int, int]:
-        """Return how many steps were taken and skipped: of all, or with `wait=False` of those whose flags are known."""
+        """Return how many steps were taken, and how many were skipped. With `wait=False`, steps whose flags have not
+        reached the host are left out; otherwise this waits for them.
+        """
         if wait:
             self.resolve()
         return self._taken, self._skipped
 
     def add(self, outcome: Outcome | None) -> None:
-        """Record a step, and report all steps whose flags are known by now. None: a step without any flag, which is
-        taken. One in `LOOK_EVERY` of such steps waits for the device.
+        """Record a step, and report all steps whose flags are known by now. None is a step without any flag, which is
+        always taken. Every `CHECK_EVERY`th step of that kind waits for the device.
 
         Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
         """
         if outcome is None and not self._pending:
             self._count(is_skip=False)
-            if self._taken % LOOK_EVERY == 0 and not self._has_warned and not is_capturing():
-                self._look_at_gradients()
+            if self._taken % CHECK_EVERY == 0 and not self._has_warned and not is_capturing():
+                self._check_gradients()
             return
         # steps are reported in order, so one without flags waits for those before it
         self._pending.append(Outcome({}) if outcome is None else outcome)
@@ -145,13 +147,13 @@ class StepLog:
         if self._skips_in_a_row:
             stop_if_hopeless(self._scalers)
 
-    def _look_at_gradients(self) -> None:
+    def _check_gradients(self) -> None:
         culprits = self._find_culprits()
         if culprits:
             self._warn(
                 f"non-finite gradients ({', '.join(culprits[:5])}) at a loss scale of 1, where only one step in"
-                f" {LOOK_EVERY} is checked: other steps may have had them too, and none is skipped. Look for NaN in the"
-                f" data or the weights, or an op that needs float32: {TRACE} finds it. In float16 try"
+                f" {CHECK_EVERY} is checked: other steps may have had them too, and none is skipped. Look for NaN in"
+                f" the data or the weights, or an op that needs float32: {TRACE} finds it. In float16 try"
                 ' loss_scale="dynamic".'
             )
 
@@ -197,7 +199,7 @@ class StepLog:
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
-        if is_latest and waits_for_each():  # else later backward passes have changed the gradients
+        if is_latest and waits_for_each():  # otherwise, later backward passes have changed the gradients
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"

@@ -13,7 +13,7 @@ _NAME = "step_was_skipped"
 
 
 def set_step_was_skipped(optimizer: Optimizer, value: bool) -> None:
-    """Set the answer for one optimizer. Goes past a property of its class, which may be read-only."""
+    """Set the answer for one optimizer. Bypasses a property of that name in its class, which may be read-only."""
     vars(optimizer)[_NAME] = value
 
 
@@ -23,8 +23,8 @@ def remove_step_was_skipped(optimizer: Optimizer) -> None:
 
 
 def get_step_was_skipped(optimizer: object) -> bool:
-    """Return whether the last step of an optimizer, or of a wrapper around one, was skipped. False for one that
-    `initialize` has not seen. May wait for the device.
+    """Return whether the last step of an optimizer, or of a wrapper around one, was skipped. Return False for an
+    optimizer that `initialize` has not seen. May wait for the device.
     """
     return bool(getattr(optimizer, _NAME, False))
 

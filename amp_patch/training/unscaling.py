@@ -17,13 +17,13 @@ from ..torch_private import (
     view_negated,
 )
 
-# a list may cast torch.reciprocal and torch.div, but not these
+# op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
-    """Divide `gradients` by `scale`, one read and one write each, and set `found_inf` to 1.0 if an element is inf
-    or NaN.
+    """Divide `gradients` by `scale`, and set `found_inf` to 1.0 if an element is inf or NaN. Reads and writes each
+    gradient once.
 
     Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
     0-dim float32. Waits for nothing.
@@ -35,11 +35,11 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     for values in groups:
         device = values[0].device
         # the kernel needs its flag on the device of the gradients
-        is_here = found_inf is not None and found_inf.device == device
-        flag = found_inf if is_here else torch.zeros((), dtype=torch.float32, device=device)
+        is_same_device = found_inf is not None and found_inf.device == device
+        flag = found_inf if is_same_device else torch.zeros((), dtype=torch.float32, device=device)
         assert flag is not None
         foreach_non_finite_check_and_unscale_(values, flag, inverse.to(device))
-        if found_inf is not None and not is_here:
+        if found_inf is not None and not is_same_device:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
@@ -74,24 +74,26 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     Waits for the device once, and if there may be such a parameter, once more for each gradient.
     """
-    held: list[tuple[Tensor, Tensor]] = []
+    with_values: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            held.append((parameter, dense_values(parameter.grad)))
-    if not held:
+            with_values.append((parameter, dense_values(parameter.grad)))
+    if not with_values:
         return []
-    # a sum over inf or NaN is inf or NaN, and takes a tenth of the time; finite values can overflow in a sum, too
-    device = held[0][1].device
-    sums = torch.stack([values.sum().to(device, torch.float32) for _, values in held])
+    # A sum over inf or NaN is inf or NaN, and takes a tenth of the time of isfinite. If the sum is not finite, look at
+    # each element: a sum of finite values can overflow, too.
+    device = with_values[0][1].device
+    sums = torch.stack([values.sum().to(device, torch.float32) for _, values in with_values])
     if bool(torch.isfinite(sums).all()):
         return []
-    return [parameter for parameter, values in held if not bool(torch.isfinite(values).all())]
+    return [parameter for parameter, values in with_values if not bool(torch.isfinite(values).all())]
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split gradients by device and dtype. Nearly every model has dense, real gradients of one kind: a short way."""
+    """Return the values that gradients store, in lists of one device and dtype each."""
     if not gradients:
         return []
+    # nearly every model has dense, real gradients of one device and dtype: they need no grouping
     dtype, device = gradients[0].dtype, gradients[0].device
     for gradient in gradients:
         is_plain = type(gradient) is Tensor and gradient.layout is torch.strided and not gradient.is_neg()
@@ -101,11 +103,11 @@ def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, as a real tensor in the same memory: without the zeros of a sparse
-    gradient, and of a DTensor only the part on this rank.
+    """Return the values that a gradient stores, as a real tensor in the same memory. A sparse gradient stores no zeros,
+    and a DTensor only the part on this rank.
 
-    A lazy conjugate or negative is undone. That changes signs only, and signs matter neither for a real scale nor for
-    the check.
+    If the gradient is a lazy conjugate or negative, the values are those in memory, with other signs. Signs matter
+    neither for dividing by a scale nor for the check.
     """
     if type(gradient) is not Tensor and (local := get_local_tensor(gradient)) is not None:
         gradient = local
@@ -119,9 +121,9 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 
 def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a 16-bit parameter has a gradient, which is not added to its master's yet."""
-    left = [parameter for parameter, _ in pairs if parameter.grad is not None]
-    return bool(left)
+    """Return whether some 16-bit parameter has a gradient, which has not been moved to its master yet."""
+    unmoved = [parameter for parameter, _ in pairs if parameter.grad is not None]
+    return bool(unmoved)
 
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -134,19 +136,19 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
 
     Waits for nothing.
     """
-    held = [pair for pair in pairs if pair[0].grad is not None]
-    sizes = [master.numel() for _, master in held]
-    # the largest first: the least memory while the gradients of a parameter and its master both exist
-    largest_first = sorted(range(len(held)), key=sizes.__getitem__, reverse=True)
+    unmoved = [pair for pair in pairs if pair[0].grad is not None]
+    sizes = [master.numel() for _, master in unmoved]
+    # the largest first: for a moment a gradient exists in 16 bits and in float32, and this keeps the peak memory low
+    largest_first = sorted(range(len(unmoved)), key=sizes.__getitem__, reverse=True)
     masters: list[Tensor] = []
     gradients: list[Tensor] = []
     for index in largest_first:
-        parameter, master = held[index]
+        parameter, master = unmoved[index]
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        is_alike = gradient.layout is torch.strided and gradient.stride() == master.stride()
-        if scale is None and is_alike and gradient.is_cpu and master.grad is None:
+        is_same_layout = gradient.layout is torch.strided and gradient.stride() == master.stride()
+        if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
             masters.append(master)
@@ -154,7 +156,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     if not gradients:
         return
     if scale is not None or not all(gradient.is_cpu for gradient in gradients):
-        gradients = _to_float32(gradients, masters)  # not on a CPU, which adds two dtypes without copies
+        gradients = _to_float32(gradients, masters)  # on a CPU without a scale, `_add_all` adds 16-bit gradients
     if scale is not None:
         unscale_(gradients, scale, found_inf)
     _add_all(masters, gradients)
@@ -187,22 +189,23 @@ def _add(master: Tensor, gradient: Tensor) -> None:
     if total is None:
         master.grad = _to_float32([gradient], [master])[0]
     elif total.is_sparse:
-        master.grad = gradient.to(total.dtype) + total  # the dense one must come first
+        # torch adds a sparse tensor to a dense one, but raises an error if the sparse one comes first
+        master.grad = gradient.to(total.dtype) + total
     else:
         master.grad = total + gradient
 
 
-def _to_float32(low: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
+def _to_float32(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
     """Return float32 copies of gradients, in one kernel for each (device, dtype), in the layout of the masters."""
-    full: list[Tensor] = []
+    converted: list[Tensor] = []
     copies: list[Tensor] = []
     sources: list[Tensor] = []
-    for gradient, master in zip(low, masters, strict=True):
+    for gradient, master in zip(gradients, masters, strict=True):
         if gradient.layout != torch.strided:
-            full.append(gradient.float())
+            converted.append(gradient.float())
             continue
         copies.append(torch.empty_like(master, requires_grad=False))
         sources.append(gradient)
-        full.append(copies[-1])
-    copy_(group(copies, sources))
-    return full
+        converted.append(copies[-1])
+    copy_(group(copies, sources))  # fills them all
+    return converted

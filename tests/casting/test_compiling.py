@@ -392,7 +392,7 @@ def write_rules(path, rules):
 
 
 def test_a_module_rule_breaks_the_graph_which_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(compiling, "_has_told", False)
+    monkeypatch.setattr(compiling, "_has_warned", False)
     model, _ = make("O4", lists=write_rules(tmp_path / "rules.yaml", RULES))
     x = numbers(3, 8)
     with pytest.raises(torch._dynamo.exc.Unsupported):

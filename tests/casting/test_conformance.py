@@ -420,7 +420,7 @@ def test_sparse_products_that_plain_torch_knows_do_not_fail(lists: str, layout: 
 
 # ---- Apex ------------------------------------------------------------------------------------------------------------
 
-OWNERS = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor, "torch._VF": torch._VF}
+NAMESPACES = {"torch": torch, "torch.nn.functional": F, "torch.Tensor": torch.Tensor, "torch._VF": torch._VF}
 # Rule, namespace, and what Apex patched there; indented lines belong to the one above. Ops that
 # write to their first argument keep its dtype, where Apex raised errors, or rebound the name.
 APEX = """
@@ -454,7 +454,7 @@ match_self torch.Tensor addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ a
 IN_APEX = []
 for entry in APEX.strip().replace("\n    ", " ").splitlines():
     kind, owner, *names = entry.split()
-    IN_APEX += [Spelling(OWNERS[owner], owner, name, kind, None) for name in names]  # type: ignore[arg-type]
+    IN_APEX += [Spelling(NAMESPACES[owner], owner, name, kind, None) for name in names]  # type: ignore[arg-type]
 
 
 def test_the_list_apex_names_what_apex_patched_and_nothing_else() -> None:

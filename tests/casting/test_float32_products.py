@@ -20,7 +20,8 @@ from amp_patch import hardware
 from amp_patch.config import product_names
 
 SPELLINGS = {
-    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name) for owner, name in product_names.find_products("cuda")
+    f"{getattr(owner, '__name__', owner)}.{name}": (owner, name)
+    for owner, name in product_names.find_float32_spellings("cuda")
 }
 CASTING = {torch.float16: "O1", torch.bfloat16: "O4"}
 CAST = {torch.float16: "O2", torch.bfloat16: "O5"}
@@ -154,8 +155,8 @@ def test_calls_that_name_where_the_result_is_to_be_are_the_callers(level: str) -
 def test_what_has_no_float16_kernel_on_a_cpu_runs_in_float32() -> None:
     """Those that torch refuses are named for the day when it has them."""
     start("O2")
-    last_names = {name.rpartition(".")[2] for name in product_names.WITHOUT_KERNEL}
-    spellings = [one for one in product_names.find_products("cpu") if one[1].rstrip("_") in last_names]
+    last_names = {name.rpartition(".")[2] for name in product_names.WITHOUT_CPU_KERNEL}
+    spellings = [one for one in product_names.find_float32_spellings("cpu") if one[1].rstrip("_") in last_names]
     assert {name.rstrip("_") for _, name in spellings} == last_names
     for owner, attribute in spellings:
         sample = find_sample(owner.__name__, attribute)

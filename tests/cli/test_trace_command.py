@@ -293,3 +293,36 @@ def test_a_fault_is_of_the_rank_that_made_it_though_its_gradients_came_in_at_ano
     code, out, _ = call(RANKS, arguments=["--", "2", "gradients", "4"])
     assert code == 1 and "rank 1, step 2, forward: first value that does not fit" in out
     assert "cause  precision" in out and "gradients of" in out
+
+
+QUIET = """
+import torch
+from amp_patch import amp
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+model, optimizer = amp.initialize(model, optimizer, opt_level="{level}", verbosity=0, loss_scale=128.0)
+x, y = torch.randn(32, 16), torch.arange(32) % 4
+for number in range(4):
+    loss = torch.nn.functional.cross_entropy(model(x).float(), y)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_quiet_loss_ends_with_the_exit_code_of_a_fault(call, tmp_path):
+    code, out, _ = call(QUIET.format(level="O3"), "--json", "quiet.jsonl")
+    assert code == 1 and "every value fits, in 4 steps" in out
+    assert "lost quietly in float16, in each of 4 steps" in out and 'opt_level="O2"' in out
+    assert [lost.role for lost in Recording.read(tmp_path / "quiet.jsonl").quiet] == ["weights"]
+    code, out, _ = call(QUIET.format(level="O2"))
+    assert code == 0 and "quietly" not in out
+
+
+def test_fix_tries_the_level_that_keeps_what_is_lost(call, tmp_path):
+    code, out, _ = call(QUIET.format(level="O3"), "--fix", "fix.yaml")
+    assert code == 0 and 'opt_level="O2" is enough for these steps' in out and "in float32" in out
+    assert not (tmp_path / "fix.yaml").exists()

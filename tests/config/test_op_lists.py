@@ -421,7 +421,7 @@ def test_what_is_defined_again_is_seen_without_any_import(write: Write, package:
 
 
 def test_lists_are_forgotten_when_there_are_many(write: Write) -> None:
-    paths = [write("whitelist: [mm]", f"{index}.yaml") for index in range(op_lists.MAX_LOADED + 1)]
+    paths = [write("whitelist: [mm]", f"{index}.yaml") for index in range(op_lists.MAX_CACHED + 1)]
     first, *_ = [load_oplists(path) for path in paths]
     assert load_oplists(paths[0]) is not first
 

@@ -32,7 +32,7 @@ def test_a_name_means_the_same_while_it_is_patched() -> None:
 
 
 def test_any_name_of_an_alias_group_means_the_whole_group() -> None:
-    for group in op_namespaces.ALIASES:
+    for group in op_namespaces.ALIAS_GROUPS:
         meanings = [find_spellings(name, may_be_missing=False) for name in group.split()]
         assert all(meaning == meanings[0] for meaning in meanings)
         assert {name for _, name in meanings[0]} >= {name for name in group.split() if hasattr(torch, name)}
@@ -50,7 +50,7 @@ SWAPPED = {"rsub", "__rsub__", "__rdiv__", "__rtruediv__", "__rfloordiv__", "__r
 
 
 def test_the_names_of_an_alias_group_compute_the_same() -> None:
-    for group in op_namespaces.ALIASES:
+    for group in op_namespaces.ALIAS_GROUPS:
         first, *rest = group.split()
         operands = OPERANDS.get(first, (X, Y) if first in BINARY else (X,))
         expected = getattr(torch, first)(*operands)
@@ -85,9 +85,9 @@ def test_the_op_of_a_spelling() -> None:
 def test_the_op_of_a_spelling_means_it() -> None:
     keys = [
         (owner_name, name)
-        for owner_name in op_namespaces.OWNERS
-        for name in dir(op_namespaces.OWNERS[owner_name])
-        if not name.startswith("_") and name not in op_namespaces.READS
+        for owner_name in op_namespaces.NAMESPACES
+        for name in dir(op_namespaces.NAMESPACES[owner_name])
+        if not name.startswith("_") and name not in op_namespaces.ACCESSORS
     ]
     for key in keys:
         op = get_op(key)

@@ -49,12 +49,12 @@ class TestWellFormed:
         root = read(tmp_path, "# comment\nfirst: one\n\nsecond:\n  - two\n  - {deep: 'three'}\n")
         assert isinstance(root.value, dict)
         assert (root.line, root.column) == (2, 1)
-        assert root.key_at == {"first": (2, 1), "second": (4, 1)}
+        assert root.key_positions == {"first": (2, 1), "second": (4, 1)}
         assert root.value["first"] == Node("one", 2, 8)
         items = root.value["second"].value
         assert isinstance(items, list)
         assert items[0] == Node("two", 5, 5)
-        assert items[1] == Node({"deep": Node("three", 6, 12, quoted=True)}, 6, 5, key_at={"deep": (6, 6)})
+        assert items[1] == Node({"deep": Node("three", 6, 12, quoted=True)}, 6, 5, key_positions={"deep": (6, 6)})
 
     def test_quoted_and_empty(self, tmp_path: Path) -> None:
         for text, quoted in [("x", False), ("'x'", True), ('"x"', True), ("|-\n  x", True)]:

@@ -177,7 +177,7 @@ def test_ranks_that_decide_together_wait_for_nothing_and_train_as_one_alone(leve
 
 
 def test_one_step_in_a_hundred_waits_once_for_all_gradients_if_nothing_scales_them(monkeypatch):
-    monkeypatch.setattr(step_log, "LOOK_EVERY", 2)
+    monkeypatch.setattr(step_log, "CHECK_EVERY", 2)
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)

@@ -197,7 +197,7 @@ def test_a_scaler_that_receives_the_state_of_another_goes_on_as_that_one() -> No
     sender, receiver = LossScaler(rule), LossScaler(rule)
     for overflow in (True, True, False):
         run_step(sender, overflow)
-    receiver.receive_state(sender.send_state(CPU))
+    receiver.load_packed_state(sender.pack_state(CPU))
     for overflow in (False, False, True, True):
         assert receiver.state_dict() == sender.state_dict()
         run_step(sender, overflow)

@@ -1,6 +1,6 @@
-"""`apex.amp` as scripts know it: every function, and the private names they reach for, on top of `amp_patch`.
+"""`apex.amp` on top of `amp_patch`: every public function, and the private names that scripts use.
 
-`amp._amp_state` is the state object, not the submodule of that name, as in Apex.
+As in Apex, `amp._amp_state` is the state object, not the submodule of that name.
 """
 
 __role__ = "amp"  # in reports of `insight`: see its `sites`

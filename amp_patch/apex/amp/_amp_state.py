@@ -1,7 +1,7 @@
-"""`_amp_state`: the object through which scripts look into amp, and now and then reach in.
+"""`_amp_state`: the object in which scripts read, and sometimes set, the state of amp.
 
-As in Apex, this module and the object in it share a name: `amp._amp_state` is the object, `apex.amp._amp_state` in an
-import the module.
+As in Apex, this module and the object in it share a name. The attribute `amp._amp_state` is the object, and
+`import apex.amp._amp_state` imports the module.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ master_params = api.master_params
 class AmpState:
     """The state of amp.
 
-    `opt_properties`, `handle` and the bounds of the loss scale are there from the first `initialize` on.
+    `opt_properties`, `handle` and the bounds of the loss scale do not exist before the first `initialize`.
 
     Attributes:
         allow_incoming_model_not_fp32: accept models that are in 16 bits already.
@@ -34,7 +34,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 prints nothing, from now on."""
+        """0 prints nothing; it can be set at any time."""
         return self._verbosity
 
     @verbosity.setter
@@ -45,21 +45,21 @@ class AmpState:
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers, empty when amp is disabled. Scripts may set their attributes, such as `_loss_scale`.
+        """The loss scalers. Empty if amp is disabled. Scripts may set their attributes, such as `_loss_scale`.
 
-        AttributeError before `initialize`.
+        Raises AttributeError before `initialize`.
         """
         session = find_session()
         if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
-        # a view holds attributes that the script has set, so it lasts as long as its scaler
+        # keep the views as long as the scalers, because scripts set attributes of views
         if [view.core for view in self._views] != scalers:
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views
 
     def clear_overflow(self, loss_id: int) -> None:
-        """Forget the overflow of a loss, as each `scale_loss` block does at its end."""
+        """Forget the overflow of a loss. Each `scale_loss` block does so at its end."""
         if loss_id < len(self._views):
             self._views[loss_id].clear_overflow_state()
 
@@ -68,6 +68,6 @@ _amp_state = AmpState()
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print `msg` if the verbosity is above 0; with `rank0`, in a distributed run on rank 0 only."""
+    """Print `msg` if the verbosity is above 0. With `rank0`, print it only on rank 0 of a distributed run."""
     if _amp_state.verbosity > 0:
         (say if rank0 else say_on_every_rank)("%s", msg)

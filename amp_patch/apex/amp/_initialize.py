@@ -1,4 +1,4 @@
-"""The names that scripts import from Apex's `apex.amp._initialize`: casts of any arguments and results of models."""
+"""`applier`, the only name that scripts import from Apex's `apex.amp._initialize`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 """The attributes that Apex set on an optimizer besides `step`: `_amp_stash`, and private methods that scripts call.
 
-Masters exist from `initialize` on, so nothing is lazy here.
+Apex made masters in the first `scale_loss`, by methods with `lazy` in their names. Here they exist from `initialize`
+on, so these methods do nothing.
 """
 
 import functools
@@ -16,26 +17,27 @@ from .scaler import LossScaler
 
 
 class AmpOptimizerState:
-    """`optimizer._amp_stash`.
+    """The attribute `_amp_stash` of an optimizer.
 
-    The lists of groups are parallel to `optimizer.param_groups`. Each access makes new lists.
+    Lists of groups have one entry for each of `optimizer.param_groups`. Each access makes new lists.
     """
 
     def __init__(self, view: OptimizerView) -> None:
         self._view = view
-        # Apex made its masters at the first `scale_loss`
         self.lazy_init_called = True
+        # set by `show_skip`: its replacement of `step`, and the `step` that this replaced
         self.skip_step: Any = None
-        self.usual_step: Any = None  # behind it
+        self.usual_step: Any = None
 
     @property
     def already_patched(self) -> bool:
         """Whether the next `step()` will be skipped. Waits for the device."""
+        # Apex skipped a step by patching `step`
         return self._view.is_next_step_skipped()
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients carry the loss scale: after `delay_unscale=True`. Setting it to False unscales them."""
+        """Whether gradients are still scaled, as after `delay_unscale=True`. Setting it to False unscales them."""
         return self._view.has_scaled_gradients
 
     @params_have_scaled_gradients.setter
@@ -50,7 +52,7 @@ class AmpOptimizerState:
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters."""
+        """The masters of `fp16_groups`."""
         return [[master for parameter, master in group if parameter is not master] for group in self._view.groups()]
 
     @property
@@ -92,36 +94,36 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     hand_scaled = HandScaledPass(optimizer)
     view.attach("_prepare_amp_backward", hand_scaled.begin)
     view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
-    # as in Apex, where other levels lack the method
+    # as in Apex, where the method exists only at levels with masters
     if require_session().policy.master_weights:
         view.attach("_master_params_to_model_params", view.copy_masters_to_parameters)
 
 
 def _masters_exist() -> None:
-    """Masters exist from `initialize` on."""
+    """Do nothing, because masters exist already."""
 
 
 def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
-    """Unscale after a pass, and report an overflow to `scaler.update_scale()` and the next `step()`."""
+    """Unscale after a backward pass. Report an overflow to `scaler.update_scale()` and to the next `step()`."""
     hand_scaled.end(scaler.open_pass(device))
 
 
 def show_skip(optimizer: Any) -> None:
-    """Replace `optimizer.step` while the next step will be skipped: scripts compare it with the usual one.
+    """Replace `optimizer.step` if the next step will be skipped. Scripts compare it with the usual `step` to find out.
 
-    The replacement restores the usual `step` and calls it, which then skips. Waits for the device.
+    The replacement restores the usual `step` and calls it, which skips. Waits for the device.
     """
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState):
         return
     is_shown = vars(optimizer)["step"] is stash.skip_step
     is_skipped = stash.already_patched
-    if is_shown and not is_skipped:  # the bad gradients were zeroed
+    if is_shown and not is_skipped:  # the gradients that overflowed were zeroed
         optimizer.step = stash.usual_step
     if is_shown or not is_skipped:
         return
     usual = stash.usual_step = vars(optimizer)["step"]
-    # an LR scheduler replaces the method by a plain function
+    # if an LR scheduler has wrapped the method, `step` is a plain function
     function = getattr(usual, "__func__", usual)
 
     @functools.wraps(function)
@@ -130,6 +132,6 @@ def show_skip(optimizer: Any) -> None:
             self.step = usual
         return usual(*args, **kwargs)
 
-    # unbinding looks for the original there, if the optimizer had a `step` of its own
+    # if `step` was an attribute of the optimizer before, unbinding restores it from `__wrapped__`
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

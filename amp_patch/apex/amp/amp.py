@@ -1,6 +1,6 @@
-"""The decorators, registration and `init`: Apex's `apex.amp.amp`, which also has everything of `frontend`.
+"""Apex's `apex.amp.amp`: the decorators, registration and `init`. It also exports all names of `frontend`.
 
-Registered functions stay registered for every later `initialize`; Apex forgot them after the first.
+Registered functions stay registered for every later `initialize`. Apex forgot them after the first.
 """
 
 from dataclasses import replace
@@ -42,12 +42,12 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
-    They stay patched until the handle's `_deactivate()`, or the next `init`. Tensors of the accelerator are cast if
-    there is one, else tensors of the CPU.
+    They stay patched until the handle's `_deactivate()`, or the next `init`. If there is an accelerator, its tensors
+    are cast, otherwise tensors on the CPU.
 
-    While models of `initialize` are alive, at a level that patches functions, it patches functions that are not patched
-    (registered since, or restored by `_deactivate`), and returns the handle of that level. At other levels it warns,
-    and returns a handle without effect.
+    While models of `initialize` are alive, and their level patches functions, `init` patches functions that were
+    registered since, or restored by `_deactivate`, and returns a handle of that session. At other levels it warns, and
+    returns a handle without effect.
 
     Args:
         enabled: False returns a handle without effect.
@@ -56,11 +56,10 @@ def init(
         allow_banned: run `binary_cross_entropy` in float32 instead of refusing it.
     """
     if not enabled:
-        _amp_state.handle = inert = NoOpHandle()
-        return inert
+        _amp_state.handle = no_op_handle = NoOpHandle()
+        return no_op_handle
     session = find_living_session()
     if session is not None and session.has_models:
-        # like a second call in Apex: patch functions registered since, and functions that `_deactivate` restored
         if session.casts is None:
             warn(
                 "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."
@@ -70,16 +69,16 @@ def init(
         patch_again(session)
         _amp_state.handle = handle = AmpHandle(session)
         return handle
-    if session is not None:
+    if session is not None:  # the session of an earlier `init`
         api.reset()
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
-    # casts_inside: Apex cast the arguments of a listed function, and ran its body without a rule
+    # casts_inside=False: as in Apex, rules of functions do not apply to the ops in their bodies
     policy = replace(make_policy("O1", overrides), casts_inside=False)
     register_edits()
     allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
-        # for this session only: `allow_banned` says nothing about later ones
+        # only for this session, because `allow_banned` does not apply to later ones
         replace_registered([], allowed)
         session = open_session_without_models(policy, "cpu" if device is None else device.type)
     finally:

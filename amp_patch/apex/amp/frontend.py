@@ -1,9 +1,11 @@
-"""`initialize`, the levels, and amp's own checkpoints: Apex's `apex.amp.frontend`.
+"""Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex: float16 on every device, the op list `apex` with its ban of `binary_cross_entropy`, levels O0 to O3, lines
-on stdout. Unlike Apex: models may be on the CPU; with `enabled=False` every function works (`state_dict()` is empty);
-`initialize` may be called again, for more models under the same options, or under others, which take over and leave the
-earlier models float32.
+As in Apex, levels are O0 to O3, the 16-bit dtype is float16 on every device, the op list is `apex`, which bans
+`binary_cross_entropy`, and messages are printed on stdout.
+
+Unlike in Apex, models may be on the CPU. With `enabled=False` every function works (`state_dict()` is empty). And
+`initialize` may be called again. With the same options, it adds models. With other options, these replace the earlier
+ones, and earlier models become float32 again.
 """
 
 import collections
@@ -46,18 +48,18 @@ OPTIONS = (
 
 
 class Properties:
-    """The options in force: attributes kept in the dict `options`."""
+    """The options in force. Each entry of the dict `options` is also an attribute."""
 
     options: dict[str, Any]
 
     def __init__(self) -> None:
-        # before `initialize`, as in Apex
+        # the values before `initialize`, as in Apex
         values = (False, None, None, None, None, None, 1.0)
-        # `__setattr__` looks into `options`, which does not exist yet
+        # not by an assignment, because `__setattr__` reads `options`, which does not exist yet
         self.__dict__["options"] = dict(zip(OPTIONS, values, strict=True))
 
     def __getattr__(self, name: str) -> Any:
-        # a copy in the making has no options yet
+        # `copy` reads attributes before the copy has `options`
         options = self.__dict__.get("options", {})
         if name in options:
             return options[name]
@@ -73,6 +75,7 @@ class Properties:
         """Set the options to the properties of a policy."""
         self.options.update({name: getattr(policy, name) for name in OPTIONS if name != "enabled"})
         self.enabled = True
+        # scripts compare the option with this text
         if policy.loss_scale == parse_loss_scale("dynamic"):
             self.loss_scale = "dynamic"
 
@@ -107,15 +110,16 @@ def initialize(
 ) -> Any:
     """Set models and optimizers up for an opt_level, in place. See `amp_patch.initialize`.
 
-    Args: as Apex's. `models` and `optimizers` may be single ones or sequences; `optimizers` may be None, or hold LARC
-        wrappers. A `verbosity` of 2 is no more than 1: casts are not printed.
+    The arguments are Apex's. `models` and `optimizers` may be single objects or sequences. `optimizers` may be None, or
+    contain LARC wrappers. A `verbosity` of 2 has the effect of 1: casts are not printed.
 
     Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape they came in.
+        `models` if `optimizers` is None, else `(models, optimizers)`: the objects that were passed.
 
     Raises:
-        PolicyError, ModelError, OptimizerError, ArgumentTypeError: something does not fit; nothing was changed. All are
-        RuntimeErrors. SessionError: a `scale_loss` block is open.
+        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong, and nothing was changed. All
+            are RuntimeErrors.
+        SessionError: a `scale_loss` block is open.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -138,7 +142,7 @@ def initialize(
     }
     policy, properties = _choose(opt_level, given, bounds)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
-    session = _open(policy, model_list, optimizer_list, num_losses)
+    session = _open_session(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     # Apex had a handle only at the level that patches functions
@@ -148,22 +152,22 @@ def initialize(
 
 
 def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any]) -> tuple[Policy, Properties]:
-    """Return the policy of a level with the script's other arguments, and as options. Prints the options.
+    """Return the policy of a level with the script's other arguments, and the same as `Properties`. Print the options.
 
-    A level of a command (`amp-patch run`) replaces the script's.
+    The level of a command (`amp-patch run --opt-level`) replaces the script's level.
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
             f"opt_level {opt_level!r} is not one of Apex's ({', '.join(sorted(opt_levels))}): pass one of them, or"
             f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
-    level, overrides, dropped = in_force.settings.lay_over(opt_level, given)
+    level, overrides, dropped = in_force.settings.override(opt_level, given)
     policy = make_policy(level, {**overrides, **bounds})
     if level != opt_level:
         maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
     properties = Properties()
     properties.take(policy)
-    # in a policy None stands for False; Apex showed False
+    # a policy has None for False, but Apex showed False
     if overrides.get("cast_model_type") is False:
         properties.cast_model_type = False
     say("amp: opt_level %s, %s", policy.opt_level, policy.description or "no description")
@@ -172,11 +176,13 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     if overrides:
         say("  set by the script: %s", ", ".join(overrides))
     lists = ("apex",) if policy.patch_torch_functions else ()
-    # casts_inside: Apex cast the arguments of a listed function, and ran its body without a rule
+    # casts_inside=False: as in Apex, rules of functions do not apply to the ops in their bodies
     return replace(policy, lists=lists, casts_inside=False), properties
 
 
-def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int) -> Session:
+def _open_session(
+    policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int
+) -> Session:
     if not models:
         raise ModelError("initialize needs at least one model")
     register_edits()
@@ -186,7 +192,7 @@ def _open(policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Opti
         models,
         optimizers,
         num_losses=num_losses,
-        replace=isinstance(handle, AmpHandle) and handle.has_ended(),  # the script has put the functions back
+        replace=isinstance(handle, AmpHandle) and handle.has_ended(),  # the script has restored the functions
         accept_low=_amp_state.allow_incoming_model_not_fp32,
     )
     for optimizer in optimizers:
@@ -202,10 +208,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict`, in the order of its entries, for as many scalers as both have.
+    """Load the result of `state_dict` into the loss scalers, in the order of its entries.
 
-    A difference in number is printed. Does nothing if amp is disabled. Raises CheckpointError (a RuntimeError), before
-    anything is loaded, for entries that are no scaler's.
+    If the numbers of scalers differ, load as many as both have, and print a warning. Do nothing if amp is disabled.
+    Raises CheckpointError (a RuntimeError), before anything is loaded, for entries with other names.
     """
     if is_disabled():
         return
@@ -222,6 +228,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"Warning: the saved amp state has {len(state_dict)} loss scalers, and there are {len(state)} now: loading"
             " as many as both have."
         )
-    # in order, as in Apex, which did not read the number in a name
+    # by position: Apex did not read the number in a name either
     state.update(zip(list(state), state_dict.values(), strict=False))
     api.load_state_dict(state)

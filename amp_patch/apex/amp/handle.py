@@ -1,4 +1,4 @@
-"""`scale_loss` and `disable_casts`, and the handles of Apex's older interface."""
+"""Apex's `apex.amp.handle`: `scale_loss` and `disable_casts`, and the handles of its older interface, `init`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """See `amp_patch.scale_loss`.
 
-    As in Apex, an overflow shows at the exit: in `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step`.
-    Waits for the device at the exit under a dynamic scale, unless delayed.
+    As in Apex, scripts can read an overflow when the block has ended: from `loss_scale()`, `_amp_stash.already_patched`
+    and `optimizer.step`. So under a dynamic scale the end of the block waits for the device, unless it is delayed.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
@@ -55,12 +55,12 @@ def _scale_loss(
         yield loss
         return
     if session is not None and session.scaler(loss_id).is_identity and not session.policy.master_weights:
-        # Apex did not look at the optimizers then, so scripts may pass any
+        # in this case Apex did not look at the optimizers, so scripts may pass optimizers that are not bound
         find = session.bindings.find_optimizer
-        known = [optimizer for optimizer in as_optimizers(optimizers) if find(optimizer) is not None]
-        context = session.scale_loss(loss, known, loss_id, delay_unscale=delay_unscale)
+        bound = [optimizer for optimizer in as_optimizers(optimizers) if find(optimizer) is not None]
+        context = session.scale_loss(loss, bound, loss_id, delay_unscale=delay_unscale)
     else:
-        known = [] if session is None else as_optimizers(optimizers)
+        bound = [] if session is None else as_optimizers(optimizers)
         context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
     with context as scaled_loss:
         yield scaled_loss
@@ -69,12 +69,12 @@ def _scale_loss(
     _amp_state.clear_overflow(loss_id)
     # Apex replaced `step` at the exit of a block, and scripts compare it with the usual one
     if not delay_overflow_check:
-        for optimizer in known:
+        for optimizer in bound:
             show_skip(optimizer)
 
 
 class AmpHandle:
-    """The casts in force. Made by `init`, and by `initialize` at levels that patch functions."""
+    """The handle of the casts in force. `init` returns it; `initialize` stores it at levels that patch functions."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -104,7 +104,7 @@ class AmpHandle:
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
-        """Apex took this out in favour of `amp.scale_loss`. Raises SessionError."""
+        """Raise SessionError, because Apex replaced this method by `amp.scale_loss`."""
         raise SessionError(
             "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer ="
             " amp.initialize(model, optimizer) instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as"
@@ -125,7 +125,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """The result of `init(enabled=False)`: the same names, without effect."""
+    """The result of `init(enabled=False)`: has the methods of `AmpHandle`, without effect."""
 
     _is_active = False
 

@@ -13,7 +13,7 @@ from .._core import bind_optimizer, require_session
 class OptimWrapper:
     """An optimizer with loss scalers of its own, one for each of `num_loss` losses in a step.
 
-    Everything else is the optimizer's.
+    All other attributes are read from the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
@@ -27,7 +27,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss times the scale of its scaler. The first loss after a step has the first scaler, and so on."""
+        """Yield the loss times its scale. The losses of a step use the scalers in their order."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -35,7 +35,6 @@ class OptimWrapper:
             raise IndexError(
                 f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
             )
-        # each loss of a step has its own scaler, in the order of the calls
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
         with require_session().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:
             yield scaled_loss
@@ -46,13 +45,13 @@ class OptimWrapper:
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0
         if closure is not None:
-            # Apex's class for this
+            # not a class of `amp_patch.errors`, because Apex raised NotImplementedError
             raise NotImplementedError(
                 "step(closure) does not work where a step may be skipped: call step() without a closure"
             )
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # a copy that is not filled yet
+        if name == "_optimizer":  # `copy` reads attributes before the copy has any
             raise AttributeError(name)
         return getattr(self._optimizer, name)

@@ -32,7 +32,7 @@ class LossScaler:
         self.core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         self.core.growth_interval = scale_window
         if self.dynamic:
-            # as in Apex, so a bound below 2**16 lowers the first scale
+            # as in Apex: an upper bound below 2**16 lowers the first scale
             self.core.set_loss_scale(min(max_loss_scale, init_scale))
         self._forget_pass()
 
@@ -46,7 +46,7 @@ class LossScaler:
 
     def _forget_pass(self) -> None:
         self._pass: ManualPass | None = None
-        self._buffer: Tensor | None = None  # set by the script, or made when it reads `_overflow_buf`
+        self._buffer: Tensor | None = None  # `_overflow_buf`, once the script has set or read it
         self._is_overflow = False
 
     # ---- Apex's attributes -------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """The flag that functions of amp_C raise: one integer, which `update_scale` reads."""
+        """The flag that functions of amp_C set, and that `update_scale` reads: one integer."""
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
         if self._pass is not None and self._pass.has_overflow():
@@ -106,13 +106,13 @@ class LossScaler:
         return self.core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved scale and count; a static scaler keeps its scale."""
+        """Load a saved scale and count. A static scaler keeps its scale."""
         self.core.load_state_dict(state)
 
     # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
     def clear_overflow_state(self) -> None:
-        """Begin a pass, and forget an overflow of the last one that `update_scale` has not read."""
+        """Begin a pass. Forget an overflow of the last pass, if `update_scale` has not read it."""
         self._pass, self._is_overflow = None, False
         if self._buffer is not None:
             self._buffer.zero_()
@@ -125,36 +125,36 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale to `master_grads`, of any dtype; the same tensors may be both.
+        """Write `model_grads` divided by the scale to `master_grads`. Both may be of any dtype, or the same tensors.
 
-        Tensors that hold inf or NaN are noted. Under a static scale of 1.0 with `models_are_masters`, do nothing, as
-        Apex did.
+        inf and NaN in them count as an overflow of the pass. Under a static scale of 1.0 with `models_are_masters`, do
+        nothing, as Apex did.
         """
         scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
         sources, targets = list(model_grads), list(master_grads)
         # the sources keep their values: copies are divided, and then written to the targets
-        full = [
+        quotients = [
             source if source is target else source.detach().to(torch.float32, copy=True)
             for source, target in zip(sources, targets, strict=True)
         ]
-        if full:
-            device = full[0].device
+        if quotients:
+            device = quotients[0].device
             divisor = torch.tensor(scale, dtype=torch.float32, device=device)
-            self.open_pass(device).unscale_in_place(full, divisor)
+            self.open_pass(device).unscale_in_place(quotients, divisor)
         with torch.no_grad():
-            for source, target in zip(full, targets, strict=True):
+            for source, target in zip(quotients, targets, strict=True):
                 if source is not target:
                     target.copy_(source)
 
     def update_scale(self) -> bool:
         """Update the loss scale, and return whether to skip the step.
 
-        An overflow comes from gradients unscaled since `clear_overflow_state`, from `_overflow_buf` or from
-        `_has_overflow`. Without any of these it counts a good step, as in Apex. Waits for the device.
+        An overflow is read from gradients that were unscaled since `clear_overflow_state`, from `_overflow_buf`, and
+        from `_has_overflow`. If there is none, this counts a good step, as in Apex. Waits for the device.
         """
-        # without an open pass nothing was unscaled, and the flag of a new one is 0 on any device
+        # if no pass is open, nothing was unscaled: open one whose flag, on any device, is 0
         ended, self._pass = self.open_pass(torch.device("cpu")), None
         if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
             ended.note_overflow()
@@ -162,7 +162,7 @@ class LossScaler:
         return self._is_overflow
 
     def open_pass(self, device: torch.device) -> ManualPass:
-        """Return the open pass, or begin one with its overflow flag on `device`."""
+        """Return the open pass. If there is none, begin one, with its overflow flag on `device`."""
         if self._pass is None:
             self._pass = ManualPass(self.core, device)
         return self._pass

@@ -1,4 +1,4 @@
-"""The name that scripts import from Apex's `apex.amp.utils`."""
+"""`is_fp_tensor`, the only name that scripts import from Apex's `apex.amp.utils`."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: training in float16 by hand. `amp.initialize(opt_level="O2")` does all of it for you."""
+"""`apex.fp16_utils`: parts for training in float16 by hand. `amp.initialize(opt_level="O2")` does it all for you."""
 
 from typing import NoReturn
 

@@ -16,21 +16,23 @@ from .._forward import forward
 
 
 class FP16_Optimizer:
-    """Wraps an optimizer: its 16-bit parameters are replaced by float32 masters at once, and it steps on those.
+    """Wraps an optimizer. Replaces its 16-bit parameters by float32 masters when it is made, so the optimizer steps on
+    masters.
 
-    The model's gradients stay scaled; `update_master_grads` computes the masters' gradients from them. So gradients add
-    up over several backward passes as in torch, until `zero_grad`. A change of the loss scale in between is corrected,
-    and a float32 parameter is unscaled only once, however often the method is called. Apex got both wrong.
+    The model's gradients stay scaled, and `update_master_grads` computes the masters' gradients from them. So gradients
+    add up over several backward passes as in torch, until `zero_grad`. If the loss scale changes in between, earlier
+    gradients are rescaled. Gradients of float32 parameters are unscaled once, also if the method is called several
+    times. Apex got both wrong.
 
     Args:
-        init_optimizer: holds the parameters of a model on its device that has been cast, as by `network_to_half`.
-            16-bit parameters that do not require gradients are left alone.
+        init_optimizer: an optimizer of a model that is on its device and was cast, as by `network_to_half`. 16-bit
+            parameters that do not require gradients are left alone.
         static_loss_scale: the loss scale, if it is not dynamic.
         dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000
             good steps.
-        dynamic_loss_args: overrides of `init_scale`, `scale_window`, `min_loss_scale`, `max_loss_scale`;
-            `scale_factor` is 2.
-        verbose: show the package's messages on stdout: when a step is skipped.
+        dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
+            must be 2.
+        verbose: print the package's messages on stdout, such as about skipped steps.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
     """
@@ -51,8 +53,8 @@ class FP16_Optimizer:
         self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
-        self._carried: Tensor | None = None  # the scale of the gradients of 16-bit parameters
-        self._is_unscaled = False  # the gradients of float32 parameters have been divided by it
+        self._gradient_scale: Tensor | None = None  # the scale that gradients of 16-bit parameters are multiplied by
+        self._is_unscaled = False  # whether the gradients of float32 parameters have been divided by it
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -62,14 +64,15 @@ class FP16_Optimizer:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts the state to the masters' dtype
 
     def _adopt(self, group: dict[str, Any]) -> None:
+        """Replace the 16-bit parameters of a group by masters, and move their state to the masters."""
         low: list[Tensor] = []
         masters: list[Tensor] = []
-        full: list[Tensor] = []
+        others: list[Tensor] = []
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
             if parameter.dtype not in LOW_DTYPES:
-                full.append(parameter)
+                others.append(parameter)
                 continue
             master = torch.nn.Parameter(parameter.detach().float())
             group["params"][index] = master
@@ -79,7 +82,7 @@ class FP16_Optimizer:
                 self.optimizer.state[master] = self.optimizer.state.pop(parameter)
         self.fp16_groups.append(low)
         self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(full)
+        self.fp32_from_fp32_groups.append(others)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with masters for its 16-bit parameters."""
@@ -89,57 +92,62 @@ class FP16_Optimizer:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each 16-bit parameter with its master."""
+        """Return each 16-bit parameter with its master."""
         groups = zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True)
         return [pair for low, masters in groups for pair in zip(low, masters, strict=True)]
 
-    def _full_parameters(self) -> list[Tensor]:
+    def _float32_parameters(self) -> list[Tensor]:
         return [parameter for group in self.fp32_from_fp32_groups for parameter in group]
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
-        """Set the gradients of the model's parameters to zero, or to None; the masters' to None."""
+        """Set the gradients of the model's parameters to zero or None, and the gradients of masters to None."""
         pairs = self._pairs()
         for _, master in pairs:
             master.grad = None
-        for parameter in (*(low for low, _ in pairs), *self._full_parameters()):
+        for parameter in (*(low for low, _ in pairs), *self._float32_parameters()):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
-        self._carried, self._is_unscaled = None, False
+        self._gradient_scale, self._is_unscaled = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Go backward from the scaled loss, then `update_master_grads`, unless more passes are to come first."""
+        """Run the backward pass of the scaled loss, then call `update_master_grads`. Pass `update_master_grads=False`
+        to accumulate the gradients of further backward passes first.
+        """
         scale = self.loss_scaler.scale_on(loss.device)
-        scaled, full = _gradients(parameter for parameter, _ in self._pairs()), _gradients(self._full_parameters())
+        scaled = _gradients(parameter for parameter, _ in self._pairs())
+        float32_gradients = _gradients(self._float32_parameters())
         with torch.no_grad():
-            # float32 parameters accumulate in their own `.grad`, which must carry the scale again
+            # float32 parameters accumulate in their own `.grad`, so it must be multiplied by the scale again
             if self._is_unscaled:
-                rescale_(full, scale)
+                rescale_(float32_gradients, scale)
             else:
-                scaled += full
+                scaled += float32_gradients
             # the loss scale has changed since the last backward pass
-            if self._carried is not None and self._carried is not scale:
-                rescale_(scaled, scale / self._carried)
-        self._carried, self._is_unscaled = scale, False
+            if self._gradient_scale is not None and self._gradient_scale is not scale:
+                rescale_(scaled, scale / self._gradient_scale)
+        self._gradient_scale, self._is_unscaled = scale, False
         # a 16-bit loss times the scale could overflow
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Write true gradients to the masters and to float32 parameters, and decide the loss scale; sets `overflow`."""
+        """Write unscaled gradients to the masters and to float32 parameters, update the loss scale, and set
+        `overflow`.
+        """
         pairs = self._pairs()
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         gradients = _gradients(master for _, master in pairs)
         if not self._is_unscaled:
-            gradients += _gradients(self._full_parameters())
+            gradients += _gradients(self._float32_parameters())
         self.overflow = False
-        if self._carried is None or not gradients:
+        if self._gradient_scale is None or not gradients:
             return
-        manual = ManualPass(self.loss_scaler, self._carried.device)
-        manual.unscale_in_place(gradients, self._carried)
+        manual = ManualPass(self.loss_scaler, self._gradient_scale.device)
+        manual.unscale_in_place(gradients, self._gradient_scale)
         self._is_unscaled = True
         self.overflow = self._decide(manual)
 
@@ -148,9 +156,11 @@ class FP16_Optimizer:
         return manual.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
-        """Clip the norm of the gradients of all masters, and return the norm before; -1 after an overflow."""
+        """Clip the norm of the gradients of all masters, and return the norm from before. Return -1 after an
+        overflow.
+        """
         if self.overflow:
-            return -1
+            return -1  # as in Apex
         return torch.nn.utils.clip_grad_norm_(
             [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
         )
@@ -169,10 +179,10 @@ class FP16_Optimizer:
             say("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
             return None
         result = self.optimizer.step()
-        self._push_masters()
+        self._copy_masters()
         return result
 
-    def _push_masters(self) -> None:
+    def _copy_masters(self) -> None:
         pairs = self._pairs()
         if pairs:
             with torch.no_grad():
@@ -182,7 +192,7 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the next backward pass; setting it makes it that. Waits for the device."""
+        """The loss scale of the next backward pass. It can be set. Reading it waits for the device."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -194,7 +204,7 @@ class FP16_Optimizer:
 
     state = forward("optimizer", "state")
     param_groups = forward("optimizer", "param_groups")
-    """The groups have masters in the place of 16-bit parameters."""
+    """The groups hold masters in place of 16-bit parameters."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -202,9 +212,9 @@ class FP16_Optimizer:
         raise RuntimeError("an FP16_Optimizer belongs to its model: save state_dict() instead of pickling it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on, the masters included, in Apex's layout.
+        """Return all that is needed to resume training, with the masters, in Apex's layout. Waits for the device.
 
-        `loss_scaler` holds plain numbers. Loads with weights_only=True. Waits for the device.
+        It loads with weights_only=True, because `loss_scaler` holds numbers, where Apex pickled an object.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -218,10 +228,10 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, here or in Apex, and copy the masters to the model.
 
-        Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
+        Raises CheckpointError for anything else, and if the masters do not fit. Then nothing was changed.
         """
         try:
-            saved = self._as_own(state_dict)
+            saved = self._convert_state_dict(state_dict)
             values = [value for group in saved["fp32_from_fp16"] for value in group]
             shapes = [value.shape for value in values]
             saved_scaler = saved["loss_scaler"]
@@ -252,14 +262,15 @@ class FP16_Optimizer:
         with torch.no_grad():
             for master, value in zip(masters, values, strict=True):
                 master.copy_(value)
-        self._push_masters()
+        self._copy_masters()
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a saved state in the layout of `state_dict`."""
         return state_dict
 
 
 def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
+    """Return a loss scaler for Apex's arguments. Raises OptimizerError for arguments that it does not have."""
     if not is_dynamic:
         return LossScaler(float(static_loss_scale))
     args = dict(dynamic_loss_args)
@@ -280,4 +291,5 @@ def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: 
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

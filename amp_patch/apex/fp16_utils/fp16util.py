@@ -1,4 +1,4 @@
-"""Casting networks to float16, and moving values between their parameters and float32 masters."""
+"""Functions that cast networks to float16, and copy values between their parameters and float32 masters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +23,12 @@ class tofp16(nn.Module):
     """Returns its input as float16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Cast `input`, whatever it was."""
+        """Return `input` as float16."""
         return input.half()
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Cast affine BatchNorm layers in `module` (itself included) back to float32, in place; return `module`."""
+    """Cast affine BatchNorm layers in `module`, or `module` itself, back to float32, in place. Return `module`."""
     for layer in module.modules():
         if isinstance(layer, BatchNormBase) and layer.affine:
             layer.float()
@@ -36,12 +36,16 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Cast `network` to float16 but for affine BatchNorm layers, in place; return it behind a cast of its input."""
+    """Cast `network` to float16 in place, except affine BatchNorm layers. Return it in an nn.Sequential that casts its
+    input first.
+    """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place; not its children's."""
+    """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place. Its children are not
+    cast.
+    """
     for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
             # torch refuses a gradient whose dtype differs from its parameter's
@@ -54,13 +58,13 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast `network` to `dtype` in place, but for affine BatchNorm layers, and return it."""
+    """Cast `network` to `dtype` in place, except affine BatchNorm layers, and return it."""
     for module in network.modules():
         if isinstance(module, BatchNormBase) and module.affine:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
-            # the weights are no longer parts of the one buffer that cuDNN reads
+            # cuDNN needs the weights in one piece of memory, which the cast has split
             module.flatten_parameters()
     return network
 
@@ -88,7 +92,9 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients to the masters'. A parameter without one: its master's becomes None, or zeros in a flat master."""
+    """Copy gradients of parameters to the gradients of masters. If a parameter has none, the gradient of its master
+    becomes None, or zeros in a flat master.
+    """
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
         flat = flatten_dense_tensors(gradients).to(master_params[0].dtype)
@@ -96,7 +102,7 @@ def model_grads_to_master_grads(
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None or master.grad is None:
-            # the copy below fills it
+            # filled by the copy below
             master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 

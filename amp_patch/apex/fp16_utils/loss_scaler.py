@@ -1,4 +1,4 @@
-"""The two loss scalers of old. amp has its own, and so has `FP16_Optimizer`."""
+"""The two loss scalers of `apex.fp16_utils`, for scripts that use them directly. `FP16_Optimizer` uses amp's."""
 
 from collections.abc import Iterable
 
@@ -27,14 +27,13 @@ class LossScaler:
         return self.cur_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Go backward from the scaled loss."""
+        """Run the backward pass of the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that falls at each overflow, to no less than 1, and rises after `scale_window` good steps.
-
-    `scale_factor` is the factor of both.
+    """A loss scale that is divided by `scale_factor` at each overflow, but is at least 1, and multiplied by
+    `scale_factor` after `scale_window` good steps.
     """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -53,10 +52,11 @@ class DynamicLossScaler(LossScaler):
         return any(not bool(torch.isfinite(norm)) for norm in norms(gradients, float("inf")))
 
     def update_scale(self, overflow: bool) -> None:
-        """Count an iteration and decide the scale of the next."""
+        """Count an iteration, and update the scale for the next one."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
             self.last_overflow_iter = self.cur_iter
+        # as in Apex: one iteration after an overflow counts as 1, so `last_overflow_iter` starts at -1
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale *= self.scale_factor
         self.cur_iter += 1

@@ -1,4 +1,6 @@
-"""`apex.multi_tensor_apply`: the caller of `amp_C`'s functions, and one for all."""
+"""`apex.multi_tensor_apply`: `MultiTensorApply` calls functions of `amp_C`; `multi_tensor_applier` is its usual
+instance.
+"""
 
 from .multi_tensor_apply import MultiTensorApply
 

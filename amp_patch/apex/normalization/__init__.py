@@ -1,4 +1,4 @@
-"""`apex.normalization`: Apex's layer norms as subclasses of torch's; checkpoints are interchangeable with theirs."""
+"""`apex.normalization`: Apex's layer norms as subclasses of torch's. Their checkpoints load into torch's, and back."""
 
 from typing import NoReturn
 

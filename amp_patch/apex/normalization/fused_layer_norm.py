@@ -1,10 +1,11 @@
-"""LayerNorm and RMSNorm with Apex's arguments, over torch's functions.
+"""LayerNorm and RMSNorm with Apex's arguments, on torch's functions.
 
-Statistics are float32 or wider on every path. A "fused" norm returns the dtype of the input, a "mixed" norm the one of
-the weight, whatever the other is: under amp too, where Apex's failed on 16-bit inputs with float32 weights, and its
-RMSNorm without a weight returned float32. One exception: a fused RMSNorm with a 16-bit weight returns the weight's
-dtype, as the norms do whose place libraries have it take (T5's in float16, without any amp). An `eps` is 1e-5 by
-default for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
+Statistics are always float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
+the weight, for any combination of the two, also under amp. (Apex's norms failed on 16-bit inputs with float32 weights,
+and its RMSNorm without a weight returned float32.) One exception: a fused RMSNorm with a 16-bit weight returns the
+weight's dtype. Libraries replace norms of their own by it, such as T5's in float16 without amp, and these do so.
+
+By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +79,9 @@ def _normalize(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Call `function` on tensors of one dtype; cast others to the widest of their dtypes and float32 first."""
+    """Call `function`, and cast the result to `dtype`. If the tensors have several dtypes, first cast all to float32,
+    or to float64 if one is float64.
+    """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dtypes = {input.dtype, *(parameter.dtype for parameter in parameters if parameter is not None)}
     if len(dtypes) > 1:
@@ -95,7 +98,7 @@ class FusedLayerNormAffineFunction:
 
 
 class FusedRMSNormAffineFunction:
-    """The same for RMSNorm."""
+    """The autograd function that Apex had under this name, as its `apply`."""
 
     apply = staticmethod(fused_rms_norm_affine)
 
@@ -125,7 +128,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
-        # torch takes None for the eps of the dtype, and 16 bits would then differ from float32
+        # for None, torch would use the eps of the dtype, and 16-bit results would differ from float32
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
 
 

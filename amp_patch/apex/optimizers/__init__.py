@@ -1,8 +1,9 @@
-"""`apex.optimizers`: Apex's optimizers over `torch._foreach_*`, for any device; nothing is compiled.
+"""`apex.optimizers`: Apex's optimizers on `torch._foreach_*`, for any device. Nothing is compiled.
 
-They compute in float32 whatever the parameters are, keep float32 state, and can be copied, pickled and resumed (Apex
-lost its options on the way, and rounded the state of 16-bit parameters when it was loaded). State dicts have Apex's
-layout. With `amp.initialize` at O2 or O5 they step on float32 masters like any other optimizer.
+They compute in float32 for all dtypes of parameters, and keep float32 state. They can be copied, pickled and resumed.
+(Apex's optimizers lost their options when they were copied, and rounded the state of 16-bit parameters when it was
+loaded.) State dicts have Apex's layout. With `amp.initialize` at O2 or O5, they step on float32 masters like any other
+optimizer.
 """
 
 __role__ = "optimizer"  # in reports of `insight`: see its `sites`

@@ -15,16 +15,16 @@ Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of Apex's optimizers. A subclass takes a step in `_update`.
+    """Base of Apex's optimizers. A subclass implements the step in `_update`.
 
-    Parameters are real floating tensors of any dtype and on any devices, gradients dense; anything else raises
-    OptimizerError in `step`.
+    Parameters must be real floating tensors, of any dtype and on any devices, and gradients must be dense. Otherwise
+    `step` raises OptimizerError.
 
     Attributes:
-        found_inf: a flag on the device that amp sets for one step. Where it is 1, the step changes nothing.
+        found_inf: a flag on the device, or None. amp sets it for one step. If it is 1, the step changes nothing.
     """
 
-    # attributes beside the groups, which copies must take along
+    # attributes that are not in the groups, and that copies and pickles must keep
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
@@ -35,7 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise OptimizerError(f"{type(self).__name__} has no AMSGrad variant: leave amsgrad out, or use torch.optim")
         for name in ("lr", "eps", "weight_decay", "momentum"):
             value = defaults.get(name, 0.0)
-            # `not >=` also refuses NaN; FusedSGD passes torch's `required`, which is no number
+            # `not >=` is also true for NaN; FusedSGD passes torch's `required`, which is no number
             if isinstance(value, (int, float)) and not value >= 0.0:
                 raise OptimizerError(f"{type(self).__name__}: {name}={value!r} must not be negative")
         betas = defaults.get("betas", ())
@@ -46,7 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag for functions of amp_C, which subclasses of Apex's optimizers pass: one integer, 0."""
+        """A flag of one integer, 0, which scripts' subclasses pass to functions of amp_C."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -54,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. A closure is evaluated first, and its result returned."""
+        """Take one step. Call `closure` first, if it is given, and return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -64,12 +64,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The `step` that amp may call with a flag. A subclass with another `step` does not read it."""
+    """The `step` that amp may call with a flag. If a subclass overrides `step`, amp does not pass it a flag."""
 
     def _update(self, work: Work) -> None:
+        """Take one step on the parameters in `work`, with gradients disabled."""
         raise NotImplementedError
 
     def _collect(self) -> Work:
+        """Return the parameters with gradients, by group. Raises OptimizerError for tensors that are not supported."""
         work: Work = []
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -87,19 +89,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
-        """Return a state tensor for each parameter, of its shape and at full precision, zeros at first."""
+        """Return a state tensor for each parameter, of its shape and at full precision. It starts as zeros."""
         moments = []
         for parameter in params:
             state, dtype = self.state[parameter], full_dtype(parameter)
             moment = state.get(name)
             if moment is None:
                 moment = state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-            elif moment.dtype is not dtype:  # amp.initialize casts it with a parameter without a master
+            elif moment.dtype is not dtype:  # without masters, amp.initialize casts state with the parameters
                 moment = state[name] = moment.to(dtype)
             moments.append(moment)
         return moments
 
-    # ---- masters of its own ------------------------------------------------------------------------------------------
+    # ---- masters in the state ----------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
         """Return whether the optimizer updates a float32 copy of a parameter, the entry `master` of its state."""
@@ -108,31 +110,31 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the tensors to update: masters, and parameters without a master.
 
-        Where a parameter differs from its rounded master, it was edited, and the master takes its value.
+        An element of a parameter that differs from the rounded master was edited. The master takes over its value.
         """
         targets = []
         for parameter in params:
             if not self._has_master(parameter) or parameter.dtype is full_dtype(parameter):
                 targets.append(parameter)
                 continue
-            state, full = self.state[parameter], parameter.detach().to(full_dtype(parameter))
-            master = state.get("master", full)
-            state["master"] = torch.where(master.to(parameter.dtype) == parameter, master, full)
+            state, values = self.state[parameter], parameter.detach().to(full_dtype(parameter))
+            master = state.get("master", values)
+            state["master"] = torch.where(master.to(parameter.dtype) == parameter, master, values)
             targets.append(state["master"])
         return targets
 
     @staticmethod
-    def _push_masters(params: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Round masters to their parameters."""
+    def _copy_masters(params: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy masters to their parameters, which rounds them."""
         for parameter, target in zip(params, targets, strict=True):
             if target is not parameter:
                 parameter.copy_(target)
 
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
-        """Count a step of the group and return its number, from 1.
+        """Count a step of the group, and return its number, from 1.
 
-        A step that a flag may skip is counted on the device: the number is a 0-dim float32 tensor from then on, but an
-        int again where reading it is no wait.
+        If a flag on a GPU decides whether the step is skipped, the step is counted there, and the number is a 0-dim
+        float32 tensor from then on. On a CPU it stays an int.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
@@ -140,19 +142,22 @@ class FusedOptimizer(torch.optim.Optimizer):
                 " torch.optim.AdamW(capturable=True) in a graph"
             )
         step: int | Tensor = group.get("step", 0) + 1
-        # a skipped step does not count, so the flag, 0 or 1, is taken off again
+        # a skipped step does not count, so subtract the flag, which is 0 or 1
         counted = step if self.found_inf is None else step - self.found_inf
-        is_at_hand = not isinstance(counted, Tensor) or counted.device.type == "cpu"
-        group["step"] = int(counted) if is_at_hand else counted
+        is_on_host = not isinstance(counted, Tensor) or counted.device.type == "cpu"
+        group["step"] = int(counted) if is_on_host else counted
         return step
 
     # ---- copies and checkpoints --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        # torch's Optimizer keeps only defaults, state and groups
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as Apex does, with the steps of a group as an int: waits for the device."""
+        """Return the state in Apex's layout. The step count of each group is an int, so this may wait for the
+        device.
+        """
         saved = super().state_dict()
         for group in saved["param_groups"]:
             if isinstance(group.get("step"), Tensor):
@@ -165,20 +170,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         State stays at full precision. Raises CheckpointError if the saved optimizer had options that this one lacks,
         and ValueError if the groups differ.
         """
-        saved = self._as_own(state_dict)
+        saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, params, strict=True):
             for name, value in saved["state"].get(key, {}).items():
-                # torch has rounded it to the parameter's dtype
+                # torch's load_state_dict has rounded the value to the parameter's dtype
                 if isinstance(value, Tensor) and value.is_floating_point():
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved state, with missing options filled in from the defaults."""
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state in the layout of this optimizer, with missing options filled in from the defaults."""
         groups = []
         for group in state_dict["param_groups"]:
+            # options of torch's optimizers that Apex's formulas do not have
             for name in ("maximize", "amsgrad", "lr_decay"):
                 if group.get(name):
                     own = type(self).__name__

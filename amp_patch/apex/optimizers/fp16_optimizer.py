@@ -14,16 +14,18 @@ from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
 
 class FP16_Optimizer(_FP16Optimizer):
-    """`fp16_utils.FP16_Optimizer` whose dynamic scale doubles every 1000 good steps and never falls below 1, and whose
-    `step` unscales: backward passes add up until then, and the scale is decided once for all of them. An overflow skips
-    the step under a static scale, too.
+    """A variant of `fp16_utils.FP16_Optimizer`, for any optimizer. It differs in three ways:
 
-    Works around any optimizer. A state dict holds the entries that this variant had in Apex and the entries of
-    `fp16_utils.FP16_Optimizer`; either are enough to load. Subclasses of 2019 read and write these attributes:
+    * Its dynamic scale doubles after every 1000 good steps, and never falls below 1.
+    * `step` unscales, not `backward`. So gradients of several backward passes add up, and the scale is updated once.
+    * An overflow skips the step also under a static scale.
+
+    A state dict holds the entries that this variant had in Apex, and the entries of `fp16_utils.FP16_Optimizer`. Either
+    of the two sets is enough to load. Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: how many steps have been decided.
-        last_overflow_iter: which of them overflowed last, counted from 0; -1: none.
+        cur_iter: the number of steps so far, with skipped ones.
+        last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}
@@ -50,7 +52,7 @@ class FP16_Optimizer(_FP16Optimizer):
 
     @property
     def scale_factor(self) -> float:
-        """2, and OptimizerError if set to anything else."""
+        """Always 2. Setting another value raises OptimizerError."""
         return 2.0
 
     @scale_factor.setter
@@ -59,18 +61,18 @@ class FP16_Optimizer(_FP16Optimizer):
             raise OptimizerError(f"scale_factor={value!r}: it is always 2")
 
     scale_window = forward("loss_scaler", "growth_interval")
-    """How many good steps double a dynamic scale."""
+    """The number of good steps after which a dynamic scale doubles."""
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """The parameters that the optimizer steps on, by group: masters, and float32 parameters as they are."""
+        """The tensors that the optimizer updates, by group: masters, and parameters that are float32 themselves."""
         return [list(group["params"]) for group in self.param_groups]
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """The masters of each group in one tensor, shape (n,): writing to it writes to them."""
+        """The masters of each group as one tensor of shape (n,). The masters are views of it."""
         with torch.no_grad():
-            # only groups that were added since the last call: the others are views already
+            # only for groups that were added since the last call: other masters are views already
             for masters in self.fp32_from_fp16_groups[len(self._flat_groups) :]:
                 flat = flatten_dense_tensors([master.detach() for master in masters]) if masters else torch.empty(0)
                 for master, view in zip(masters, unflatten_dense_tensors(flat, masters), strict=True):
@@ -81,18 +83,18 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
-        """Go backward from the scaled loss."""
+        """Run the backward pass of the scaled loss."""
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: object = None) -> Any:
-        """Unscale, unless `update_master_grads` has been called since the last backward pass, and step."""
-        if self._carried is not None and not self._is_unscaled:
+        """Unscale, unless `update_master_grads` has been called since the last backward pass. Then step."""
+        if self._gradient_scale is not None and not self._is_unscaled:
             self.update_master_grads()
         return super().step(closure)
 
     def _decide(self, manual: ManualPass) -> bool:
         self._count_good_steps()
-        # under a static scale the base class skips no step, and this variant did
+        # under a static scale, the base class skips no step, but this variant of Apex did
         overflow = super()._decide(manual) or manual.has_overflow()
         if overflow:
             self.last_overflow_iter = self.cur_iter
@@ -100,7 +102,8 @@ class FP16_Optimizer(_FP16Optimizer):
         return overflow
 
     def _count_good_steps(self) -> None:
-        """Copy the counters to the scaler: the script may have written the attributes."""
+        """Copy the counters to the scaler, because the script may have changed the attributes."""
+        # Apex counted from the last overflow
         good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
             self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})
@@ -108,7 +111,7 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that training needs to go on, the masters included. Loads with weights_only=True.
+        """Return all that is needed to resume training, with the masters. It loads with weights_only=True.
 
         Waits for the device.
         """
@@ -126,13 +129,13 @@ class FP16_Optimizer(_FP16Optimizer):
         Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
         """
         super().load_state_dict(state_dict)
-        # for a state of the base class, which has no counters
+        # a state of the base class has no counters: derive them
         self.cur_iter, self.last_overflow_iter = self.loss_scaler.state_dict()["unskipped"], -1
         for name in _COUNTERS:
             if name in state_dict:
                 setattr(self, name, state_dict[name])
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         if "fp32_from_fp16" in state_dict:
             return state_dict
         if "fp32_groups_flat" in state_dict:
@@ -152,4 +155,4 @@ class FP16_Optimizer(_FP16Optimizer):
 
 
 _COUNTERS = ("cur_iter", "last_overflow_iter", "scale_window")
-"""Attributes that are saved under their names."""
+"""The attributes that `state_dict` saves under their own names."""

@@ -42,9 +42,9 @@ class FusedAdagrad(FusedOptimizer):
                 is_decoupled=self.adagrad_w_mode,
             )
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Leave out torch's count of steps, which only a decay of the learning rate uses."""
-        saved = super()._as_own(state_dict)
+        saved = super()._convert_state_dict(state_dict)
         for entry in saved["state"].values():
             entry.pop("step", None)
         return saved

@@ -20,10 +20,10 @@ class FusedAdam(FusedOptimizer):
     dicts of torch.optim.Adam and AdamW can be loaded.
 
     Args:
-        max_grad_norm: the norm of the gradients of a group to clip to, 0: do not clip. Apex had it in 2019.
-        capturable: accepted; `step` raises in the capture of a CUDA graph.
-        master_weights: step on float32 masters of 16-bit parameters, which the state dict has, unlike Apex's. Under
-            `amp.initialize` at O2 or O5 there are masters already, and it makes none.
+        max_grad_norm: clip the gradients of each group to this norm. 0: do not clip. Apex had this argument in 2019.
+        capturable: without effect. While a CUDA graph is captured, `step` raises OptimizerError.
+        master_weights: step on float32 masters of 16-bit parameters. They are in the state dict, unlike in Apex. Under
+            `amp.initialize` at O2 or O5 there are masters already, and this makes none.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -51,7 +51,7 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError(
                 f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
             )
-        # no key for clipping unless it is asked for: Apex's state dicts of today have none
+        # the key exists only if clipping was requested, because state dicts of today's Apex do not have it
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -74,7 +74,9 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """Take one step. The arguments after `closure` are of an older interface and raise OptimizerError if given."""
+        """Take one step. The other arguments belong to an older interface, and raise OptimizerError if they are
+        given.
+        """
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise OptimizerError(
                 "FusedAdam.step takes no grads, output_params, scale or grad_norms: unscale the gradients, then call"
@@ -89,7 +91,7 @@ class FusedAdam(FusedOptimizer):
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
             if group.get("max_grad_norm"):
-                # 1e-6: as in Apex
+                # Apex adds 1e-6, too
                 factor = ((total_norm(gradients) + 1e-6) / group["max_grad_norm"]).clamp(min=1.0)
                 gradients = [g.to(full_dtype(g)) / factor.to(g.device) for g in gradients]
             targets = self._get_masters(params)
@@ -104,7 +106,7 @@ class FusedAdam(FusedOptimizer):
                 found_inf=self.found_inf,
                 **self._options_of_step(group, self._count_step(group)),
             )
-            self._push_masters(params, targets)
+            self._copy_masters(params, targets)
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights
@@ -118,9 +120,11 @@ class FusedAdam(FusedOptimizer):
             "corrects_bias": bool(group["bias_correction"]),
         }
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """torch's Adam counts steps for each parameter, and knows in its groups whether weight decay is decoupled."""
-        saved = self._split_flat(super()._as_own(state_dict))
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Also convert a state of torch's Adam, which counts steps for each parameter instead of each group. Raises
+        CheckpointError if its weight decay is of the other kind, or if steps differ within a group.
+        """
+        saved = self._split_flat(super()._convert_state_dict(state_dict))
         for group in saved["param_groups"]:
             decoupled = group.get("decoupled_weight_decay", self.adam_w_mode)
             if group["weight_decay"] and decoupled != self.adam_w_mode:
@@ -141,9 +145,9 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Give each parameter its part of the state where a group has one flat tensor, as in Apex of 2019."""
+        """If the saved groups have one flat tensor each, as in Apex of 2019, split the state among the parameters."""
         counts = [len(group["params"]) for group in self.param_groups]
-        # groups that have a single parameter here as well need no split
+        # a saved group with a single parameter is flat only if a group here has several
         is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1
         if not is_flat or len(saved["param_groups"]) != len(counts):
             return saved

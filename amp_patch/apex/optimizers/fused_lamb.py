@@ -8,15 +8,15 @@ from .base import FusedOptimizer, Work
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB with clipping by the norm of all gradients; `updates.lamb_` has the formula.
+    """LAMB with clipping by the norm of all gradients. `updates.lamb_` has the formula.
 
-    Leaves `.grad` alone, where Apex wrote the update there.
+    `step` does not change `.grad`. Apex's wrote the update there.
 
     Args:
         adam_w_mode: weight decay decoupled from the gradient.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
-        max_grad_norm: the norm of all gradients of all groups to clip to; 0 or None: do not clip.
-        use_nvlamb: adapt the learning rate of parameters without weight decay too.
+        max_grad_norm: clip the gradients of all groups together to this norm. 0 or None: do not clip.
+        use_nvlamb: adapt the learning rate also for parameters without weight decay.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -70,8 +70,8 @@ class FusedLAMB(FusedOptimizer):
                 corrects_bias=bool(group["bias_correction"]),
                 averages_gradients=bool(group["grad_averaging"]),
                 gradient_norm=gradient_norm,
-                # the norm is over all groups, so there is one maximum, as in Apex
+                # not the group's, because the norm is over all groups; as in Apex
                 max_gradient_norm=self.defaults["max_grad_norm"],
                 always_adapts=self.use_nvlamb,
             )
-            self._push_masters(params, targets)
+            self._copy_masters(params, targets)

@@ -13,11 +13,11 @@ from .fused_lamb import FusedLAMB
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that steps on float32 masters of the parameters of one 16-bit dtype, and unscales gradients itself.
 
-    `torch.amp.GradScaler` can scale the loss of a model in that dtype: it hands over its scale and its flag.
+    Use it with `torch.amp.GradScaler` for a model in that dtype. GradScaler passes its scale and its flag to the step.
 
     Args:
         step: the number of earlier steps.
-        reduced_precision_dtype: the dtype of the parameters that get masters; None: none do.
+        reduced_precision_dtype: the dtype of the parameters that get masters. None: no parameter gets one.
     """
 
     _step_supports_amp_scaling = True
@@ -61,7 +61,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: Work) -> None:
         if self.found_inf is not None and bool(self.found_inf):  # waits for the device
             return
-        # GradScaler sets it for one step and takes it off again
+        # GradScaler sets the attribute for one step, and deletes it afterwards
         scale = getattr(self, "grad_scale", None)
         unscaled: Work = []
         for group, params, gradients in work:

@@ -1,4 +1,4 @@
-"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has none."""
+"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has no NovoGrad."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,12 +12,13 @@ from .base import FusedOptimizer, Work
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad; `updates.novograd_` has the formula.
+    """NovoGrad. `updates.novograd_` has the formula.
 
-    Which parameters have gradients may change from step to step, which Apex did not allow.
+    The set of parameters that have gradients may change from step to step, which Apex did not allow.
 
-    In the state dict the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
-    (n,), for the 16-bit and for the other parameters of the group that have stepped, in their order.
+    In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
+    (n,). The first is for 16-bit parameters of the group, the second for all others. Both have the order of the group,
+    without parameters that have not stepped.
 
     Args:
         reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
@@ -80,7 +81,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _norm_averages(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Return the second moment of each parameter, 0-dim.
 
-        A parameter without one starts with the norm of its gradient, or 0.
+        In the first step of a parameter, it starts as the norm of the gradient, or as 0 with `init_zero`.
         """
         fresh = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
         starts = norms([gradients[index] for index in fresh], 2.0 if group["norm_type"] == 2 else float("inf"))
@@ -94,12 +95,14 @@ class FusedNovoGrad(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in Apex's layout. The second moments are copies."""
         saved = super().state_dict()
+        # the second moments move from the state of the parameters to the groups
         state = {
             key: {name: value for name, value in entry.items() if name != "exp_avg_sq"}
             for key, entry in saved["state"].items()
         }
-        for own, group in zip(self.param_groups, saved["param_groups"], strict=True):
-            parts = self._split(own["params"], [parameter in self.state for parameter in own["params"]])
+        for own_group, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            params = own_group["params"]
+            parts = self._split(params, [parameter in self.state for parameter in params])
             if any(parts):
                 group["exp_avg_sq"] = [
                     (
@@ -111,14 +114,15 @@ class FusedNovoGrad(FusedOptimizer):
                 ]
         return {**saved, "state": state}
 
-    def _as_own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        saved = super()._as_own(state_dict)
-        for own, group in zip(self.param_groups, saved["param_groups"], strict=False):
+    def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        saved = super()._convert_state_dict(state_dict)
+        for own_group, group in zip(self.param_groups, saved["param_groups"], strict=False):
             averages = group.pop("exp_avg_sq", None)
             if averages is None:
                 continue
             averages = [torch.empty(0) if values is None else values for values in averages]
-            parts = self._split(own["params"], [key in saved["state"] for key in group["params"]], group["params"])
+            has_state = [key in saved["state"] for key in group["params"]]
+            parts = self._split(own_group["params"], has_state, group["params"])
             if [len(part) for part in parts] != [len(values) for values in averages]:
                 raise CheckpointError(
                     f"the saved group has second moments for {len(averages[0])} 16-bit and {len(averages[1])} other"
@@ -127,7 +131,7 @@ class FusedNovoGrad(FusedOptimizer):
                 )
             for part, values in zip(parts, averages, strict=True):
                 for key, value in zip(part, values.unbind(), strict=True):
-                    # the parts of `unbind` are views of the saved tensor
+                    # a copy, because `unbind` returns views of the saved tensor
                     saved["state"][key]["exp_avg_sq"] = value.clone()
         return saved
 
@@ -135,10 +139,10 @@ class FusedNovoGrad(FusedOptimizer):
     def _split(
         params: list[Tensor], is_chosen: list[bool], keys: list[Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the chosen parameters, or their keys, in two lists: 16-bit ones and others."""
+        """Return the chosen parameters, or their keys, in two lists: 16-bit parameters, and others."""
         low: list[Any] = []
-        full: list[Any] = []
+        others: list[Any] = []
         for parameter, chosen, key in zip(params, is_chosen, params if keys is None else keys, strict=True):
             if chosen:
-                (low if parameter.dtype in (torch.float16, torch.bfloat16) else full).append(key)
-        return low, full
+                (low if parameter.dtype in (torch.float16, torch.bfloat16) else others).append(key)
+        return low, others

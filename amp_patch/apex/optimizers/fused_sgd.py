@@ -11,13 +11,13 @@ from .base import FusedOptimizer, Work
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum; `updates.sgd_` has the formula.
+    """SGD with momentum. `updates.sgd_` has the formula.
 
-    The momentum of a parameter starts with its own first gradient, as in torch.optim.SGD.
+    The momentum of a parameter starts as its own first gradient, as in torch.optim.SGD.
 
     Args:
         wd_after_momentum: raises OptimizerError if true.
-        materialize_master_grads: accepted; under amp, gradients always are in the masters.
+        materialize_master_grads: without effect. Under amp, gradients are always in the masters.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
@@ -59,9 +59,9 @@ class FusedSGD(FusedOptimizer):
             is_first = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
-            # the formula takes one `is_first` for all; a parameter may get its first gradient later than others
+            # `sgd_` takes one `is_first` for all, but parameters may get their first gradient in different steps
             for first in (True, False):
-                chosen = [index for index, is_so in enumerate(is_first) if is_so is first]
+                chosen = [index for index, is_first_here in enumerate(is_first) if is_first_here is first]
                 part = [params[index] for index in chosen]
                 sgd_(
                     [gradients[index] for index in chosen],

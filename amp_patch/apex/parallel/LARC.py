@@ -9,25 +9,25 @@ from torch.optim import Optimizer
 
 from ...torch_private import foreach_add_, foreach_mul, foreach_mul_
 from .._forward import forward
-from ..updates import in_full, norms
+from ..updates import at_full_precision, norms
 
 
 class LARC(Optimizer):
-    """Scales the gradient of each parameter before the optimizer inside takes its step, so that no layer moves too far.
+    """Wraps an optimizer. Scales the gradient g of each parameter w before a step, so that no layer changes too much.
 
-    local = trust_coefficient |w| / (|g| + wd |w| + eps), with `clip` min(local / lr, 1); g = (g + wd w) local, in
-    place, and the optimizer inside sees no weight decay. Where |w| or |g| is 0, g stays as it is and there is no weight
-    decay in that step. Computed in float32; waits for nothing.
+    rate = trust_coefficient |w| / (|g| + wd |w| + eps), and with `clip` min(rate / lr, 1). Then g = (g + wd w) rate, in
+    place, and the inner optimizer steps without weight decay. If |w| or |g| is 0, g is not changed, and w has no weight
+    decay in that step. Computes in float32 (float64 for float64), and waits for nothing.
 
-    Unlike Apex's it is an Optimizer itself, so that LR schedulers take it; it shares `param_groups`, `state` and hooks
-    with the optimizer inside, `optim`. Give amp and schedulers this object; whatever it does not have itself, it has
-    from `optim`.
+    Unlike Apex's, it is an Optimizer itself, so LR schedulers accept it. Pass this object to amp and to schedulers. It
+    shares `param_groups`, `state` and hooks with the inner optimizer, `optim`, and reads all other attributes from it.
     """
 
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
-        self.optim = optimizer  # not Optimizer.__init__: there is nothing of its own to keep
+        # without Optimizer.__init__, which would make groups and state of its own
+        self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps
         self.clip = clip
@@ -36,7 +36,7 @@ class LARC(Optimizer):
     param_groups = forward("optim", "param_groups")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not there yet: a copy in the making
+        if name == "optim":  # `copy` reads attributes before the copy has any
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -47,23 +47,23 @@ class LARC(Optimizer):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside; there is no other."""
+        """Return the state of the inner optimizer. LARC has no state."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the optimizer inside."""
+        """Load the state of the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer inside does it."""
+        """Call `zero_grad` of the inner optimizer."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer inside does it."""
+        """Call `add_param_group` of the inner optimizer."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Adapt the gradients (with a closure, those that it computes) and step."""
+        """Call the closure, if there is one, scale the gradients, and step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,11 +71,11 @@ class LARC(Optimizer):
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                # the gradient has the weight decay afterwards, and the optimizer inside must not add it again
+                # this adds weight decay to the gradients, so the inner optimizer must not add it again
                 self._adapt(group, decay)
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
-            # the closure has run, so the optimizer inside gets none
+            # without the closure, which has run already
             result = self.optim.step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):
@@ -85,15 +85,16 @@ class LARC(Optimizer):
 
     @torch.no_grad()
     def _adapt(self, group: dict[str, Any], decay: float) -> None:
+        """Add weight decay to the gradients of a group, and scale them."""
         pairs: list[tuple[Tensor, Tensor]] = [
             (parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None
         ]
-        for p, g in in_full([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]):
-            size, slope = torch.stack(norms(p)), torch.stack(norms(g))
-            local = self.trust_coefficient * size / (slope + decay * size + self.eps)
+        for p, g in at_full_precision([parameter for parameter, _ in pairs], [gradient for _, gradient in pairs]):
+            param_norms, gradient_norms = torch.stack(norms(p)), torch.stack(norms(g))
+            rates = self.trust_coefficient * param_norms / (gradient_norms + decay * param_norms + self.eps)
             if self.clip:
-                local = (local / group["lr"]).clamp(max=1.0)
-            adapts = (size != 0) & (slope != 0)
+                rates = (rates / group["lr"]).clamp(max=1.0)
+            is_adapted = (param_norms != 0) & (gradient_norms != 0)
             if decay:
-                foreach_add_(g, foreach_mul(p, (adapts.to(size.dtype) * decay).unbind()))
-            foreach_mul_(g, torch.where(adapts, local, 1.0).unbind())
+                foreach_add_(g, foreach_mul(p, (is_adapted.to(param_norms.dtype) * decay).unbind()))
+            foreach_mul_(g, torch.where(is_adapted, rates, 1.0).unbind())

@@ -1,6 +1,6 @@
-"""`apex.parallel`, over torch.distributed.
+"""`apex.parallel`, on torch.distributed.
 
-Importing it starts nothing; `LARC` is the submodule, as in Apex, and the class is `LARC.LARC`.
+Importing it does not start torch.distributed. As in Apex, `LARC` is the submodule, and the class is `LARC.LARC`.
 """
 
 from typing import NoReturn

@@ -1,7 +1,7 @@
-"""`DistributedDataParallel` with Apex's arguments over torch's, `Reducer`, and calls on flattened tensors.
+"""`DistributedDataParallel` with Apex's arguments on top of torch's, `Reducer`, and collectives on flattened tensors.
 
-Needs an initialized process group. Any backend, device and floating dtype will do; Apex needed CUDA, and had no
-bfloat16.
+All need an initialized process group, of any backend. They support any device and floating dtype, where Apex supported
+only CUDA, and no bfloat16.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from .._core import find_session
 from ..apex_C import flatten as flatten
 from ..apex_C import unflatten as unflatten
 
-_BROADCAST_BYTES = 250 * 2**20  # in one message, as torch's DistributedDataParallel
+_BROADCAST_BYTES = 250 * 2**20  # size of one message, as in torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients are summed over the ranks: all_reduce(gradient / predivide).
 
-    Averaged, the sum is multiplied by predivide / world size. With `in_float32` 16-bit gradients are divided and summed
-    in float32, and rounded once.
+    With `averages`, the sum is then multiplied by predivide / world size. With `in_float32`, 16-bit gradients are
+    divided and summed in float32, and rounded once.
     """
 
     world_size: int
@@ -38,7 +38,7 @@ class Reduction:
     in_float32: bool
 
     def start(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Reduce `buffer` in place; the future is `buffer`."""
+        """Start to reduce `buffer` in place. The value of the returned future is `buffer`."""
         total = buffer.float() if self.in_float32 and buffer.dtype in (torch.float16, torch.bfloat16) else buffer
         if self.predivide != 1.0:
             total.div_(self.predivide)
@@ -54,22 +54,22 @@ class Reduction:
 
 
 def reduce_bucket(state: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """A communication hook for torch's DistributedDataParallel that reduces as `state` says."""
+    """Reduce a bucket as `state` says. A communication hook for torch's DistributedDataParallel."""
     return state.start(bucket.buffer())
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0; buffers never are.
+    """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0, buffers never.
 
     Args:
-        module: on its device, and initialized by amp before.
-        delay_allreduce: reduce the gradients that exist when backward is over, instead of overlapping. This mode allows
-            parameters without gradients and several backward passes after one forward (which torch's reducer silently
-            leaves unreduced). A parameter that has a gradient on some ranks counts as zero on the others. Waits for the
-            device once in each backward pass.
+        module: a module that is on its device, and that `amp.initialize` has been called for.
+        delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then parameters
+            may have no gradients, and a forward may be followed by several backward passes (torch's reducer would leave
+            the later ones unreduced, without an error). If a parameter has a gradient on some ranks only, it counts as
+            zero on the others. Waits for the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
-        gradient_average: divide by the number of ranks. Without it, gradients must be zeroed before each backward pass.
-        gradient_predivide_factor: divide by it before the sum, and multiply the average by it afterwards.
+        gradient_average: divide by the number of ranks. If False, gradients must be zeroed before each backward pass.
+        gradient_predivide_factor: divide gradients by it before the sum, and multiply the average by it afterwards.
         shared_param, message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
         allreduce_communicators, gradient_average_split_factor, prof: without effect.
     """
@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         with warnings.catch_warnings():
-            # newer torch asks for another argument, but that one broadcasts buffers once
+            # newer torch recommends another argument, but with that, buffers are broadcast once
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=False)
         self._reduction = Reduction(
@@ -101,7 +101,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduced_pass = -1
         self.enable_allreduce()
         if delay_allreduce:
-            reference = weakref.ref(self)  # the hook stays on the parameters when the wrapper is gone
+            reference = weakref.ref(self)  # the hooks live on the parameters, which may outlive the wrapper
 
             def reduce_later(_: Tensor) -> None:
                 wrapper = reference()
@@ -115,22 +115,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(self._reduction, reduce_bucket)
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients in backward passes whose forward comes after this call.
-
-        With `delay_allreduce`: in all backward passes after it.
+        """Reduce gradients in backward passes whose forward comes after this call. With `delay_allreduce`, reduce them
+        in all backward passes after this call.
         """
         self._set_allreduce(True)
 
     def disable_allreduce(self) -> None:
-        """Leave gradients as they are in backward passes whose forward comes after this call.
-
-        With `delay_allreduce`: in all backward passes after it.
+        """Do not reduce gradients in backward passes whose forward comes after this call. With `delay_allreduce`, do
+        not reduce them in any backward pass after this call.
         """
         self._set_allreduce(False)
 
     def _set_allreduce(self, is_on: bool) -> None:
         self._is_reducing = is_on
-        self.require_backward_grad_sync = is_on and not self.delay_allreduce  # torch's own reducer
+        # this flag is for torch's own reducer, which does nothing under `delay_allreduce`
+        self.require_backward_grad_sync = is_on and not self.delay_allreduce
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,14 +142,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._set_allreduce(before)
 
     def leaves_gradients_local(self) -> bool | None:
-        """Return whether gradients are left alone now; None if the forward pass decided that, as in torch."""
+        """Return whether gradients are left unreduced now. Return None if the forward pass decides that, as in
+        torch.
+        """
         return not self._is_reducing if self.delay_allreduce else None
 
     def reduce_after_backward(self) -> None:
-        """Called in a backward pass: once it is over, reduce the gradients of all parameters."""
-        current = get_backward_id()
-        if self._is_reducing and current != self._reduced_pass:
-            self._reduced_pass = current
+        """Reduce the gradients of all parameters at the end of the backward pass that calls this."""
+        pass_id = get_backward_id()
+        if self._is_reducing and pass_id != self._reduced_pass:  # every parameter's hook calls this
+            self._reduced_pass = pass_id
             queue_after_backward(self._reduce_all)
 
     def _reduce_all(self) -> None:
@@ -158,7 +159,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         has_gradient = torch.tensor(
             [parameter.grad is not None for parameter in params], dtype=torch.int32, device=params[0].device
         )
-        # every rank must reduce the same tensors, so all learn which parameters have a gradient anywhere
+        # every rank must reduce the same tensors, so find the parameters that have a gradient on any rank
         dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
         gradients = []
         for parameter, is_used in zip(params, has_gradient.tolist(), strict=True):
@@ -172,8 +173,8 @@ class Reducer:
     """Averages gradients over the ranks on request, for custom training loops.
 
     Args:
-        module_or_grads_list: a module, whose parameters are broadcast from rank 0 now and whose gradients `reduce`
-            averages; or tensors, in any nesting of lists, tuples and dicts, which `reduce` averages in place.
+        module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The parameters of a module
+            are broadcast from rank 0 now, and `reduce` averages their gradients. It averages tensors in place.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
@@ -185,10 +186,10 @@ class Reducer:
             self.grads = list(_find_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
-        """Average the gradients of parameters that have one (on every rank the same), or the tensors given.
+        """Average the gradients of parameters, or the tensors. The same parameters must have gradients on every rank.
 
-        Where amp keeps masters, gradients are in the masters once a `scale_loss` block has ended; both are averaged. An
-        overflow that one rank found before is in the average of all: from now on they skip the same steps.
+        Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients
+        there. inf on one rank is inf in the average, so from now on all ranks skip the same steps.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()
@@ -224,12 +225,12 @@ def apply_flat_dist_call(
 ) -> None:
     """Run `call(flat, *extra_args)` on tensors of one dtype and device, flattened, and copy the result back.
 
-    After `dist.all_reduce` the sum is divided by the number of ranks.
+    If `call` is `dist.all_reduce`, the sum is divided by the number of ranks.
     """
     with torch.no_grad():
         flat = flatten(bucket)
         call(flat, *(extra_args or ()))
-        # as in Apex: this function, and no other sum, is turned into a mean
+        # as in Apex, which averages only for this function
         if call is dist.all_reduce:
             flat /= dist.get_world_size()
         foreach_copy_(list(bucket), list(unflatten(flat, bucket)))

@@ -1,7 +1,7 @@
 """`python -m amp_patch.apex.parallel.multiproc script.py ...`: torchrun with a process for each local GPU.
 
-Apex's launcher appended `--world-size` and `--rank` to the script's arguments; torchrun sets WORLD_SIZE, RANK and
-LOCAL_RANK in its environment.
+Apex's launcher added `--world-size` and `--rank` to the script's arguments. torchrun sets the environment variables
+WORLD_SIZE, RANK and LOCAL_RANK instead.
 """
 
 import sys

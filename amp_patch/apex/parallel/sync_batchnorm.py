@@ -1,4 +1,6 @@
-"""`SyncBatchNorm` with Apex's arguments over torch's, and functions that convert a model and make process groups."""
+"""`SyncBatchNorm` with Apex's arguments on top of torch's, and functions that convert a model and make process
+groups.
+"""
 
 from typing import Any
 
@@ -19,18 +21,19 @@ from ...torch_private import (
 
 
 class SyncBatchNorm(BatchNormBase):
-    """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, on the CPU too.
+    """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, also on the CPU.
 
-    Statistics are over the joined batch, also when ranks have batches of different sizes (on the CPU, empty ones
-    too); the output has the dtype of the input; `momentum=None` and `track_running_stats=False` work. Apex's fallback
-    got these wrong.
+    Statistics are over the batches of all ranks together, also if these differ in size; on the CPU, some may be empty.
+    The output has the dtype of the input. `momentum=None` and `track_running_stats=False` work. Apex's version without
+    CUDA extensions got all of this wrong.
 
-    It runs torch.nn.SyncBatchNorm's code, but is none: torch's DistributedDataParallel refuses those on the CPU.
+    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel would refuse such a
+    layer on the CPU.
 
     Args:
         channel_last: inputs are (N, ..., C) instead of (N, C, ...).
         fuse_relu: apply ReLU to the output, after `z` is added.
-        process_group: the ranks to join; default: all.
+        process_group: the ranks whose batches are normalized together. Default: all ranks.
     """
 
     def __init__(
@@ -50,18 +53,18 @@ class SyncBatchNorm(BatchNormBase):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize `input` of at least two dimensions; `z`, of the same shape, is added to the result.
+        """Normalize `input`, of at least two dimensions, and add `z`, of the same shape, to the result.
 
         The result has the shape and dtype of `input`.
         """
-        moves = self.channel_last and input.dim() > 2
-        x = input.movedim(-1, 1) if moves else input
+        moves_channels = self.channel_last and input.dim() > 2
+        x = input.movedim(-1, 1) if moves_channels else input
         if self.training and x.device.type == "cpu" and dist.is_available() and dist.is_initialized():
             output = self._normalize_on_cpu(x)
         else:
             output = nn.SyncBatchNorm.forward(self, x)  # type: ignore[arg-type]
         output = output.to(input.dtype)
-        if moves:
+        if moves_channels:
             output = output.movedim(1, -1)
         if z is not None:
             output = output + z
@@ -71,16 +74,17 @@ class SyncBatchNorm(BatchNormBase):
     _check_non_zero_input_channels: Any = check_sync_batchnorm_channels
 
     def _normalize_on_cpu(self, input: Tensor) -> Tensor:
-        """Normalize by sums over the ranks, in float32 and in two passes: torch has no kernels for this on the CPU."""
+        """Normalize by sums over the ranks, in float32 or float64, because torch has no kernels for this on the CPU."""
         self._check_input_dim(input)
         if input.size(1) != self.num_features:
             raise ValueError(f"SyncBatchNorm expects {self.num_features} channels, not {input.size(1)}")
         x = input.double() if input.dtype is torch.float64 else input.float()
         dims = [0, *range(2, x.dim())]
-        # counts are summed with the values, because batches may differ in size
+        # sum the counts together with the values, because batches may differ in size
         count = x.new_tensor([x.numel() / x.size(1)])
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
+        # torch's BatchNorm raises this error, too: a single value has no variance
         if total <= 1:
             raise ValueError(
                 f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all"
@@ -96,6 +100,7 @@ class SyncBatchNorm(BatchNormBase):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics, if there are any."""
         if (
             not self.track_running_stats
             or self.running_mean is None
@@ -104,7 +109,7 @@ class SyncBatchNorm(BatchNormBase):
         ):
             return
         self.num_batches_tracked.add_(1)
-        # without a momentum, torch keeps the mean of all batches
+        # if `momentum` is None, running statistics are the mean over all batches, as in torch
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
             running.copy_(running * (1 - factor) + value * factor)
@@ -113,7 +118,7 @@ class SyncBatchNorm(BatchNormBase):
 class SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over the ranks of a group.
 
-    The gradient is summed as well: every rank's output depends on every rank's input.
+    The gradient is summed, too, because the output of every rank depends on the input of every rank.
     """
 
     @staticmethod
@@ -136,17 +141,19 @@ def _sum_over_ranks(tensor: Tensor, group: Any) -> Tensor:
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Return `module` with every BatchNorm layer replaced by a SyncBatchNorm.
 
-    torch's SyncBatchNorm counts as one, InstanceNorm does not. Layers are replaced in place; a module that is a
-    BatchNorm itself is returned as a new one. Parameters and buffers are taken over as they are, so optimizers that
-    hold them stay right; so are the training mode and `requires_grad`, both of which Apex lost. Hooks are not: call
-    this before `amp.initialize`. Raises ModelError for a lazy layer that has seen no input yet.
+    torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
+    place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
+    so optimizers stay valid. They keep the training mode and `requires_grad`, both of which Apex lost. Hooks are lost,
+    so call this before `amp.initialize`. Raises ModelError for a lazy layer that has not been called yet.
     """
     return _convert(module, process_group, channel_last, {})
 
 
-def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module in known:  # used in several places
-        return known[module]
+def _convert(
+    module: nn.Module, process_group: Any, channel_last: bool, converted: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in converted:  # the module is used in several places
+        return converted[module]
     result = module
     if isinstance(module, BatchNormBase):
         if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
@@ -160,18 +167,18 @@ def _convert(module: nn.Module, process_group: Any, channel_last: bool, known: d
         get_own_parameters(result).update(get_own_parameters(module))
         get_own_buffers(result).update(get_own_buffers(module))
         result.train(module.training)
-    known[module] = result
+    converted[module] = result
     for name, child in list(get_own_children(module).items()):
         if child is not None:
-            get_own_children(result)[name] = _convert(child, process_group, channel_last, known)
+            get_own_children(result)[name] = _convert(child, process_group, channel_last, converted)
     return result
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Return the process group of this rank among consecutive groups of `group_size` ranks.
+    """Split the ranks into consecutive groups of `group_size`, and return the process group of this rank.
 
-    For 0 it is None, which means all ranks. Every rank must call it. Raises ValueError if the number of ranks is no
-    multiple of `group_size`.
+    If `group_size` is 0, return None, which means all ranks. Every rank must call this. Raises ValueError if the number
+    of ranks is not a multiple of `group_size`.
     """
     if group_size == 0:
         return None
@@ -180,6 +187,6 @@ def create_syncbn_process_group(group_size: int) -> Any:
         raise ValueError(
             f"group_size={group_size} must divide the number of ranks, {world_size}, or be 0 for one group of all"
         )
-    # every rank has to make every group, and in the same order
+    # torch requires every rank to make every group, in the same order
     groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, world_size, group_size)]
     return groups[dist.get_rank() // group_size]

@@ -1,10 +1,13 @@
-"""Every Python below `amp-patch run` imports this module, because the command puts this folder on PYTHONPATH.
+"""Sets up a script for `amp-patch run` and the other commands that run scripts.
 
-It installs the stand-in for `apex`, the takeover of torch.autocast, and the recording of steps. Then it runs the
-`sitecustomize` that Python would have imported without it.
+Python imports a module of this name when it starts. Every Python that such a command starts finds this one, because the
+command puts this folder at the front of PYTHONPATH. So does every Python that the script starts.
 
-A Python of another installation may have any version, even 2.7, and may lack this package or its requirements. Nothing
-is installed or printed there.
+It redirects files, and installs the stand-in for `apex`, the takeover of torch.autocast and the recording, as far as
+the command asks for them. Then it runs the `sitecustomize` that Python would have imported otherwise.
+
+A script may also start a Python of another installation, of any version, even 2.7, without this package or its
+requirements. There, this module must neither fail nor print anything. Annotations are comments, which Python 2 accepts.
 """
 
 import json
@@ -23,14 +26,16 @@ def _start():  # type: () -> None
     is_found = find_spec("amp_patch") is not None
     if settings["python"] == [sys.prefix, sys.version_info[0], sys.version_info[1]]:
         if not is_found:
-            sys.path.append(settings["root"])  # the package was in the working directory of the command
+            # the command imported the package from its working directory, and the script runs in another one
+            sys.path.append(settings["root"])
         _install(settings)
     elif is_found:
-        before = set(sys.modules)
+        # A Python of another installation. Its version of the package, or of Python, may raise anything.
+        modules_before = set(sys.modules)
         try:
             _install(settings)
-        except Exception:  # another version of Python or of the package may raise anything
-            for name in set(sys.modules) - before:
+        except Exception:
+            for name in set(sys.modules) - modules_before:
                 if name.partition(".")[0] == "amp_patch":
                     del sys.modules[name]
 
@@ -52,20 +57,21 @@ def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
 
 def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
     if "native" in settings:
-        from amp_patch.cli.recording import forget_told, take_over
+        from amp_patch.cli.recording import remove_marker_at_exit, take_over
 
         is_first = settings["is_first"]
-        os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))  # for the Pythons that this one starts
+        # the Pythons that this one starts read the variable too
+        os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))
         take_over(is_first=is_first, **settings["native"])
-        if is_first and settings["native"]["told"] is not None:
-            forget_told(settings["native"]["told"])
+        if is_first and settings["native"]["marker"] is not None:
+            remove_marker_at_exit(settings["native"]["marker"])
     if "watch" in settings:
         from amp_patch.cli.recording import record
 
         record(**settings["watch"])
 
 
-def _run_the_next():  # type: () -> None
+def _run_next_sitecustomize():  # type: () -> None
     if sys.version_info < (3,):  # noqa: UP036
         import imp
 
@@ -85,9 +91,9 @@ def _run_the_next():  # type: () -> None
         spec.loader.exec_module(module)
 
 
-# otherwise `_run_the_next` would find this module
+# without this folder on the path, so that `_run_next_sitecustomize` does not find this module again
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 try:
     _start()
 finally:
-    _run_the_next()
+    _run_next_sitecustomize()

@@ -71,7 +71,7 @@ class CurveProbe(Probe):
         """Begin. Called again when a session gets more models."""
         # Only once: a session is opened again with each further model.
         if self._is_noise and self.run is None:
-            _nudge(session, session.trained())
+            _nudge(session, session.trained_parameters())
         self.run = describe_run(session)
         self._pending.clear()
         self._calls.start()

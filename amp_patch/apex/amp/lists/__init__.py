@@ -1,6 +1,6 @@
 """The op lists under Apex's names.
 
-Scripts may edit these lists before they call `initialize`; the differences are registered then.
+Scripts may edit these lists before they call `initialize`, which then registers the differences.
 """
 
 from types import ModuleType
@@ -35,11 +35,13 @@ def register_edits() -> None:
     """Register the script's edits of these lists for the next session."""
     edits = []
     for module in _MODULES:
-        shipped, now = _SHIPPED[module.__name__], _names(module)
-        edited = [name for name in shipped.keys() | now.keys() if shipped.get(name) != now.get(name)]
+        shipped, present = _SHIPPED[module.__name__], _names(module)
+        edited = [name for name in shipped.keys() | present.keys() if shipped.get(name) != present.get(name)]
         # neutral: the script has removed the name from its list
         edits += [
-            (module.MODULE, name, now.get(name, "neutral")) for name in sorted(edited) if hasattr(module.MODULE, name)
+            (module.MODULE, name, present.get(name, "neutral"))
+            for name in sorted(edited)
+            if hasattr(module.MODULE, name)
         ]
     replace_registered(_registered, edits)
     _registered[:] = edits

@@ -8,17 +8,19 @@ from ... import optimizers
 
 
 class FusedAdam(optimizers.FusedAdam):
-    """Adam with decoupled weight decay, bias corrected in the step size: eps and weight decay are scaled along.
+    """Adam with decoupled weight decay. The bias correction is part of the step size, so it also changes the effect of
+    eps and of weight decay.
 
     p -= lr sqrt(1 - b2^step) / (1 - b1^step) (m / (sqrt(v) + eps) + wd p); without `bias_correction` p -= lr (...).
 
     Args:
-        max_grad_norm: the norm of the gradients of a group to clip to, 0: do not clip.
+        max_grad_norm: clip the gradients of each group to this norm. 0: do not clip.
         eps_inside_sqrt, amsgrad: raise OptimizerError if true.
-        use_mt, amp_scale_adjustment: accepted; gradients hold true values here.
+        use_mt, amp_scale_adjustment: without effect, because gradients are unscaled here.
     """
 
-    reads_flag = False  # lr follows the count of steps, which only the host has
+    # the step size depends on the number of steps taken, so the host must know whether a step is skipped
+    reads_flag = False
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class FusedAdam(optimizers.FusedAdam):
 
     def _options_of_step(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         options = super()._options_of_step(group, step)
+        # correct the bias in the step size, and keep `adam_` from correcting the moments
         if options["corrects_bias"]:
             beta1, beta2 = group["betas"]
             options["lr"] *= math.sqrt(1 - beta2**step) / (1 - beta1**step)

@@ -18,7 +18,7 @@ class SoftmaxCrossEntropyLoss:
         Args:
             logits: shape (n, classes), any floating dtype.
             labels: shape (n,), whole numbers; rows with the label `padding_idx` have the loss 0.
-            smoothing: the share of the target that all classes have alike.
+            smoothing: the share of the target that is spread evenly over all classes.
             half_to_float: without effect, as in Apex, where the result did not depend on it.
         """
         full = logits.to(full_dtype(logits))

@@ -1,0 +1,366 @@
+"""`Flow`: which dtype an expression of a script may have, as far as its text tells."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from .script import Script
+from .tree import argument_of, end, function_of, position, text_of
+
+LOW = frozenset({"float16", "bfloat16"})
+
+_SPELLINGS = {
+    **dict.fromkeys(("float16", "half", "fp16", "torch.float16", "torch.half"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("float32", "float", "fp32", "torch.float32", "torch.float"), "float32"),
+    **dict.fromkeys(("float64", "double", "torch.float64", "torch.double"), "float64"),
+}
+"""How scripts and configurations spell a dtype."""
+
+_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
+"""Methods of tensors and modules that cast to one dtype."""
+
+_CASTS_TO = ("to", "type", "astype")
+_SAME_DTYPE = (
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "requires_grad_",
+    "clone",
+    "detach",
+    "contiguous",
+    "share_memory",
+    "copy",
+)
+"""Methods whose result has the dtype of their object."""
+
+_WRAPPERS = {
+    *("compile", "deepcopy", "AveragedModel", "DistributedDataParallel", "DDP", "DataParallel"),
+    *("FullyShardedDataParallel", "FSDP", "fully_shard", "zeros_like", "ones_like", "full_like", "empty_like"),
+}
+"""Functions whose result has the dtype of their first argument."""
+
+_DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
+_DEEPEST = 6
+"""Names and calls that are followed in a row."""
+
+
+class Origin(NamedTuple):
+    """A dtype that a value may have ("" if the text does not tell), and the node that gave it."""
+
+    dtype: str
+    node: ast.AST
+
+
+class Verdict(NamedTuple):
+    """The 16-bit dtype that a value has, the node that gave it, and whether it has another dtype in other runs."""
+
+    dtype: str
+    node: ast.AST
+    is_certain: bool
+
+
+class Flow:
+    """Follows values through the names, arguments and functions of a script. Nothing is run.
+
+    An attribute such as `self.model` is one name in the whole script. Other names belong to the function that binds
+    them.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._functions = {node.name: node for node in script.nodes if isinstance(node, _FUNCTIONS)}
+        self._calls: dict[str, list[ast.Call]] = {}
+        for call in script.calls:
+            self._calls.setdefault(function_of(call), []).append(call)
+        self._assigned: dict[str, list[ast.expr]] = {}
+        for target, value in script.assignments:
+            self._assigned.setdefault(target, []).append(value)
+        self._bound = set[tuple[ast.AST, str]]()
+        for node in script.nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._bound.add((script.frame(node), node.id))
+            elif isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+                self._bound.update((node, argument.arg) for argument in _arguments(node))
+
+    def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
+        """Return the 16-bit dtype that a value may have at the node `at`, or None."""
+        origins = self._find_origins(node, at, 0)
+        low = [origin for origin in origins if origin.dtype in LOW]
+        if not low:
+            return None
+        # bfloat16 first, which loses more
+        low.sort(key=lambda origin: origin.dtype != "bfloat16")
+        return Verdict(low[0].dtype, low[0].node, is_certain=len(low) == len(origins))
+
+    # ---- dtypes as values --------------------------------------------------------------------------------------------
+
+    def find_dtypes(self, node: ast.expr | None, depth: int = 0) -> list[str]:
+        """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
+
+        "" stands for a value that the text does not tell. The list is empty for other expressions, such as a device.
+        """
+        if node is None or depth > _DEEPEST:
+            return []
+        if isinstance(node, ast.Constant):
+            return [_SPELLINGS[node.value]] if node.value in _SPELLINGS else []
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._find_in_name(node, depth)
+        if isinstance(node, ast.IfExp):
+            return self.find_dtypes(node.body, depth + 1) + self.find_dtypes(node.orelse, depth + 1)
+        if isinstance(node, ast.Subscript):
+            return self._find_in_table(node, depth)
+        if isinstance(node, ast.Call) and text_of(node.func) == "getattr" and len(node.args) > 1:
+            return self.find_dtypes(node.args[1], depth + 1)
+        return []
+
+    def _find_in_name(self, node: ast.Name | ast.Attribute, depth: int) -> list[str]:
+        """Return the dtypes that a name may mean: of torch, or by its values."""
+        values: list[ast.expr] = []
+        spelled = [_SPELLINGS[name] for name in self._script.names.resolve(node) if name in _SPELLINGS]
+        if isinstance(node, ast.Name) or not spelled:
+            values = self._values_of(node)
+        if not values:
+            # an argument of a function is not the import of the same name
+            return [] if isinstance(self._scope_of(node), _FUNCTIONS) else spelled
+        found = [self.find_dtypes(value, depth + 1) for value in values]
+        known = [dtype for dtypes in found for dtype in dtypes]
+        # a value that is no dtype, such as the result of a function, may be any dtype
+        if known and not all(found):
+            known.append("")
+        return known
+
+    def _find_in_table(self, node: ast.Subscript, depth: int) -> list[str]:
+        """Return the dtypes of `{"bf16": torch.bfloat16, ...}[key]`: the one of a constant key, or all."""
+        dtypes = []
+        for table in [node.value, *self._values_of(node.value)]:
+            if not isinstance(table, ast.Dict):
+                continue
+            for key, value in zip(table.keys, table.values, strict=True):
+                is_known = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
+                if not is_known or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
+                    dtypes += self.find_dtypes(value, depth + 1)
+        return dtypes
+
+    def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
+        """Return the dtypes that a call is given by keyword, also in `**options`, or at any position."""
+        given: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg in _DTYPE_ARGUMENTS]
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                given += self._find_options(keyword.value)
+        if with_positions:
+            given += call.args
+        return [dtype for argument in given for dtype in self.find_dtypes(argument)]
+
+    def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
+        """Yield the dtype in a dict of options: a display, a call of `dict`, or a name of either."""
+        for options in [node, *self._values_of(node)]:
+            if isinstance(options, ast.Dict):
+                for key, value in zip(options.keys, options.values, strict=True):
+                    if isinstance(key, ast.Constant) and key.value in _DTYPE_ARGUMENTS:
+                        yield value
+            elif isinstance(options, ast.Call) and text_of(options.func) == "dict":
+                yield from (keyword.value for keyword in options.keywords if keyword.arg in _DTYPE_ARGUMENTS)
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def _scope_of(self, name: ast.expr) -> ast.AST | None:
+        """Return the function or module that binds a name; None for attributes, which are one in the whole script."""
+        if not isinstance(name, ast.Name):
+            return None
+        frame = self._script.frame(name)
+        while frame is not self._script.tree and (frame, name.id) not in self._bound:
+            frame = self._script.frame(frame)
+        return frame
+
+    def _values_of(self, node: ast.expr) -> list[ast.expr]:
+        """Return the values of a name: what is assigned to it, the default of an argument, and what callers pass."""
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return []
+        scope = self._scope_of(node)
+        values = self._find_assigned(text_of(node), scope)
+        if isinstance(scope, _FUNCTIONS):
+            values += self._find_passed(scope, text_of(node))
+        if isinstance(node, ast.Attribute):
+            values += self._find_fields(node.attr)
+        return values
+
+    def _find_assigned(self, name: str, scope: ast.AST | None) -> list[ast.expr]:
+        """Return the values that are assigned to a name in its scope."""
+        values = self._assigned.get(name, ())
+        return [value for value in values if scope is None or self._script.frame(value) is scope]
+
+    def _find_fields(self, name: str) -> Iterator[ast.expr]:
+        """Yield the defaults of an attribute in bodies of classes, as in dataclasses, and of an argument `--name`."""
+        for outer in self._script.nodes:
+            if isinstance(outer, ast.ClassDef):
+                for statement in outer.body:
+                    if isinstance(statement, ast.AnnAssign) and text_of(statement.target) == name and statement.value:
+                        yield statement.value
+        for call in self._calls.get("add_argument", ()):
+            flag = call.args[0] if call.args else None
+            if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
+                # a user may choose another
+                yield from (argument_of(call, "default") or flag, flag)
+
+    def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
+        """Yield the default of an argument, and the values that calls in the script pass for it."""
+        positional = [*function.args.posonlyargs, *function.args.args]
+        names = [argument.arg for argument in positional]
+        defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
+        for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+            if default is not None:
+                defaults[argument.arg] = default
+        is_method = names[:1] in (["self"], ["cls"])
+        if is_method:
+            # `x.to(dtype)` seldom calls the method `to` of the script's own class
+            if function.name in (*_CASTS, *_CASTS_TO):
+                return
+            names = names[1:]
+        if name not in names and name not in defaults:
+            return
+        index = names.index(name) if name in names else None
+        called, holder = function.name, self._script.parent(function)
+        if called == "__init__" and isinstance(holder, ast.ClassDef):
+            called = holder.name
+        passed = [argument_of(call, name, index) for call in self._calls.get(called, ())]
+        yield from (value for value in passed if value is not None)
+        # without a call in the script, or for a call that leaves it out
+        if name in defaults and not (passed and all(passed)):
+            yield defaults[name]
+
+    # ---- models and tensors ------------------------------------------------------------------------------------------
+
+    def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
+        unknown = [Origin("", node)]
+        if depth > _DEEPEST:
+            return unknown
+        if isinstance(node, ast.IfExp):
+            return [*self._find_origins(node.body, at, depth + 1), *self._find_origins(node.orelse, at, depth + 1)]
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            origins = self._follow_name(node, at, depth)
+            # a part of a model has its dtype
+            if not origins and isinstance(node, ast.Attribute):
+                return self._find_origins(node.value, at, depth + 1)
+            return origins or unknown
+        if isinstance(node, ast.Call):
+            return self._follow_call(node, at, depth) or unknown
+        return unknown
+
+    def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
+        name = function_of(call)
+        if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
+            if (dtypes := self._find_cast(call)) is not None:
+                return [Origin(dtype, call) for dtype in dtypes]
+            if name in (*_CASTS_TO, *_SAME_DTYPE):
+                return self._find_origins(call.func.value, at, depth + 1)
+        if dtypes := self._find_argument_dtypes(call):
+            return [Origin(dtype, call) for dtype in dtypes]
+        if name in _WRAPPERS and call.args:
+            return self._find_origins(call.args[0], call, depth + 1)
+        function = self._functions.get(name)
+        if function is not None:
+            returns = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None)
+            own = [node for node in returns if self._script.frame(node) is function]
+            return [origin for node in own for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
+        return self._find_default(call)
+
+    def _find_cast(self, call: ast.Call) -> list[str] | None:
+        """Return the dtypes to which a call of a method casts its object; None for another method."""
+        name = function_of(call)
+        if name in _CASTS and not call.args:
+            return [_CASTS[name]]
+        if name in _CASTS_TO:
+            return self._find_argument_dtypes(call, with_positions=True) or None
+        return None
+
+    def _find_default(self, maker: ast.Call) -> list[Origin]:
+        """Return the dtype of `torch.set_default_dtype` in force where a call makes a model or tensor."""
+        origins: list[Origin] = []
+        for call in self._script.calls_of("torch.set_default_dtype"):
+            is_here = self._script.frame(call) is self._script.frame(maker)
+            if is_here and not self._script.is_before(call, maker):
+                continue
+            dtypes = self.find_dtypes(argument_of(call, "d", 0))
+            if is_here:
+                origins = []  # the last call before the maker counts
+            origins += [Origin(dtype, call) for dtype in dtypes]
+        return origins
+
+    def _follow_name(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
+        """Return the origins of the value that a name has at the node `at`.
+
+        In each function, the last event before `at` counts, and the earlier ones if it is not sure to happen.
+        """
+        frames: dict[ast.AST, list[ast.expr]] = {}
+        for event in sorted(self._find_events(node), key=position):
+            frames.setdefault(self._script.frame(event), []).append(event)
+        origins: list[Origin] = []
+        here = self._script.frame(at)
+        for frame, events in frames.items():
+            for event in reversed(events):
+                if frame is here and not self._script.is_before(event, at):
+                    continue
+                origins += self._follow_event(node, event, depth)
+                if not self._is_conditional(event, at):
+                    break
+        scope = self._scope_of(node)
+        if not origins and isinstance(scope, _FUNCTIONS):
+            for value in self._find_passed(scope, text_of(node)):
+                origins += self._find_origins(value, value, depth + 1)
+        return origins
+
+    def _follow_event(self, node: ast.expr, event: ast.expr, depth: int) -> list[Origin]:
+        """Return the origins of a name after an assignment of `event`, or after a cast in place."""
+        if isinstance(event, ast.Call) and isinstance(self._script.parent(event), ast.Expr):
+            return self._follow_call(event, event, depth + 1)
+        # model, optimizer = accelerator.prepare(model, optimizer)
+        if isinstance(event, ast.Call) and function_of(event) == "prepare":
+            for argument in event.args:
+                if text_of(argument) == text_of(node):
+                    return self._find_origins(argument, event, depth + 1)
+        return self._find_origins(event, event, depth + 1)
+
+    def _find_events(self, node: ast.expr) -> Iterator[ast.expr]:
+        """Yield the values that are assigned to a name, and the statements that cast it in place (`model.half()`)."""
+        name, scope = text_of(node), self._scope_of(node)
+        yield from self._find_assigned(name, scope)
+        for call, chain in self._casts_in_place:
+            if text_of(chain) == name and (scope is None or self._scope_of(chain) is scope):
+                yield call
+
+    @cached_property
+    def _casts_in_place(self) -> list[tuple[ast.Call, ast.expr]]:
+        """Each statement that casts an object, such as `model.half().cuda()`, with the object."""
+        casts = []
+        for call in self._script.calls:
+            if not isinstance(self._script.parent(call), ast.Expr):
+                continue
+            chain: ast.expr = call
+            is_cast = False
+            while isinstance(chain, ast.Call) and isinstance(chain.func, ast.Attribute):
+                is_cast = is_cast or self._find_cast(chain) is not None
+                chain = chain.func.value
+            if is_cast:
+                casts.append((call, chain))
+        return casts
+
+    def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
+        """Return whether an event may not happen before `at`: it is on an arm that does not hold `at`."""
+        for outer, field in self._script.around(event):
+            is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
+            if is_arm and not position(outer) <= position(at) < end(outer):
+                return True
+            if outer is self._script.frame(event):
+                return False
+        return False
+
+
+def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Sequence[ast.arg]:
+    given = function.args
+    extra = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *extra]

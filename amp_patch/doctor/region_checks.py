@@ -1,0 +1,236 @@
+"""Rules about regions of torch.autocast."""
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .flow import Flow
+from .rules import Fault, rule
+from .script import Script
+from .tree import argument_of, function_of, names_in, text_of
+
+_OLD_REGIONS = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
+"""Regions that have a device in their name: their arguments are `enabled, dtype, cache_enabled`."""
+
+_REGIONS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+_DEFAULTS = {"cuda": "float16", "cpu": "bfloat16"}
+_SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
+_WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
+
+
+class Region(NamedTuple):
+    """A region: the call of autocast, and the `with` or the function that it encloses."""
+
+    call: ast.Call
+    body: ast.AST
+
+
+def _find_regions(script: Script) -> Iterator[Region]:
+    """Yield the regions of autocast that may be enabled."""
+    if "autocast" not in script.text:
+        return
+    for call in script.calls_of(*_REGIONS, *_OLD_REGIONS):
+        index = 0 if _is_old(script, call) else 2
+        enabled = argument_of(call, "enabled", index)
+        if isinstance(enabled, ast.Constant) and not enabled.value:
+            continue
+        for holder in _find_holders(script, call):
+            yield Region(call, holder)
+
+
+def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
+    """Yield each `with` and each decorated function that a call of autocast, or the name of its result, opens."""
+    names = {assignment.target for assignment in script.assignments if assignment.value is call}
+    for node in script.nodes:
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            opened = [item.context_expr for item in node.items]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            opened = node.decorator_list
+        else:
+            continue
+        if any(part is call or text_of(part) in names for part in opened):
+            yield node
+
+
+def _is_old(script: Script, call: ast.Call) -> bool:
+    return not script.names.resolve(call.func).isdisjoint(_OLD_REGIONS)
+
+
+@rule(
+    "AMP602",
+    "float16 without a loss scale",
+    bad="""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.float16):  # AMP602
+            loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+    """,
+    good="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+)
+def float16_without_scale(script: Script) -> Iterator[Fault]:
+    """float16 has no numbers below 6e-8. Gradients below that become zero unless the loss is scaled, and their weights
+    are not trained.
+    """
+    has_dead_scaler = _has_dead_scaler(script)
+    if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_dead_scaler):
+        return
+    flow = Flow(script)
+    for region in _find_regions(script):
+        loss = _find_backward(script, region)
+        if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
+            continue
+        dtypes = _dtypes_of(script, flow, region.call)
+        if "float16" not in dtypes:
+            continue
+        message = "a region of float16, and no GradScaler: small gradients become zero"
+        advice = "Scale the loss by a torch.amp.GradScaler, or use dtype=torch.bfloat16, which needs none."
+        if set(dtypes) == {"float16"}:
+            yield Fault(region.call, "warning", message, advice)
+        else:
+            yield Fault(region.call, "note", f"if the dtype is float16: {message}", advice)
+
+
+def _has_dead_scaler(script: Script) -> bool:
+    """Return whether each GradScaler of the script is made with `enabled=False`, and there is one."""
+    scalers = [call for call in script.calls if function_of(call).endswith("GradScaler")]
+    enabled = [argument_of(call, "enabled") for call in scalers]
+    return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
+
+
+def _dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
+    """Return the dtypes of a region: given, or the default of a device that the text names."""
+    dtype = argument_of(call, "dtype", 1)
+    if dtype is not None:
+        return flow.find_dtypes(dtype)
+    if any(keyword.arg is None for keyword in call.keywords):
+        return []
+    devices = [_OLD_REGIONS[name] for name in script.names.resolve(call.func) if name in _OLD_REGIONS]
+    device = argument_of(call, "device_type", 0)
+    if not devices and isinstance(device, ast.Constant):
+        devices = [str(device.value)]
+    return [_DEFAULTS[name] for name in devices if name in _DEFAULTS]
+
+
+def _find_backward(script: Script, region: Region) -> ast.expr | None:
+    """Return a loss that goes backward in the function of a region, or in one that calls that function; or None."""
+    if _is_without_gradients(script, region.body):
+        return None
+    frames = {script.frame(region.body)}
+    function = region.body if isinstance(region.body, ast.FunctionDef) else script.frame(region.body)
+    if isinstance(function, ast.FunctionDef):
+        if _is_without_gradients(script, function):
+            return None
+        # the loss may go backward where the function with the region is called
+        frames.add(function)
+        calls = [call for call in script.calls if function_of(call) == function.name]
+        frames |= {script.frame(call) for call in calls if not _is_without_gradients(script, call)}
+    for call, loss in script.method_calls("backward"):
+        if script.frame(call) in frames and not call.args:
+            return loss
+    return None
+
+
+def _is_without_gradients(script: Script, node: ast.AST) -> bool:
+    """Return whether a node runs in a block, or in a function, without gradients."""
+    opened: list[ast.expr] = []
+    for outer in (node, *(outer for outer, _ in script.around(node))):
+        if isinstance(outer, (ast.With, ast.AsyncWith)):
+            opened += [item.context_expr for item in outer.items]
+        elif isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            opened += outer.decorator_list
+            break
+    names = {text_of(part.func if isinstance(part, ast.Call) else part).rpartition(".")[2] for part in opened}
+    return not names.isdisjoint(_WITHOUT_GRADIENTS)
+
+
+def _is_scaled(script: Script, loss: ast.expr) -> bool:
+    """Return whether a loss is multiplied by a factor of more than 1, or by a name of a scale."""
+    for value in (loss, *script.values_of(text_of(loss))):
+        for product in ast.walk(value):
+            if isinstance(product, ast.Call) and function_of(product) == "scale":
+                return True
+            if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult):
+                continue
+            for factor in (product.left, product.right):
+                is_large = isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float))
+                # a smaller factor is the weight of a term, and no scale
+                if is_large and factor.value > 1:  # type: ignore[attr-defined]
+                    return True
+                if any("scale" in name.lower() for name in names_in(factor)):
+                    return True
+    return False
+
+
+@rule(
+    "AMP606",
+    "a training loop inside one region",
+    bad="""
+        with torch.autocast("cuda", dtype=torch.bfloat16):  # AMP606
+            for batch in loader:
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+    """,
+    good="""
+        for batch in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(batch).mean()
+            loss.backward()
+            optimizer.step()
+    """,
+)
+def loops_in_region(script: Script) -> Iterator[Fault]:
+    """torch keeps 16-bit copies of the weights until the outermost region ends. Inside it, steps change the weights but
+    not the copies, and the loss stands still.
+    """
+    told = set[ast.Call]()
+    for region in _find_regions(script):
+        index = 2 if _is_old(script, region.call) else 3
+        keeps = argument_of(region.call, "cache_enabled", index)
+        if region.call in told or (isinstance(keeps, ast.Constant) and not keeps.value):
+            continue
+        if _has_training_loop(script, region.body):
+            told.add(region.call)
+            message = "a training loop in one region of autocast: steps do not reach the 16-bit copies of the weights"
+            advice = "Put the region inside the loop, around the model and the loss."
+            yield Fault(region.call, "warning", message, advice)
+
+
+def _has_training_loop(script: Script, body: ast.AST) -> bool:
+    """Return whether a region holds a loop with steps of an optimizer, or calls a function that does."""
+    steps = [call for call, receiver in script.method_calls("step") if _is_step(script, call, receiver)]
+    if any(_is_in_loop_within(script, step, body) for step in steps):
+        return True
+    # with autocast(...): train()
+    called = {function_of(call) for call in ast.walk(body) if isinstance(call, ast.Call)}
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef) and node.name in called]
+    return any(_is_in_loop_within(script, step, function) for step in steps for function in functions)
+
+
+def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
+    """Return whether a call steps an optimizer, or makes a scaler do so."""
+    return script.is_optimizer(receiver) or any(script.is_optimizer(argument) for argument in call.args)
+
+
+def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
+    """Return whether a step is in a loop of the function or block `body`, and of no function inside it."""
+    is_in_loop = False
+    for outer, field in script.around(step):
+        if outer is body:
+            return is_in_loop
+        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            return False
+        is_in_loop = is_in_loop or (isinstance(outer, (ast.For, ast.AsyncFor, ast.While)) and field == "body")
+    return False

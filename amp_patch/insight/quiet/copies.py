@@ -1,0 +1,129 @@
+"""`CopyWatch`: ops that use an old 16-bit copy of a weight. torch.autocast keeps its copies until a region ends."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dtypes import LOW_DTYPES
+from ...session import current
+from ...torch_dispatch import TO_COPY, get_current_node
+from ..ops import Op
+from ..quiet_record import QuietCause, QuietRecord
+from ..rules import short
+from ..sites import find_site, names_dtype
+from ..tensors import storage_of
+
+_SAMPLES = 4096
+"""The most elements of a weight that are compared with its copy at each use."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A 16-bit copy of a weight.
+
+    Attributes:
+        storage, weight: the storage of the copy, and the weight, both held weakly.
+    """
+
+    storage: Any
+    weight: Any
+
+
+@dataclass
+class _Stale:
+    """The uses of old copies at one line."""
+
+    step: int
+    name: str
+    op: str
+    module: str
+    dtype: torch.dtype
+    steps: set[int]
+    names: set[str]
+
+
+class CopyWatch:
+    """Compares the copies that casts have made of weights with the weights, whenever an op of a forward pass uses one.
+
+    Args:
+        name, find_module: as for `UpdateWatch`.
+    """
+
+    def __init__(self, name: Any, find_module: Any) -> None:
+        self._name = name
+        self._find_module = find_module
+        self._copies: dict[int, _Copy] = {}  # by the id of the storage
+        self._stale: dict[str, _Stale] = {}  # by the line
+        self.step = 0
+
+    def note(self, op: Op) -> None:
+        """Note an op that has run."""
+        if op.overload.packet is TO_COPY:
+            self._note_cast(op)
+        elif self._copies and not op.overload.is_silent and get_current_node() is None:
+            for tensor in op.inputs():
+                if tensor.dtype in LOW_DTYPES and storage_of(tensor):
+                    self._check(op, tensor)
+
+    def _note_cast(self, op: Op) -> None:
+        """Note a copy, unless the script itself has asked for it: it may keep an old one on purpose."""
+        weight, copy = op.args[0], op.result
+        is_of_weight = isinstance(weight, Tensor) and weight.requires_grad and weight.is_leaf
+        if not is_of_weight or copy.dtype not in LOW_DTYPES or not storage_of(copy) or names_dtype():
+            return
+        storage = copy.untyped_storage()
+        self._copies[id(storage)] = _Copy(weakref.ref(storage), weakref.ref(weight))
+
+    def _check(self, op: Op, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self._copies.get(id(storage))
+        weight = None if known is None else known.weight()
+        if known is None or known.storage() is not storage or weight is None:
+            self._copies.pop(id(storage), None)
+            return
+        if weight.numel() * tensor.element_size() != storage.nbytes():
+            return
+        with current.without_casts():
+            if _is_alike(weight, tensor):
+                return
+        site = find_site()
+        if site.by == "amp":
+            return
+        name = self._name(weight) or ""
+        stale = self._stale.setdefault(
+            site.place, _Stale(self.step, name, op.overload.name, self._find_module(), tensor.dtype, set(), set())
+        )
+        stale.steps.add(self.step)
+        stale.names.add(name)
+
+    def records(self) -> list[QuietRecord]:
+        """Return a record for each line that used old copies."""
+        return [
+            QuietRecord(
+                QuietCause.STALE_COPY,
+                step=stale.step,
+                steps=len(stale.steps),
+                looked=max(self.step, max(stale.steps) + 1),
+                tensor=stale.name or None,
+                tensors=len(stale.names),
+                of=len(stale.names),
+                module=stale.module or None,
+                op=stale.op,
+                site=site or None,
+                dtype=short(stale.dtype),
+            )
+            for site, stale in self._stale.items()
+        ]
+
+
+def _is_alike(weight: Tensor, copy: Tensor) -> bool:
+    """Return whether a copy has the values of a weight, as far as some of them show."""
+    if not weight.is_contiguous() or weight.numel() == 0:
+        return True
+    stride = -(-weight.numel() // _SAMPLES)
+    own = weight.detach().view(-1)[::stride]
+    kept = copy.detach().as_strided((weight.numel(),), (1,), 0)[::stride]
+    return bool((own.to(copy.dtype) == kept).all())

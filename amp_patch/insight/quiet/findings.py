@@ -1,0 +1,112 @@
+"""`Findings`: what was found at a line of the script, over all steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ..quiet_record import QuietCause, QuietRecord
+from ..rules import short
+
+
+class Place(NamedTuple):
+    """A line of the script, the module that runs, and the op."""
+
+    site: str
+    module: str
+    op: str
+
+
+@dataclass
+class _Finding:
+    """What was found at one line.
+
+    Attributes:
+        place: where it was found first.
+        dtype: the 16-bit dtype.
+        steps: the steps in which it was found.
+        passed: the steps in which it was looked for, and not found.
+    """
+
+    place: Place
+    dtype: torch.dtype | None = None
+    steps: set[int] = field(default_factory=set)
+    passed: set[int] = field(default_factory=set)
+    kept: float | None = None
+    error: float | None = None
+    used: str = ""
+    tensor: str = ""
+
+
+class Findings:
+    """Collects what is found.
+
+    Attributes:
+        step: the number of the step that runs.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._known: dict[tuple[QuietCause, str], _Finding] = {}  # by the line
+
+    def add(
+        self,
+        cause: QuietCause,
+        place: Place,
+        dtype: torch.dtype,
+        *,
+        kept: float | None = None,
+        error: float | None = None,
+        used: str = "",
+        tensor: str = "",
+    ) -> None:
+        """Note that something was found in this step. The worst values stay."""
+        finding = self._known.setdefault((cause, place.site), _Finding(place))
+        if not finding.steps:
+            finding.place, finding.dtype = place, dtype
+        finding.steps.add(self.step)
+        if kept is not None:
+            finding.kept = kept if finding.kept is None else min(kept, finding.kept)
+        if error is not None:
+            finding.error = error if finding.error is None else max(error, finding.error)
+        finding.used = finding.used or used
+        finding.tensor = finding.tensor or tensor
+
+    def pass_over(self, cause: QuietCause, place: Place) -> None:
+        """Note that something was looked for in this step, and not found."""
+        self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
+
+    def records(self) -> list[QuietRecord]:
+        """Return a record for each line.
+
+        A difference that is lost late or seldom is one of a training that has converged. A line that only uses values
+        which another line has made coarse is named by that one.
+        """
+        return list(self._records())
+
+    def _records(self) -> Iterator[QuietRecord]:
+        used = {(cause, finding.used) for (cause, _), finding in self._known.items()}
+        for (cause, site), finding in self._known.items():
+            place = finding.place
+            if (cause, site) in used:
+                continue
+            only_passed = finding.passed - finding.steps
+            if not finding.steps or len(finding.steps) < len(only_passed):
+                continue
+            if cause is QuietCause.CANCELLED and only_passed and min(only_passed) < min(finding.steps):
+                continue
+            yield QuietRecord(
+                cause,
+                step=min(finding.steps),
+                steps=len(finding.steps),
+                looked=len(finding.steps | finding.passed),
+                tensor=finding.tensor or None,
+                module=place.module or None,
+                op=place.op or None,
+                site=place.site or None,
+                dtype=None if finding.dtype is None else short(finding.dtype),
+                kept=finding.kept,
+                error=finding.error,
+                used=finding.used or None,
+            )

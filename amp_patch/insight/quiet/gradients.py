@@ -1,0 +1,66 @@
+"""`GradientWatch`: gradients that are zero in float16 although they are not in float32."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..folding import OpCall
+from ..ops import Op, compute_in_float32
+from ..quiet_record import QuietCause
+from ..written import Written
+from .findings import Findings, Place
+
+SMALLEST_NORMAL = 2.0**-14
+"""The smallest float16 number with full precision. Only ops whose results are all smaller are looked at."""
+
+LOST = 0.5
+"""An op loses its gradients if a larger share of them is zero in 16 bits alone."""
+
+ZERO = 0.25
+"""A step loses gradients if a larger share of those of all weights is zero, and an op has lost some."""
+
+
+class GradientWatch:
+    """Looks at the ops of backward passes, and at the gradients of each step.
+
+    Args:
+        findings: receives what is found.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._lost_at: Place | None = None  # the first op of the step that lost its gradients
+
+    def look(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
+        """Look at an op of a backward pass."""
+        if self._lost_at is not None or op.overload.is_copy and outputs[0].dtype is not torch.float16:
+            return
+        for number, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
+            if tensor.dtype is not torch.float16 or not written.largest < SMALLEST_NORMAL:
+                continue
+            results = compute_in_float32(op)
+            if number >= len(results) or results[number].shape != tensor.shape:
+                continue
+            held = results[number] != 0
+            count = int(held.count_nonzero())
+            lost = int((held & (tensor == 0)).count_nonzero())
+            if count and lost > LOST * count:
+                self._lost_at = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+                return
+
+    def check_step(self, parameters: Sequence[Tensor], name: Callable[[list[Tensor]], list[str]]) -> None:
+        """Report the gradients of an optimizer that is about to step, if an op has lost some of them."""
+        place, self._lost_at = self._lost_at, None
+        if place is None:
+            return
+        given = [weight for weight in parameters if weight.grad is not None and not weight.grad.is_sparse]
+        zeros = [int((weight.grad == 0).count_nonzero()) for weight in given]  # type: ignore[union-attr]
+        total = sum(weight.numel() for weight in given)
+        if not total or sum(zeros) < ZERO * total:
+            return
+        shares = [zero / max(weight.numel(), 1) for weight, zero in zip(given, zeros, strict=True)]
+        worst = given[max(range(len(given)), key=shares.__getitem__)]
+        self._findings.add(
+            QuietCause.ZERO_GRADIENTS, place, torch.float16, kept=1 - sum(zeros) / total, tensor=name([worst])[0]
+        )

@@ -1,0 +1,320 @@
+"""`ValueWatch`: positions and times that collapse in 16 bits, and differences that are lost in rounding.
+
+Both are looked for in forward passes. Values are followed in float32 from the cast or the factory that makes them
+coarse, as long as no weight takes part, up to an op that small errors upset.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dtypes import LOW_DTYPES
+from ...torch_dispatch import TO_COPY, is_random
+from ..folding import OpCall
+from ..ops import Op, run_in_float32
+from ..quiet_record import QuietCause
+from ..storages import Storages
+from ..tensors import storage_of
+from ..twins import Twins
+from ..written import Written
+from .findings import Findings, Place
+
+LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
+"""The most elements of values that are followed, and of results of theirs: more than positions and times have."""
+
+DISTINCT = 0.75
+"""Evenly spaced values collapse if a smaller share of them stays distinct."""
+
+WRONG = 0.1
+"""Sines and cosines are wrong if their error, relative to the exact ones, is larger."""
+
+MISMATCHED = 0.01
+"""Integers and comparisons are wrong if a larger share of them differs."""
+
+DROWNED = 0.125
+"""A difference is lost in rounding if the error of its operands is larger than this part of it."""
+
+UNLIKE = 0.25
+"""A result is lost in rounding if it differs by more than this part from the one without rounding before it."""
+
+_ROUNDING = 0.2
+"""The root mean square of rounding errors, divided by that of the values and by `torch.finfo(dtype).eps`."""
+
+_NEAR = 4.0  # only a result whose magnitude is smaller than the operands' by this factor is looked at
+
+_MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
+"""Ops that make evenly spaced values."""
+
+_FOLLOWED = frozenset(
+    {"_to_copy", "clone", "index", "index_select", "gather", "cat", "stack", "repeat", "select_scatter", "cumsum"}
+    | {"bmm", "mm", "slice", "expand", "roll", "flip", "repeat_interleave"}
+)
+"""Ops beside the pointwise ones through which values are followed. A product is followed if nothing is summed in it."""
+
+_WAVES = frozenset({"sin", "cos"})
+_DIFFERENCES = frozenset({"sub", "add", "rsub"})
+_KEEPS_COARSE = frozenset(
+    {"_to_copy", "mul", "div", "neg", "gather", "index", "index_select", "cat", "clone", "bmm", "mm"}
+)
+"""Ops whose relative errors are those of their inputs."""
+
+
+class _Root(NamedTuple):
+    """The op that made values coarse."""
+
+    place: Place
+    dtype: torch.dtype
+
+
+class ValueWatch:
+    """Looks at the ops of forward passes.
+
+    Args:
+        storages: which op wrote a storage last.
+        find_op: returns the op of a record, as long as it is kept.
+        findings: receives what is found.
+    """
+
+    def __init__(self, storages: Storages, find_op: Callable[[Written], Op | None], findings: Findings) -> None:
+        self._storages = storages
+        self._find_op = find_op
+        self._findings = findings
+        self._exact = Twins()
+        self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
+        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a float32 value
+
+    def end_step(self) -> None:
+        """Forget the values of the step."""
+        self._exact = Twins()
+        self._roots.clear()
+        self._coarse.clear()
+
+    def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
+        """Look at an op of a forward pass. `made` has the records of its floating results."""
+        is_root = self._begin(op, call)
+        if not is_root:
+            self._follow(op, call)
+        name = op.overload.name.rstrip("_")
+        if name in _WAVES:
+            self._check_phase(op, call)
+        elif name in _DIFFERENCES and made:
+            self._check_difference(op, call, made[0])
+        elif name == "log" and made and (dtype := self._find_coarse(op.inputs()[0])) is not None:
+            self._check_unrounded(op, call, dtype)
+        if name in _KEEPS_COARSE:
+            self._pass_on_coarse(op, made)
+
+    # ---- values that collapse ----------------------------------------------------------------------------------------
+
+    def _begin(self, op: Op, call: OpCall) -> bool:
+        """Begin to follow values that the script casts or makes in 16 bits. Return whether there are such."""
+        outputs = op.outputs()
+        if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
+            return False
+        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # casts by rules are none of the script
+        if not (is_cast or op.overload.name in _MAKERS):
+            return False
+        if any(tensor.requires_grad or self._exact.find(tensor) is not None for tensor in op.inputs()):
+            return False
+        exact = op.args[0] if is_cast else _make_in_float32(op)
+        if exact is None or exact.shape != outputs[0].shape or exact.dtype in LOW_DTYPES or exact.is_complex():
+            return False
+        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        self._put(outputs[0], exact.detach().double().float(), _Root(place, outputs[0].dtype))
+        share = _find_distinct(exact.detach(), outputs[0])
+        if share is not None and share <= DISTINCT:
+            self._findings.add(QuietCause.COLLAPSED, place, outputs[0].dtype, kept=share)
+        return True
+
+    def _put(self, tensor: Tensor, exact: Tensor, root: _Root) -> None:
+        if storage_of(tensor):
+            self._exact.put(tensor, exact)
+            self._roots[id(tensor.untyped_storage())] = root
+
+    def _find_root(self, op: Op) -> _Root | None:
+        for tensor in op.inputs():
+            if self._exact.find(tensor) is not None:
+                return self._roots.get(id(tensor.untyped_storage()))
+        return None
+
+    def _follow(self, op: Op, call: OpCall) -> None:
+        """Compute the results of an op on followed values in float32. Report wrong integers and comparisons."""
+        root = self._find_root(op)
+        if root is None:
+            return
+        outputs = op.outputs()
+        if (
+            any(tensor.requires_grad for tensor in op.inputs())
+            or sum(each.numel() for each in outputs) > LARGEST_RESULT
+        ):
+            return
+        is_integral = all(not tensor.is_floating_point() for tensor in outputs)
+        if not is_integral and not op.overload.is_pointwise and op.overload.name.rstrip("_") not in _FOLLOWED:
+            return
+        if op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1:
+            return
+        run = self._exact.run(op)
+        if run is None:
+            return
+        for tensor, exact in zip(outputs, run.outputs(), strict=False):
+            if tensor.shape != exact.shape:
+                continue
+            self._put(tensor, exact, root)
+            if not tensor.is_floating_point() and tensor.numel():
+                share = _find_mismatch(tensor, exact)
+                if share > MISMATCHED:
+                    self._findings.add(QuietCause.COLLAPSED, root.place, root.dtype, error=share, used=call.site.place)
+
+    def _check_phase(self, op: Op, call: OpCall) -> None:
+        """Report sines and cosines of coarse angles."""
+        (angle,), root = op.inputs()[:1], self._find_root(op)
+        result = op.outputs()[0]
+        exact = self._exact.find(result)
+        if root is not None and exact is not None:
+            error = _relative(result, exact)
+            if error > WRONG:
+                self._findings.add(QuietCause.COLLAPSED, root.place, root.dtype, error=error, used=call.site.place)
+            return
+        dtype = self._find_coarse(angle)
+        if dtype is None or _is_simple(angle):
+            return
+        error = _ROUNDING * torch.finfo(dtype).eps * _size(angle) / max(_size(result), 1e-30)
+        if error > WRONG:
+            place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+            self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error)
+
+    # ---- differences -------------------------------------------------------------------------------------------------
+
+    def _find_coarse(self, tensor: Tensor) -> torch.dtype | None:
+        """Return the 16-bit dtype to which the values of a tensor are rounded, or None."""
+        if tensor.dtype in LOW_DTYPES:
+            return tensor.dtype
+        known = self._storages.find(tensor)
+        return None if known is None else self._coarse.get(id(known))
+
+    def _pass_on_coarse(self, op: Op, made: Sequence[Written]) -> None:
+        if op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1:
+            return
+        for tensor in op.inputs():
+            dtype = self._find_coarse(tensor)
+            if dtype is not None and not (tensor.dtype in LOW_DTYPES and _is_simple(tensor)):
+                self._coarse.update((id(written), dtype) for written in made)
+                return
+
+    def _check_difference(self, op: Op, call: OpCall, written: Written) -> None:
+        """Report a sum or difference that is smaller than the rounding errors of its operands."""
+        operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
+        dtypes = [self._find_coarse(tensor) for tensor in operands]
+        dtype = next((each for each in dtypes if each is not None), None)
+        # An update of a tensor, such as x.add_(y) or x + alpha * y, is `UpdateWatch`'s.
+        if dtype is None or "alpha" in op.kwargs or (op.overload.written and not torch.is_grad_enabled()):
+            return
+        if len(operands) == 1 or not written.largest:
+            if written.largest * _NEAR <= abs(_number_in(op)):
+                self._check_unrounded(op, call, dtype)
+            return
+        sources = [self._storages.find(tensor) for tensor in operands]
+        largest = max((known.largest for known in sources if known is not None), default=0.0)
+        is_known = all(known is not None for known in sources)
+        if is_known and written.largest * _NEAR > largest:
+            return
+        roundings = [0.0]
+        for tensor, coarse in zip(op.before_inputs(), dtypes, strict=False):
+            if coarse is not None and not _is_simple(tensor):
+                roundings.append(_ROUNDING * torch.finfo(coarse).eps * _size(tensor))
+        self._report(op, call, dtype, math.hypot(*roundings))
+
+    def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
+        """Report a result that differs if the ops just before are not rounded: 1 - exp(-x), or log(1 + x)."""
+        twins = Twins()
+        for tensor in op.inputs():
+            self._widen(tensor, twins, 2)
+        exact = twins.compute(op) if twins else []
+        result = op.outputs()[0]
+        if not exact or exact[0].shape != result.shape or not exact[0].count_nonzero():
+            return
+        error = _relative(result, exact[0])
+        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        if error > UNLIKE:
+            self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
+        else:
+            self._findings.pass_over(QuietCause.CANCELLED, place)
+
+    def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
+        """Store what a tensor would be if the ops that made it had run in float32."""
+        known = self._storages.find(tensor)
+        op = None if known is None else self._find_op(known)
+        if op is None or is_random(op.function) or op.overload.written:
+            return
+        if depth:
+            for given in op.inputs():
+                self._widen(given, twins, depth - 1)
+        results = twins.compute(op)
+        for made, exact in zip(op.floating_results(), results, strict=False):
+            if made.shape == exact.shape:
+                twins.put(made, exact)
+
+    def _report(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float) -> None:
+        size = _size(op.outputs()[0])
+        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        if size and rounding > DROWNED * size:
+            self._findings.add(QuietCause.CANCELLED, place, dtype, error=rounding / size)
+        else:
+            self._findings.pass_over(QuietCause.CANCELLED, place)
+
+
+def _number_in(op: Op) -> float:
+    """Return the number that an op adds to a tensor, or inf if it adds a tensor."""
+    return next((float(value) for value in op.args if isinstance(value, (int, float))), math.inf)
+
+
+def _make_in_float32(op: Op) -> Tensor | None:
+    """Return what a factory makes in float32; its dtype may be torch's default."""
+    run = run_in_float32(op._replace(kwargs={**op.kwargs, "dtype": torch.float32}))
+    return None if run is None else next(iter(run.outputs()), None)
+
+
+def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
+    """Return the share of evenly spaced values that stay distinct; None for other values."""
+    values = exact.double().unique()
+    if values.numel() < 16:
+        return None
+    gaps = values.diff()
+    if not bool(values.isfinite().all()) or float(gaps.max()) > 1.01 * float(gaps.min()):
+        return None
+    return float(stored.unique().numel()) / float(values.numel())
+
+
+def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
+    """Return the share of elements that differ; of a mask, relative to its rarer value."""
+    count, differing = tensor.numel(), int((tensor != exact).sum())
+    if tensor.dtype is torch.bool:
+        held = int(exact.sum())
+        count = min(held, count - held) or count
+    return differing / count
+
+
+def _relative(tensor: Tensor, exact: Tensor) -> float:
+    difference, whole = tensor.double() - exact.double(), exact.double()
+    fits = difference.isfinite() & whole.isfinite()
+    size = float(torch.linalg.vector_norm(whole[fits]))
+    return float(torch.linalg.vector_norm(difference[fits])) / size if size else 0.0
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the root mean square of a tensor."""
+    values = tensor.detach().float()
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Return whether values have at most four binary digits, such as small integers and masks: none was rounded.
+
+    Some hundred values, spread evenly, stand for all.
+    """
+    values = tensor.detach().reshape(-1)
+    mantissa, _ = torch.frexp(values[:: max(1, values.numel() // 256)].float())
+    return bool((mantissa * 16 == (mantissa * 16).round()).all())

@@ -1,0 +1,83 @@
+"""`QuietWatch`: shows the ops of a run to those that look for quiet losses."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...dtypes import LOW_DTYPES
+from ...session import Session, current
+from ...torch_dispatch import leave_mode
+from ..naming import name_tensors
+from ..ops import Op, Overload, find_overload
+from ..quiet_record import QuietRecord
+from ..sites import Site
+from ..tensors import storage_of, tensors_in
+from ..watching import WatchingMode
+from .copies import CopyWatch
+from .updates import UpdateWatch
+
+
+class QuietWatch(WatchingMode):
+    """Looks at ops that have 16-bit tensors. It changes no value, and waits for the device.
+
+    Outside of optimizer steps an `Observer` shows it the ops. In a step the watch is a dispatch mode of its own.
+
+    Args:
+        get_session: returns the session whose models are trained.
+        find_module: returns the name of the module that is running.
+    """
+
+    def __init__(self, get_session: Callable[[], Session], find_module: Callable[[], str]) -> None:
+        super().__init__()
+        self._get_session = get_session
+        self._names: dict[int, str | None] = {}  # by the address of the storage, until the step ends
+        self.updates = UpdateWatch(self._find_name, find_module)
+        self.copies = CopyWatch(self._find_name, find_module)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, overload = kwargs or {}, find_overload(func)
+        site = self.prepare(overload, args, kwargs)
+        result = func(*args, **kwargs)
+        self.note(Op(overload, func, args, args, kwargs, result, None), site)
+        return result
+
+    def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
+        """Prepare for an op that is about to run. Return its line if its results are to be computed in float32."""
+        if overload.is_silent or not any(tensor.dtype in LOW_DTYPES for tensor in tensors_in((args, kwargs))):
+            return None
+        return self.updates.prepare(overload, args, kwargs)
+
+    def note(self, op: Op, site: Site | None) -> None:
+        """Look at an op that has run. `site` is what `prepare` has returned."""
+        self.updates.note_young(op)
+        if site is not None:
+            with current.without_casts():
+                self.updates.follow(op, site)
+        self.copies.note(op)
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer's step begins, and watch its ops."""
+        self.updates.begin_step(optimizer)
+        self.__enter__()
+
+    def end_step(self, optimizer: Optimizer | None, step: int) -> None:
+        """Judge the changes since the last step. `step` is the number of the next step."""
+        leave_mode(self)
+        self.updates.end_step(optimizer)
+        self._names.clear()
+        self.updates.step = self.copies.step = step
+
+    def records(self) -> list[QuietRecord]:
+        """Return the losses so far."""
+        return [*self.updates.records(), *self.copies.records()]
+
+    def _find_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor of the models, "" for another one, and None if it has a float32 master."""
+        if not self._names:
+            session = self._get_session()
+            for name, known in name_tensors(session.models()):
+                is_copy = known.requires_grad and session.find_master(known) is not None
+                self._names.setdefault(storage_of(known), None if is_copy else name)
+        return self._names.get(storage_of(tensor), "")

@@ -1,0 +1,60 @@
+"""`QuietRecord`: something that 16 bits lose although every value is finite."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .fault_record import Word
+from .json_values import absent
+
+
+class QuietCause(Word):
+    """How it is lost. `quiet_text` describes each and has its remedy."""
+
+    LOST_UPDATE = "lost update"  # a change is smaller than the spacing of 16-bit numbers, and rounds to no change
+    COLLAPSED = "collapsed"  # different positions or times become one number
+    CANCELLED = "cancelled"  # a difference is smaller than the rounding of its operands
+    ZERO_GRADIENTS = "zero gradients"  # gradients are zero in float16, and not in float32
+    STALE_COPY = "stale copy"  # a weight has changed, and ops use a 16-bit copy from before
+
+
+@dataclass(frozen=True, slots=True)
+class QuietRecord:
+    """A loss of 16 bits, over all steps in which it was seen.
+
+    Attributes:
+        cause: "lost update", "collapsed", "cancelled", "zero gradients" or "stale copy".
+        step: the number of the first step in which it was seen, from 0.
+        steps, looked: the number of steps in which it was seen, and in which it could have been.
+        tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; "" if it has
+            no name.
+        tensors, of: the number of tensors that lose, and of those that could.
+        module, op, site: the module, the op and the line of the script; of a step, `op` is the optimizer.
+        role: what an optimizer loses: "weights", "weight decay", or the name of its state; "gradients" that are summed.
+        dtype: the short name of the 16-bit dtype.
+        kept: the share of elements whose change is not lost. Of collapsed values, the share that stays distinct. Of
+            gradients, the share that is not zero.
+        descent: the stored change along the true one, <stored, true> / |true|^2: 1 is whole, 0 is nothing.
+        error: the error of the change, or of the result of `op`, relative to float32 (root mean squares).
+        used: the line at which the loss shows, if it is not `site`.
+        rank: the rank of the process.
+    """
+
+    kind: ClassVar[str] = "quiet"
+
+    cause: QuietCause
+    step: int
+    steps: int
+    looked: int
+    tensor: str | None = absent("")
+    tensors: int = 1
+    of: int = 1
+    module: str | None = absent("")
+    op: str | None = absent("")
+    role: str | None = absent("")
+    site: str | None = absent("")
+    dtype: str | None = absent("")
+    kept: float | None = None
+    descent: float | None = None
+    error: float | None = None
+    used: str | None = absent("")
+    rank: int = 0

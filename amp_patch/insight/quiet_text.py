@@ -1,0 +1,159 @@
+"""A quiet loss as text: what is lost, where, how much is kept, and the remedy."""
+
+from collections.abc import Callable, Iterator
+
+from ..config import levels
+from ..tables import align, count_of
+from .quiet_record import QuietCause, QuietRecord
+from .records import RunRecord
+from .short_dtypes import spell_out
+
+
+def format_quiet(lost: QuietRecord, run: RunRecord | None) -> str:
+    """Return a quiet loss as text. `run` says whether the script uses `amp.initialize`; None: unknown."""
+    rows = [(f"  {name}", text) for name, text in describe_quiet(lost, run)]
+    return "\n".join([entitle_quiet(lost), *align(rows)])
+
+
+def entitle_quiet(lost: QuietRecord) -> str:
+    """Return the first line of a quiet loss: the steps in which it was seen."""
+    steps = f"in {lost.steps} of {count_of(lost.looked, 'step')}"
+    if lost.steps == lost.looked:
+        steps = f"in each of {count_of(lost.looked, 'step')}" if lost.looked > 1 else "in this step"
+    title = f"step {lost.step}: lost quietly in {spell_out(lost.dtype or '')}, {steps}"
+    if lost.rank:
+        return f"rank {lost.rank}, {title}"
+    return title
+
+
+def describe_quiet(lost: QuietRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a quiet loss, each with its name, or "" if it continues the line before."""
+    yield "call", _describe_call(lost)
+    yield "cause", f"{lost.cause}: {_CAUSES[lost.cause](lost)}"
+    if lost.tensor:
+        more = f", and {lost.tensors - 1} more of {lost.of}" if lost.tensors > 1 else ""
+        yield "tensor", f"{lost.tensor}{more}"
+    name = "try"
+    for line in _REMEDIES[lost.cause](lost, run):
+        yield name, line
+        name = ""
+
+
+def _describe_call(lost: QuietRecord) -> str:
+    call = "cast" if lost.op == "_to_copy" else lost.op or "a call"
+    if lost.role and lost.role != "gradients":
+        call = f"{lost.op}.step()"
+    if lost.cause is QuietCause.ZERO_GRADIENTS:
+        call = f"the backward pass of {call}"
+    module = f", module {lost.module}" if lost.module else ""
+    return f"{call} at {lost.site or 'no line of the script'}{module}"
+
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "an unknown part"
+    if 0 < share < 0.001:
+        return "less than 0.1%"
+    return f"{share:.1%}".replace(".0%", "%")
+
+
+def _describe_update(lost: QuietRecord) -> str:
+    low = spell_out(lost.dtype or "")
+    if lost.role == "weight decay":
+        return f"weight decay changes no element: 1 - lr * weight_decay is 1 in {low}"
+    subject = {"": "a tensor that outlives the step", "gradients": "gradients that backward passes add up"}
+    of = f"of {subject.get(lost.role or '', lost.role)}, "
+    if lost.kept == 0:
+        return f"{of}no element changes: each change is less than half the distance to the next {low} number"
+    return f"{of}{_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
+
+
+def _describe_collapsed(lost: QuietRecord) -> str:
+    if lost.error is None:
+        return f"{_percent(lost.kept)} of the evenly spaced values stay distinct"
+    used = f" at {lost.used}" if lost.used else ""
+    return f"rounded before an op that small errors upset{used}, whose result is off by {_percent(lost.error)}"
+
+
+def _describe_cancelled(lost: QuietRecord) -> str:
+    return f"smaller than the rounding of the values it is made from: off by {_percent(lost.error)}"
+
+
+def _describe_zero(lost: QuietRecord) -> str:
+    zero = None if lost.kept is None else 1 - lost.kept
+    return f"{_percent(zero)} of the gradients are zero, and float32 holds them"
+
+
+def _describe_stale(lost: QuietRecord) -> str:
+    return "the weight has changed since this copy of it was made"
+
+
+_CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
+    QuietCause.LOST_UPDATE: _describe_update,
+    QuietCause.COLLAPSED: _describe_collapsed,
+    QuietCause.CANCELLED: _describe_cancelled,
+    QuietCause.ZERO_GRADIENTS: _describe_zero,
+    QuietCause.STALE_COPY: _describe_stale,
+}
+
+
+# ---- remedies --------------------------------------------------------------------------------------------------------
+
+
+def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
+    """Return the level that keeps what an optimizer loses in 16 bits; "" if no level does, or none was asked for."""
+    if not lost.role or _is_native(run):
+        return ""
+    return levels.find_master_level(spell_out(lost.dtype or "")).name
+
+
+def _is_native(run: RunRecord | None) -> bool:
+    return run is not None and run.is_native
+
+
+def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
+    low = spell_out(lost.dtype or "")
+    level = levels.find_master_level(low).name
+    if not lost.role:
+        yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
+        if lost.op and "batch_norm" in lost.op:
+            yield f'or opt_level="{level}", which keeps batchnorm in float32'
+        return
+    if not _is_native(run):
+        yield f'opt_level="{level}", which updates float32 masters'
+        return
+    yield f"float32 weights: no cast of the model to {low}, but its forward and the loss in torch.autocast;"
+    yield f'or amp.initialize(model, optimizer, opt_level="{level}"), which updates float32 masters'
+
+
+def _repair_collapsed(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
+    yield f"float32 at {lost.site}, until the values have become sines, cosines, indices or masks"
+
+
+def _repair_cancelled(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
+    yield f"float32 for the values that {lost.site} reads, from where they are computed: .float() on the logits before"
+    yield "  log_softmax, or on the values before their mean or square; at the difference itself it is too late"
+
+
+def _repair_zero(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
+    if _is_native(run):
+        yield "a torch.amp.GradScaler; if there is one, a larger scale; or bfloat16, which needs no loss scale"
+    else:
+        yield 'a larger loss scale, such as loss_scale="dynamic"; or bfloat16, which needs none'
+
+
+def _repair_stale(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
+    yield "torch.autocast keeps copies of weights until its region ends: enter it in each step, around the forward and"
+    yield "  the loss alone; or torch.autocast(..., cache_enabled=False)"
+
+
+_REMEDIES: dict[QuietCause, Callable[[QuietRecord, RunRecord | None], Iterator[str]]] = {
+    QuietCause.LOST_UPDATE: _repair_update,
+    QuietCause.COLLAPSED: _repair_collapsed,
+    QuietCause.CANCELLED: _repair_cancelled,
+    QuietCause.ZERO_GRADIENTS: _repair_zero,
+    QuietCause.STALE_COPY: _repair_stale,
+}

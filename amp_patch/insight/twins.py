@@ -1,0 +1,84 @@
+"""`Twins`: values in float32 beside the values that a script has computed in 16 bits."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from ..casting import cast_tree
+from ..dtypes import PLAIN_CLASSES
+from ..torch_dispatch import clone
+from .ops import Op, run_in_float32
+from .tensors import is_whole, storage_of, tensors_in
+
+
+class Twins:
+    """float32 values of tensors that were computed in 16 bits, by the storages of these tensors."""
+
+    def __init__(self) -> None:
+        self._flat: dict[int, tuple[weakref.ref[Any], Tensor, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._flat)
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """Return the twin of a tensor, a view of the same shape and strides, or None."""
+        if not self._flat or type(tensor) not in PLAIN_CLASSES or not storage_of(tensor):
+            return None
+        known = self._flat.get(id(tensor.untyped_storage()))
+        if known is None or known[2] != tensor.element_size():
+            return None
+        flat: Tensor = known[1]
+        # The twin of the whole storage, seen through the strides of the view.
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        """Store float32 values of the shape of a tensor as its twin."""
+        if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
+            return
+        known = self.find(tensor)
+        if known is None:
+            known = self._make(tensor)
+        known.copy_(value)
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the twin of a tensor that was overwritten."""
+        if self.find(tensor) is not None and is_whole(tensor):
+            del self._flat[id(tensor.untyped_storage())]
+
+    def compute(self, op: Op) -> list[Tensor]:
+        """Return the floating results of an op in float32, with the twins of its inputs; nothing if it cannot run."""
+        run = self.run(op)
+        return [] if run is None else run.floating_results()
+
+    def run(self, op: Op) -> Op | None:
+        """Return an op as it runs in float32, with the twins of its inputs. See `run_in_float32`."""
+
+        def take(tensor: Tensor) -> Tensor:
+            twin = self.find(tensor)
+            if twin is None:
+                return tensor
+            return clone(twin) if tensor.is_floating_point() else twin.to(tensor.dtype)
+
+        args = [
+            cast_tree(given, take) if self._has_twin(given) else earlier
+            for given, earlier in zip(op.args, op.before, strict=True)
+        ]
+        kwargs = {name: cast_tree(value, take) for name, value in op.kwargs.items()}
+        return run_in_float32(op._replace(before=args, kwargs=kwargs))
+
+    def _has_twin(self, value: Any) -> bool:
+        return any(self.find(tensor) is not None for tensor in tensors_in([value]))
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), tensor.element_size()
+        everything = tensor.detach().as_strided((storage.nbytes() // size,), (1,), 0)
+        flat: Tensor = clone(everything.float())
+
+        def forget(_: Any) -> None:
+            self._flat.pop(key, None)
+
+        # The allocator reuses addresses, so a twin dies with the storage object of its tensor.
+        self._flat[key] = weakref.ref(storage, forget), flat, size
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,22 @@
+"""`WatchingMode`: base class of the dispatch modes that only watch ops, and change nothing."""
+
+from typing import Any
+
+from ..events import add_watching_modes
+from ..torch_dispatch import TorchDispatchMode
+
+
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that is counted while it is on: no code may run otherwise because of it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Any:
+        add_watching_modes(1)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        add_watching_modes(-1)

@@ -1,0 +1,158 @@
+"""What `trace` tells of a quiet loss, and that it changes nothing by looking. See test_quiet_cases.py for the causes.
+
+Guards: insight/quiet_record, insight/quiet_text, insight/watching, insight/quiet/tally, insight/quiet/updates.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training import take_step
+
+import amp_patch as amp
+from amp_patch import insight
+
+
+def network(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+
+
+def training(model, optimizer):
+    x, y = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 2
+    dtype = next(model.parameters()).dtype
+
+    def step():
+        loss = F.cross_entropy(model(x.to(dtype)).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def lost_by(make, *, steps=3, model=None):
+    model = model or network()
+    optimizer = make(model.parameters())
+    recording = insight.trace(training(model, optimizer), steps=steps)
+    return [lost for lost in recording.quiet if lost.role == "weights"]
+
+
+def test_a_report_says_how_much_is_lost_of_what_and_what_keeps_it():
+    model = network()
+    recording = insight.trace(training(model, torch.optim.Adam(model.parameters(), lr=1e-6)), steps=3)
+    (lost,) = [each for each in recording.quiet if each.role == "weights"]
+    assert (lost.cause, lost.op, lost.dtype, lost.steps, lost.looked) == ("lost update", "Adam", "bf16", 3, 3)
+    assert lost.kept < 0.1 and lost.error > 0.9 and lost.tensors > 1
+    text = str(recording)
+    assert "every value fits, in 3 steps" in text and "lost quietly in bfloat16" in text
+    for told in ("Adam.step()", "lost update", lost.tensor, 'opt_level="O5"'):
+        assert told in text
+
+
+def test_a_recording_with_quiet_losses_is_read_as_it_was_written(tmp_path):
+    model = network()
+    recording = insight.trace(training(model, torch.optim.Adam(model.parameters(), lr=1e-6)))
+    recording.to_jsonl(tmp_path / "quiet.jsonl")
+    assert recording.quiet and insight.Recording.read(tmp_path / "quiet.jsonl").quiet == recording.quiet
+
+
+OPTIMIZERS = {
+    "SGD": lambda weights, **how: torch.optim.SGD(weights, lr=1e-7, **how),
+    "momentum": lambda weights, **how: torch.optim.SGD(weights, lr=1e-7, momentum=0.9, **how),
+    "Adam": lambda weights, **how: torch.optim.Adam(weights, lr=1e-7, **how),
+    "amsgrad": lambda weights, **how: torch.optim.AdamW(weights, lr=1e-7, amsgrad=True, **how),
+    "NAdam": lambda weights, **how: torch.optim.NAdam(weights, lr=1e-7, **how),
+    "RAdam": lambda weights, **how: torch.optim.RAdam(weights, lr=1e-7, **how),
+    "Adagrad": lambda weights, **how: torch.optim.Adagrad(weights, lr=1e-7, **how),
+    "RMSprop": lambda weights, **how: torch.optim.RMSprop(weights, lr=1e-8, **how),
+    "Adamax": lambda weights, **how: torch.optim.Adamax(weights, lr=1e-7, **how),
+    "ASGD": lambda weights, **how: torch.optim.ASGD(weights, lr=1e-7, **how),
+    "Adadelta": lambda weights, **how: torch.optim.Adadelta(weights, lr=1e-4, **how),
+    "Adafactor": lambda weights, **how: torch.optim.Adafactor(weights, lr=1e-8, **how),
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_of_each_optimizer_are_followed_in_either_implementation(name, foreach):
+    (lost,) = lost_by(lambda weights: OPTIMIZERS[name](list(weights), foreach=foreach))
+    assert lost.kept < 0.5 and lost.error > 0.7
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_steps_are_followed(kind):
+    (lost,) = lost_by(lambda weights: kind(weights, lr=1e-7, fused=True))
+    assert lost.kept < 0.5
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_steps_on_float32_weights_lose_nothing(name):
+    assert lost_by(OPTIMIZERS[name], model=network(torch.float32)) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_levels_with_float32_weights_or_masters_lose_nothing(level):
+    model = network(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0 if level in ("O1", "O2") else None)
+    x, y = torch.randn(32, 8), torch.arange(32) % 2
+    recording = insight.trace(lambda: take_step(F.cross_entropy(model(x).float(), y), optimizer), steps=4)
+    assert recording.quiet == []
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_traced_training_is_bitwise_the_plain_one(foreach):
+    plain, traced = network(), network()
+    first = training(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=foreach))
+    second = training(traced, torch.optim.AdamW(traced.parameters(), lr=1e-3, foreach=foreach))
+    averages = copy.deepcopy(traced)
+
+    def step():
+        second()
+        with torch.no_grad():
+            for average, weight in zip(averages.parameters(), traced.parameters(), strict=True):
+                average.lerp_(weight, 0.001)
+
+    for _ in range(4):
+        first()
+    insight.trace(step, steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), traced.parameters(), strict=True))
+
+
+def test_tensors_of_other_dtypes_are_passed_over():
+    model = network(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = training(model, optimizer)
+    waves, wide = torch.zeros(4, dtype=torch.complex64), torch.zeros(4, dtype=torch.float64)
+    sparse = torch.eye(4).to_sparse()
+
+    def step():
+        waves.add_(1e-9j)
+        wide.mul_(0.999).add_(1e-12)
+        torch.sparse.mm(sparse, torch.ones(4, 1))
+        return train()
+
+    assert insight.trace(step, steps=3).quiet == []
+
+
+def test_a_step_that_raises_leaves_no_mode_behind():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = training(model, optimizer)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_):
+        raise StoppedError
+
+    handle = optimizer.register_step_pre_hook(stop)
+    with pytest.raises(StoppedError):
+        insight.trace(train)
+    handle.remove()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert insight.trace(train).faults == []
