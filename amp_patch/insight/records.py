@@ -149,8 +149,9 @@ class ComparedRecord:
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
         gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
         gradient_worst: the layer.
-        kept: the share of the changes of 16-bit tensors that were stored; None if not measured.
-        kept_worst: the tensor that keeps least.
+        kept: the share of elements of 16-bit tensors whose change is stored, of the changes that are lost; None if none
+            is, or if not measured.
+        kept_worst, lost_by: the tensor that loses most, or its line; and "weights", "tensor" or "line", which it is.
         failed: why the run ended early; "" if it did not.
     """
 
@@ -168,6 +169,7 @@ class ComparedRecord:
     gradient_worst: str = ""
     kept: float | None = None
     kept_worst: str = ""
+    lost_by: str = ""
     failed: str = ""
 
 

@@ -33,9 +33,6 @@ equal weights: that difference is rounding of the loss.
 OFF = 0.3
 """A run is worse if the gradients of a layer are off by more than this part in the first step."""
 
-LOST = 0.5
-"""A run is worse if it keeps a smaller share of the changes of 16-bit tensors."""
-
 DROPPED = 0.05
 """A run is worse if it drops more than this part of the batches, and more than one."""
 
@@ -140,8 +137,11 @@ class Assessment:
             if self._summary.gained is not None and steps > MOST_SKIPS:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
             return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
-        if run.kept is not None and run.kept < LOST:
-            return f"worse than {reference} ({1 - run.kept:.0%} of the weight updates are lost)"
+        if run.kept is not None:
+            what = {"weights": "weight updates", "line": f"updates at {run.kept_worst}"}.get(
+                run.lost_by, f"updates of {run.kept_worst}"
+            )
+            return f"worse than {reference} ({1 - run.kept:.0%} of the {what} are lost)"
         error = run.gradient_error
         if error is not None and OFF < error < math.inf:  # inf: the one step that was looked at is skipped
             return (

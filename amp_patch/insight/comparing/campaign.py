@@ -140,10 +140,10 @@ def is_in_float32(settings: Settings) -> bool:
 class Campaign:
     """Makes the runs of a plan. `tell` is called with a line when a run begins.
 
-    Each run trains once from each seed, watched only for its losses and times. Then it trains for two steps from the
-    first seed, to measure layers, gradients and memory. The reference trains once more from each seed, with weights
-    moved by one unit in the last place before each step: the difference is noise. From the first seed, it also runs
-    with its weights put back after each step: the difference is what it has learned.
+    Each run trains once from each seed, watched only for its losses and times. Then it trains for a few steps from the
+    first seed, to measure layers, gradients, memory and updates. The reference trains once more from each seed, with
+    weights moved by one unit in the last place before each step: the difference is noise. From the first seed, it also
+    runs with its weights put back after each step: the difference is what it has learned.
 
     A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits,
     and is called "script".
@@ -314,6 +314,7 @@ class Campaign:
             return
         (seen,) = recording.of(ComparedRecord)
         self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
+        self._change(name, kept=seen.kept, kept_worst=seen.kept_worst, lost_by=seen.lost_by)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
         ops = recording.of(OpErrorRecord)

@@ -1,5 +1,6 @@
 """Which op adds how much error in 16 bits: measured in the run in float32, for the ops of other runs in 16 bits."""
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,13 +32,14 @@ class LowOps:
     def __init__(self) -> None:
         self._watch: OpWatch | None = None
         self._session: Session | None = None
+        self._has_seen = False
         self._seen: dict[tuple[str, str], OpErrorRecord] = {}
 
     def watch(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
         if self._watch is not None:
-            if self._session is session:
-                return
+            if self._session is session and self._has_seen:
+                return  # before the first op, models are still added, from which the names come
             self._watch.stop()
         self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
@@ -47,6 +49,19 @@ class LowOps:
         """End. Harmless twice."""
         if self._watch is not None:
             self._watch.stop()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Return a block whose ops are not the script's."""
+        watch = self._watch
+        if watch is None or watch.is_busy:
+            yield
+            return
+        watch.is_busy = True
+        try:
+            yield
+        finally:
+            watch.is_busy = False
 
     def records(self) -> Iterator[OpErrorRecord]:
         """Yield a record for each op in each module."""
@@ -64,6 +79,7 @@ class LowOps:
             return result
         op = _shorten(op)
         for tensor in tensors_in([result]):
+            self._has_seen = True
             if tensor.dtype in LOW_DTYPES and (self._here(), op) not in self._seen:
                 is_random = op in RANDOM or (op in _RANDOM_BUT_ON_CPU and tensor.device.type != "cpu")
                 key = self._here(), op
@@ -105,6 +121,7 @@ class OpErrors(LowOps):
             self._sites[place, op] = find_site().place
         low_results = [shadow.run_low(op, function, args, kwargs) for shadow in self._shadows]
         result = function(*args, **kwargs)
+        self._has_seen = self._has_seen or any(True for _ in tensors_in([result]))
         for shadow, low in zip(self._shadows, low_results, strict=True):
             shadow.compare(place, op, low, result, is_listed=False)
         return result

@@ -6,6 +6,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from ...casting import cast_tree, compiling
 from ...session import Session, current
+from ...torch_dispatch import leave_mode
 from ..naming import name_modules
+from ..quiet.tally import WEIGHTS
+from ..quiet.watch import QuietWatch
+from ..quiet_record import QuietRecord
 from ..recorder import describe_run
 from ..recordings import Record
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
@@ -28,6 +33,10 @@ from .summary import mean
 
 SAMPLES = 512
 """The most values of a tensor that are compared."""
+
+
+UPDATES = 4
+"""The number of steps whose updates are followed."""
 
 
 class CurveProbe(Probe):
@@ -217,7 +226,7 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 
 
 class LayerProbe(Probe):
-    """Samples layers in the first step of a run, and measures the memory of the second.
+    """Samples layers in the first step of a run, measures the memory of the second, and follows updates in later ones.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
@@ -225,7 +234,7 @@ class LayerProbe(Probe):
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
         has_errors: whether to measure, for a run in float32, the error that each op would add in 16 bits.
-        on_end: called after the second step.
+        on_end: called after the last step.
     """
 
     def __init__(
@@ -237,6 +246,7 @@ class LayerProbe(Probe):
         super().__init__(on_end)
         self._loss_scale = loss_scale
         self._ops = OpErrors() if has_errors else LowOps()
+        self._updates = None if has_errors else QuietWatch(current.require, lambda: "")
         self._used_scale: float | None = None
         self._names: dict[int, tuple[nn.Module, str]] = {}
         self._handles: list[RemovableHandle] = []
@@ -283,14 +293,19 @@ class LayerProbe(Probe):
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is not None:
             is_empty = contextlib.suppress(RuntimeError, NotImplementedError)  # a tensor without values to look at
-            with current.without_casts(), is_empty:
+            with current.without_casts(), self._ops.pause(), is_empty:
                 into[known[1]] = _sample(first)
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients."""
+        if self._count > 1 and self._updates is not None:
+            self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
             return
-        session = current.require()
+        with self._ops.pause():
+            self._look_at_gradients(current.require())
+
+    def _look_at_gradients(self, session: Session) -> None:
         seen: dict[int, Tensor] = {}
         weights: list[float] = []
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
@@ -312,7 +327,9 @@ class LayerProbe(Probe):
             self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Measure memory after the first step, and end after the second."""
+        """Measure memory after the first step, and follow updates after the second."""
+        if self._count > 1 and self._updates is not None:
+            self._updates.updates.end_step(optimizer)
         if not self._is_counted(optimizer):
             return
         self._count += 1
@@ -321,7 +338,10 @@ class LayerProbe(Probe):
             self._ops.stop()
             self._meter = PeakMeter(current.require())
             self._meter.start()
-        elif self._count == 2:
+        elif self._count == 2 and self._updates is not None:
+            self._stop_meter()
+            self._updates.__enter__()
+        elif self._count == 2 or self._count == 2 + UPDATES:
             self.stop()
             self._on_end()
 
@@ -334,6 +354,11 @@ class LayerProbe(Probe):
         """Stop watching. Harmless twice."""
         self._unhook()
         self._ops.stop()
+        self._stop_meter()
+        if self._updates is not None:
+            leave_mode(self._updates)
+
+    def _stop_meter(self) -> None:
         if self._meter is not None:
             self._meter.stop()
 
@@ -341,7 +366,16 @@ class LayerProbe(Probe):
         peak = None
         if self._meter is not None and self._count > 1:
             peak = self._meter.peak
-        yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
+        compared = ComparedRecord("", peak=peak, loss_scale=self._used_scale)
+        lost = [] if self._updates is None else self._updates.updates.records()
+        if lost:
+            worst: QuietRecord = lost[0]  # of weights, if there are such
+            lost_by = "line" if worst.tensor is None else "tensor"
+            if worst.role == WEIGHTS:
+                lost_by = "weights"
+            name = worst.tensor or worst.site or ""
+            compared = replace(compared, kept=worst.kept, kept_worst=name, lost_by=lost_by)
+        yield compared
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
             yield SampleRecord(

@@ -138,7 +138,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         worst += f" ({', '.join(lines)})"
     yield worst
     if any(row.run.kept is not None for row in rows):
-        yield "updates kept: the share of the changes of 16-bit tensors that is stored, and the tensor that keeps least"
+        yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
     for row in rows:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"
