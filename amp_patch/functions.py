@@ -86,9 +86,10 @@ def _decorate(function: Any, rule: OpRule) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in the low dtype in every session that opens after this call, whatever the lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
+    ArgumentValueError if `module` has no attribute of this name.
 
     Examples:
         >>> import types
@@ -102,9 +103,9 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in float32 in every session that opens after this call, whatever the lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises the errors of `register_half_function`.
 
     Examples:
         >>> import types
@@ -118,9 +119,10 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest dtype of its arguments from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in the widest dtype of its arguments in every session that opens after this call, whatever the
+    lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises the errors of `register_half_function`.
 
     Examples:
         >>> import types
@@ -167,7 +169,7 @@ def _register(module: Any, name: str, rule: OpRule) -> None:
 def is_patched(owner: Any, name: str) -> bool:
     """Return whether `owner.name`, such as `(torch, "matmul")`, is patched now.
 
-    Raises ArgumentTypeError if `owner` is text.
+    Raises ArgumentTypeError if `owner` is text, or if `name` is not.
 
     Examples:
         >>> with amp.session(opt_level="O4", device="cpu"):
@@ -182,7 +184,7 @@ def is_patched(owner: Any, name: str) -> bool:
 def get_original(owner: Any, name: str) -> Any:
     """Return `owner.name` as it is without the patches of a session.
 
-    Raises ArgumentTypeError if `owner` is text, and ArgumentValueError if it has no such name.
+    Raises ArgumentTypeError if `owner` is text or `name` is not, and ArgumentValueError if `owner` has no such name.
 
     Examples:
         >>> original = torch.matmul

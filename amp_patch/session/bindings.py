@@ -56,7 +56,7 @@ class Bindings:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
-        self._awaits_step = False  # whether `on_step` has yet to warn of unused rules
+        self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
@@ -97,7 +97,7 @@ class Bindings:
         )
 
     def warn_of_unused_rules(self) -> None:
-        """Warn of each module rule that has chosen no module so far."""
+        """Warn of each module rule that has chosen no module, unless it may still choose one."""
         used = {rule for binding in self._models for rule in binding.used_rules}
         if self.regions is not None:
             used |= self.regions.used
@@ -110,18 +110,18 @@ class Bindings:
     def _may_still_match(self, rule: ModuleRule) -> bool:
         """Return whether a rule may still choose a module that the script calls directly, such as a criterion.
 
-        Such modules are known once the first step ends.
+        Only rules for classes can. The script has called such modules when the first step ends.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: after the first step, warn of unused rules. By then the script has called all its modules."""
+        """Optimizer hook: after the first step, warn of unused rules."""
         if self._awaits_step:
             self._awaits_step = False
             self.warn_of_unused_rules()
 
     def _describe_names(self, rule: ModuleRule) -> str:
-        """Return advice about a rule: the names that it may contain, and the name that is probably meant."""
+        """Return the advice for an unused rule: which kind of name to write, and the name that is probably meant."""
         names, kinds = set(), set()
         for model in self.models():
             for name, module in model.named_modules():
@@ -139,10 +139,10 @@ class Bindings:
                 hint = f" Did you mean {ending!r}?"
                 break
             ending = ending.partition(".")[2]
-        which = "the model, without the name of its variable"
+        holder = "the model, without the name of its variable"
         if self._binds_at_calls:
-            which = "the module that the script calls"
-        return f"Write a name as in named_modules() of {which}.{hint}"
+            holder = "the module that the script calls"
+        return f"Write a name as in named_modules() of {holder}.{hint}"
 
     # ---- binding and letting go --------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Bindings:
         )
 
     def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
-        """Call a method of this object when a bound model or optimizer is gone."""
+        """Call `method`, a method of this object, with `args` once `bound` (a model or an optimizer) is gone."""
         finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
         # the end of the process releases everything anyway
         finalizer.atexit = False
@@ -302,7 +302,7 @@ class Bindings:
         self._connect_flags()
 
     def prune(self) -> None:
-        """Release the parameters and masters of models and optimizers that are gone."""
+        """Forget models that are gone, and masters whose parameter no live model or optimizer holds."""
         for binding in self._models:
             if binding.model is None:
                 self._finalizers.pop(binding, None)
@@ -360,8 +360,8 @@ class Bindings:
 def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
     """Return the trained 16-bit weights in an optimizer that have no master. Quantized weights do not count.
 
-    Only for torch's own `step`, which rounds each update to the weight's dtype. Other optimizers may keep masters, or
-    round stochastically.
+    Returns none unless `step` is torch's own, which rounds each update to the weight's dtype. Other optimizers may keep
+    masters of their own, or round stochastically.
     """
     step = getattr(type(binding.optimizer), "step", None)
     if not getattr(step, "__module__", "").startswith("torch.optim."):
