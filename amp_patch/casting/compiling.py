@@ -61,7 +61,7 @@ def prime() -> None:
 
 
 def run_eagerly() -> Callable[[], object]:
-    """Run compiled functions uncompiled. Return a function that ends this."""
+    """From now on, run compiled functions uncompiled. Return a function that ends this."""
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
 
@@ -73,7 +73,7 @@ def forget_compiled_code() -> None:
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Give this process its own on-disk caches of compiled code, until `undo` is closed."""
+    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))

@@ -151,7 +151,10 @@ class Switch:
         self.on = True
 
     def turn_off(self) -> None:
-        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed."""
+        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed.
+
+        Closes the regions of this thread.
+        """
         self.on = False
         for region in reversed(self._local.regions):
             region.has_paused = False
@@ -227,8 +230,9 @@ class Switch:
         return Region(self, mode, pauses=pauses)
 
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module. Return whether to cast the inputs: True if casts are active, and
-        the mode differs from the mode outside of the region.
+        """Open a region for the forward of a module: in the given mode, or without casts if the outer region has none.
+
+        Return whether to cast the inputs: True if casts are active, and the mode differs from the outer region's.
 
         Args:
             owner: identifies the region for `close_for_module`.

@@ -30,7 +30,10 @@ Registration = tuple[Any, str, str]
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, or for the user's registration of the same name."""
+    """Yield a patch for every listed spelling, or for the user's registration of the same name.
+
+    Under torch.autocast, also yield patches that keep torch from casting ops that none of these rules names.
+    """
     decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)

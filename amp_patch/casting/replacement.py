@@ -150,9 +150,8 @@ class PublicOp:
 
 
 def _dispatches_by_name(original: OpFunction) -> bool:
-    """Return whether torch's function, when it calls overrides, looks up its own public name and passes them the
-    function
-    that it finds there: the replacement.
+    """Return whether torch's function, when it calls overrides, looks up its own public name, and passes them the
+    function that the name holds: the replacement.
 
     Methods in C and undecorated functions in Python do so. Then `hand_over` simply calls them, and torch decides how
     the arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).

@@ -324,7 +324,7 @@ class Overlay:
         return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
-        """Return the merged lists. Adds in-place twins, and gives spellings that write to an argument their rule.
+        """Return the merged lists. Adds in-place twins, and gives each spelling the rule that it follows.
 
         `names`: the lists as the caller named them.
         """

@@ -44,7 +44,7 @@ class Node:
     """One value of a file, and the line and column where it starts, counted from 1.
 
     Attributes:
-        quoted: the value is text in quotes.
+        quoted: the value is text in quotes, or a block (`|` or `>`).
         key_positions: the line and column of each key; empty unless the value is a mapping.
     """
 

@@ -1,4 +1,4 @@
-"""`Changes`: what a takeover changes in the regions of `torch.autocast` of a script. It makes the session for that."""
+"""`Changes`: the changes that a takeover makes to a script's regions of `torch.autocast`, and the session for them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -126,8 +126,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and set the flags of its optimizers and its scaler.
 
-        A delayed block leaves that to the next block. Waits for the device only if the block raised an exception: then
-        it counts only if it overflowed.
+        A delayed block leaves that to the next block or step. Waits for the device only after an exception: the flags
+        of a block that has failed count only if it overflowed.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -169,7 +169,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check the gradients of an optimizer before its step, until `end_step`. Waits for nothing."""
+        """Unscale and check all gradients before a step, or inside a block only the optimizer's. Waits for nothing."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -240,8 +240,9 @@ class GradientSums:
             self.unscale_all()
 
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Move gradients of 16-bit parameters to their masters. After a backward pass outside of `scale_loss`, nothing
-        has moved them yet. Warns inside a block, where gradients are still scaled.
+        """Move gradients of 16-bit parameters to their masters, as after a backward pass outside of `scale_loss`.
+
+        Inside a block, or after a delayed one, only warn that gradients are still scaled.
         """
         if not (self._open or self._waiting):
             if self._has_masters:

@@ -34,8 +34,9 @@ class LossScaler:
             keep the scale of their loss.
         known_scale: the last scale that the host has read.
         found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None: no pass came since.
-        awaits_loss: True until a loss is scaled, or the user was warned that no loss is.
-        awaits_backward: True until a scaled loss has gone backward.
+        awaits_loss: True for a dynamic scale until a loss is scaled, or the user was warned that none is.
+        awaits_backward: True until a scaled loss has gone backward, or the user was warned that none has. Always
+            False for a static scale of 1.
         is_shared: True if several ranks decide together, so that a single rank must not update the scale.
         is_identity: True for a static scale of 1.
     """
@@ -75,7 +76,7 @@ class LossScaler:
         self.found_inf: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """Move the scale to `device` and return it, for use."""
+        """Move the scale to `device` and return it, to scale a loss. Clears `awaits_loss`."""
         self.awaits_loss = False
         if self.scale.device != device:
             self.scale = self.scale.to(device)

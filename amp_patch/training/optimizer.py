@@ -382,7 +382,9 @@ def _delete(target: Any, name: str) -> None:
 
 
 def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_attribute: bool) -> None:
-    """Remove a replaced method. If an LR scheduler has wrapped it since, leave it: it calls the original."""
+    """Remove a replaced method. If an LR scheduler has wrapped the method since, leave it: once the binding is undone,
+    it only calls the original.
+    """
     current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return

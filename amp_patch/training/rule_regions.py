@@ -176,7 +176,8 @@ class RuleRegions:
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
         """Return whether a module that the script called directly is now called by a model that holds it.
 
-        This searches all calls that are under way, so it does so only while some rule by name has chosen no module.
+        The search through all calls that are under way is slow. So this returns False once every rule by name has
+        chosen a module.
         """
         if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
             return False
@@ -346,8 +347,8 @@ class _Model:
 
 
 def _children_in(root: nn.Module) -> list[object]:
-    """Return the names of all modules inside `root`, and weak references to them. The list differs from an earlier one
-    if a module was added, replaced or moved.
+    """Return the names of all modules inside `root`, and weak references to them. A list made later differs if a module
+    was added, replaced or moved in between.
     """
     contents: list[object] = []
     seen: set[int] = set()
