@@ -268,7 +268,7 @@ class FaultFinder:
             self._enter_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
-        """Return whether an op is ignored, or was given the very number that it gives, except in a backward pass."""
+        """Return whether an op is ignored, or (not in a backward pass) was given the very number that it gives."""
         if self._is_ignored(output.op, call):
             return True
         return call.phase != "backward" and _has_such_number(output.op, output.written.largest)

@@ -30,7 +30,7 @@ class Recorder(Probe):
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
-        on_end: called when step `last` begins.
+        on_end: called when the last of these steps has ended.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
 

@@ -69,9 +69,9 @@ class Repair:
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
         self._gradients: list[tuple[Written, float]] = []  # those that do not fit: see `fit_gradient`
-        self._scale_of_others = math.inf  # under which gradients fit whose forward op gave no 16 bits
-        self._scale: float | None = None  # the smallest of all that are not below 1
-        self._fitting = math.inf  # the smallest of all
+        self._scale_of_others = math.inf  # the largest under which gradients fit whose forward op gave no 16 bits
+        self._scale: float | None = None  # the smallest scale that `_lower_scale` has returned, of those not below 1
+        self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
         self._scale_of_zeros: float | None = None
         self.made: list[Written] = []
         self.rounding: list[Culprit] = []

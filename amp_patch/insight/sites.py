@@ -61,7 +61,7 @@ def find_site() -> Site:
 def names_dtype() -> bool:
     """Return whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`.
 
-    Other lines cast to the dtype of a tensor.
+    Other lines cast to the dtype of a tensor. Returns True if there is no such line.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
