@@ -1,4 +1,4 @@
-"""The level and the lists of a command, which override the arguments of the script's own call of `amp.initialize`."""
+"""The level and the lists of a command (or of `apex.install`), which override the script's own `amp.initialize`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -173,9 +173,10 @@ def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the faults. Return 0 if there are none, 1 for a fault, 2 if nothing could be checked.
+    """Run the script, and print the faults and quiet losses. Return an exit code.
 
-    An error of this command returns 2 as well, because 1 would mean that the script has a fault.
+    0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit, or is lost quietly.
+    2 (`TROUBLE`): the script could not be checked, or this command failed.
     """
     try:
         return _trace(arguments)
@@ -290,7 +291,7 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
 
 
 def _locate(name: str, lists: list[str], folder: Path) -> str:
-    """Return what to write after `extends` in a list in `folder`: the name of a shipped list, or the path of a file.
+    """Return the value of `extends` for a list in `folder`: the name of a shipped list, or the path of a file.
 
     Args:
         name: the list that the run used: the name of a shipped list, or a file, of which recordings may have no folder.
@@ -365,7 +366,7 @@ def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Name
 
     Args:
         name: the name of the repair, for messages.
-        settings: what it changes.
+        settings: the settings that apply it.
     """
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError

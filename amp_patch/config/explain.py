@@ -17,7 +17,7 @@ class Ruling:
 
     Attributes:
         spellings: dotted names.
-        kind: the rule that they follow.
+        kind: the rule that they follow. For spellings that write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
         package: the package that is not imported yet, so that the rule has no effect yet; else None.

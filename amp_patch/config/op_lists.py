@@ -49,7 +49,7 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        kind: the rule.
+        kind: the rule that it follows. For a spelling that writes in place, it may differ from the rule of the entry.
         entry: the entry of a list that decides.
         overridden: the entries of earlier files for the same function, the earliest first.
     """

@@ -247,7 +247,7 @@ class Policy:
         return self.compute == "float32"
 
     def get_longest_attention(self, device_type: str) -> int:
-        """Return up to which size attention is computed in float32 on devices of this type, for speed; 0 for never.
+        """Return the size up to which attention is computed in float32 on this type of device, for speed; 0 for never.
 
         The size is the number of queries times the number of keys. It matters only where other products are computed
         in 16 bits.

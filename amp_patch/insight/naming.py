@@ -54,7 +54,7 @@ class ModuleStack:
         running = self._find_running()
         return running[-1][0] if running else None
 
-    def names_of_like(self) -> list[str]:
+    def names_of_same_class(self) -> list[str]:
         """Return the names of all modules of the same class as the innermost one that is running in this thread."""
         here = type(self.module_here())
         return [name for module, name in self._names.values() if type(module) is here]

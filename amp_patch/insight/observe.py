@@ -239,7 +239,7 @@ class Observer:
         if low and exact:
             call = self.note(op._replace(result=exact[0].to(low[0])))
             if call is not None:  # the script ends before other modules of the same class run this line
-                self.finder.expect(op, call, low[0], self._running.names_of_like())
+                self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:
