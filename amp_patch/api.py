@@ -120,8 +120,8 @@ def initialize(
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
-            changed.
-        SessionError: models of another policy are still alive.
+            changed, except that with `replace`, an earlier session may have been closed.
+        SessionError: models of another policy are still alive, or a `scale_loss` block is open.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
@@ -323,7 +323,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Context manager and decorator: run the body as in plain torch, in this thread.
+    """Context manager and decorator: run the body without casts, in this thread.
 
     It has no effect at levels that patch no functions.
 
@@ -434,7 +434,8 @@ def reset() -> None:
 def refresh() -> None:
     """Recast every cached weight, and copy masters to parameters, before their next use.
 
-    Call it after edits that torch cannot see, such as `p.data.mul_(2)`.
+    Call it after edits that torch cannot see, such as `p.data.mul_(2)`: of weights, or at levels with masters, of the
+    masters. There, such an edit of a weight itself is lost.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)

@@ -14,6 +14,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def half_function(function: Function) -> Function:
     """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions.
 
+    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
+
     Examples:
         >>> @amp.half_function
         ... def mix(x, y):
@@ -27,6 +29,8 @@ def half_function(function: Function) -> Function:
 
 def float_function(function: Function) -> Function:
     """Decorator: run the function, and everything it calls, in float32 while a session patches functions.
+
+    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.float_function
@@ -86,7 +90,7 @@ def _decorate(function: Any, rule: OpRule) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype in every session that opens after this call, whatever the lists say.
+    """Run `module.name` in the low dtype from the next `initialize` or `session` on, whatever the lists say.
 
     Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
     ArgumentValueError if `module` has no attribute of this name.
@@ -103,7 +107,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 in every session that opens after this call, whatever the lists say.
+    """Run `module.name` in float32 from the next `initialize` or `session` on, whatever the lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -119,7 +123,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest dtype of its arguments in every session that opens after this call, whatever the
+    """Run `module.name` in the widest dtype of its arguments from the next `initialize` or `session` on, whatever the
     lists say.
 
     Raises the errors of `register_half_function`.

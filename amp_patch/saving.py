@@ -10,7 +10,8 @@ from .session import current as _current
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
 
-    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
+    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale,
+    which also holds `hysteresis_tracker` if the scale has a `hysteresis` above 1.
     `torch.load` can read it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination`, to
     which the entries are added, is not a dictionary, and SessionError before `initialize`.
 

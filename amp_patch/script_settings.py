@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     lists: tuple[str, ...] = ()
 
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not.
+        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not fit.
 
         Properties of a level do not fit another level.
         """

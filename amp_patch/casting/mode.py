@@ -25,8 +25,8 @@ class Mode(Enum):
 
     OFF = "as plain torch"
     BY_LISTS = "as the op lists say"
-    LOW = "every listed op in the low dtype"
-    FLOAT32 = "every listed op in float32"
+    LOW = "whitelisted and blacklisted ops in the low dtype, other ops as the op lists say"
+    FLOAT32 = "whitelisted and blacklisted ops in float32, other ops as the op lists say"
 
 
 _MODES = {mode.name: mode for mode in Mode}

@@ -413,7 +413,7 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError on any 16-bit tensor."""
+        """Raise BannedOpError on any 16-bit tensor on a device of the session's type."""
         name = getattr(original, "__name__", str(original))
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:

@@ -96,7 +96,10 @@ class _TracedRun:
 
     @property
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
-        """What 16 bits lose although every value is finite, each with its recording. Ranks lose the same."""
+        """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
+
+        The first recording is enough, because all ranks lose the same.
+        """
         return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
 
     @property
@@ -126,7 +129,7 @@ class _TracedRun:
             print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
 
     def print_quiet(self) -> None:
-        """Print what is lost quietly."""
+        """Print the quiet losses."""
         from ..insight import format_quiet
 
         for lost, recording in self.quiet:
@@ -336,7 +339,7 @@ def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace)
 
 
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:
-    """Run the script at the level that keeps what is lost quietly. Return 0 if that level is enough."""
+    """Run the script at the level that keeps the values that are lost quietly. Return 0 if that level is enough."""
     from ..insight import find_level, format_quiet
 
     levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]

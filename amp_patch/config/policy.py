@@ -237,7 +237,7 @@ class Policy:
     def computes_in_float32(self, device_type: str) -> bool:
         """Return whether products of 16-bit values (matrix products, convolutions, ...) are computed in float32.
 
-        Under `compute="auto"`, this is so on devices of a type that has no instructions for them.
+        Under `compute="auto"`, they are computed in float32 on types of devices that have no instructions for them.
         """
         low = self.low_dtype
         if low is None:

@@ -180,7 +180,7 @@ class FaultFinder:
             self._look_for_quiet(op, call, outputs, made)
 
     def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op for what is lost although every value fits."""
+        """Look at an op for values that are lost although every value fits."""
         with current.without_casts():
             if call.phase == "forward":
                 self.values.look(op, call, made)

@@ -26,7 +26,7 @@ from .runs import Probe, check_count, check_function
 
 
 class Recorder(Probe):
-    """Records the steps from `first` up to, but not including, `last` of each session that is opened.
+    """Records the steps from `first` up to, but not including, `last`, counted over all sessions that are opened.
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
@@ -191,8 +191,8 @@ def recording() -> Iterator[Recording]:
     """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
 
     The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
-    recorded. Blocks cannot be nested. Results are bitwise the same as without a recording; code of torch.compile runs
-    uncompiled.
+    recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
+    torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

@@ -27,7 +27,7 @@ _ROLES_OF_TORCH = {  # the first that fits
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
-"""What runs a forward again: torch's checkpoints, and those that scripts write as autograd functions."""
+"""Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
 
 
