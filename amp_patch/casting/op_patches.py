@@ -38,7 +38,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
+            yield plan_op(spelling.owner, spelling.name, spelling.rule, chosen, spelling.entry.location)
     for owner, name, rule in registered:
         if rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list, so it is not patched
             yield plan_op(owner, name, rule, casts)
@@ -165,7 +165,7 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.location)])
+        self._patcher.install([plan_op(owner, name, spelling.rule, casts, spelling.entry.location)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 

@@ -92,7 +92,7 @@ def _lists_as_data(lists: "config.OpLists") -> dict[str, object]:
 
 def _spelling_as_data(spelling: "config.op_lists.Spelling") -> dict[str, object]:
     name = f"{spelling.owner_name}.{spelling.name}"
-    return {"name": name, "kind": spelling.kind, "overridden": [as_data(entry) for entry in spelling.overridden]}
+    return {"name": name, "kind": spelling.rule, "overridden": [as_data(entry) for entry in spelling.overridden]}
 
 
 def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
@@ -121,6 +121,6 @@ def _find_lost(entry: "config.op_lists.OpEntry", decided: "list[config.op_lists.
 def _name(spelling: "config.op_lists.Spelling") -> str:
     """Return the dotted name of a spelling, with its rule if that differs from the rule of its entry."""
     name = f"{spelling.owner_name}.{spelling.name}"
-    if spelling.kind != spelling.entry.rule:
-        name += f" ({spelling.kind})"
+    if spelling.rule != spelling.entry.rule:
+        name += f" ({spelling.rule})"
     return name

@@ -180,10 +180,10 @@ def _find_rulings(lists: OpLists) -> _Rulings:
     rulings: _Rulings = {}
     for spelling in (*lists.spellings, *lists.neutral):
         key = spelling.owner_name, spelling.name
-        rulings[key] = Ruling((), spelling.kind, spelling.entry, spelling.overridden)
+        rulings[key] = Ruling((), spelling.rule, spelling.entry, spelling.overridden)
     for spelling in lists.deferred:
         key = spelling.owner_name, spelling.name
-        rulings[key] = Ruling((), spelling.kind, spelling.entry, package=_package_of(key))
+        rulings[key] = Ruling((), spelling.rule, spelling.entry, package=_package_of(key))
     return rulings
 
 

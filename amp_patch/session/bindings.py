@@ -178,13 +178,13 @@ class Bindings:
             )
         self._optimizers = [*self._optimizers, *added]
         self._connect_flags()
-        for bound, optimizer in zip(added, optimizers, strict=True):
-            bound.bind(float32_data)
-            self._watch(bound, optimizer, self.forget_optimizer, weakref.ref(bound))
+        for optimizer_binding, optimizer in zip(added, optimizers, strict=True):
+            optimizer_binding.bind(float32_data)
+            self._watch(optimizer_binding, optimizer, self.forget_optimizer, weakref.ref(optimizer_binding))
         self.masters.return_gradients()
-        for bound in added:
-            if not bound.groups.is_empty():
-                bound.flags.state = OptState.UNCHECKED
+        for optimizer_binding in added:
+            if not optimizer_binding.groups.is_empty():
+                optimizer_binding.flags.state = OptState.UNCHECKED
         self._warn_of_lost_updates(added)
 
     def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
@@ -208,9 +208,9 @@ class Bindings:
             f" {' and '.join(names)} steps on them without float32 masters. {remedy}."
         )
 
-    def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
-        """Call `method`, a method of this object, with `args` once `bound` (a model or an optimizer) is gone."""
-        finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
+    def _watch(self, binding: object, target: Any, method: Callable[..., None], *args: Any) -> None:
+        """Call `method(*args)`, a method of this object, when `target` (the bound model or optimizer) is gone."""
+        finalizer = weakref.finalize(target, _call_if_alive, weakref.WeakMethod(method), *args)
         # the end of the process releases everything anyway
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
@@ -231,8 +231,8 @@ class Bindings:
         # a new list, because a caller may be iterating over the previous one
         self.gradients.all_flags = [binding.flags for binding in self._optimizers]
         model_parameters = {}
-        for bound in self._models:
-            for parameter in bound.parameters():
+        for model_binding in self._models:
+            for parameter in model_binding.parameters():
                 if parameter.is_leaf:  # inside functional_call, the model holds other tensors, with graphs
                     model_parameters[id(parameter)] = parameter
         self.gradients.model_parameters = list(model_parameters.values())
@@ -289,10 +289,10 @@ class Bindings:
 
     def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
         models, optimizers = list(models), list(optimizers)
-        for bound in reversed(optimizers):
-            bound.undo()
-        for binding in reversed(models):
-            binding.undo()
+        for optimizer_binding in reversed(optimizers):
+            optimizer_binding.undo()
+        for model_binding in reversed(models):
+            model_binding.undo()
         for released in (*models, *optimizers):
             finalizer = self._finalizers.pop(released, None)
             if finalizer is not None:
@@ -311,8 +311,8 @@ class Bindings:
         for model in self.models():
             held.update(map(id, model.parameters()))
             held.update(map(id, model.buffers()))
-        for bound in self.optimizers():
-            held.update(map(id, bound.groups.model_parameters()))
+        for optimizer_binding in self.optimizers():
+            held.update(map(id, optimizer_binding.groups.model_parameters()))
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
@@ -325,7 +325,7 @@ class Bindings:
             self._optimizers.remove(binding)
             self._connect_flags()
         if self._cache is not None:
-            remaining = [weight for bound in self._optimizers for weight in bound.groups.parameters()]
+            remaining = [weight for left in self._optimizers for weight in left.groups.parameters()]
             self._cache.keep_only(remaining)
 
     # ---- queries about all -------------------------------------------------------------------------------------------

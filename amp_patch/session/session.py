@@ -136,7 +136,7 @@ class Session:
 
         Does nothing if `overflow_group` or shards have chosen a group already.
         """
-        if self._overflow_group is None and not self.scale_updates.groups:
+        if self._overflow_group is None and not self.scale_updates.process_groups:
             self._decide_together(group)
             self.scale_updates.broadcast_scales(group, 0)
 
@@ -209,7 +209,7 @@ class Session:
                     policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
                 )
             )
-            self.scalers[-1].is_shared = bool(self.scale_updates.groups)
+            self.scalers[-1].is_shared = bool(self.scale_updates.process_groups)
 
     def restart_scalers(self) -> None:
         """Restart dynamic loss scales for another training. A scale that has not scaled a loss yet stays: it may have

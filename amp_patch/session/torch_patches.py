@@ -46,7 +46,7 @@ def plan_with_ops(
 
 def _lists_recurrent(oplists: OpLists) -> bool:
     """Return whether the lists run recurrent layers in the low dtype."""
-    return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
+    return any(spelling.owner is VF and spelling.rule.runs_in == "low" for spelling in oplists.spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:

@@ -74,7 +74,7 @@ class FirstStepChecks:
 
     def _check_gradients(self) -> None:
         # where ranks decide together, one of them may hold no shard, and so no gradient
-        if self._scale_updates.groups or not self._flags.groups.is_empty():
+        if self._scale_updates.process_groups or not self._flags.groups.is_empty():
             return
         if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
             warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")

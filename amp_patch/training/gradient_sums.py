@@ -92,7 +92,7 @@ class GradientSums:
         for flags in block.affected:
             flags.was_passed = True
             # not where ranks decide together: a rank without shards has no gradients, and the others would wait for it
-            if flags.found_inf and not self.scale_updates.groups and flags.groups.is_empty():
+            if flags.found_inf and not self.scale_updates.process_groups and flags.groups.is_empty():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:
                 flags.state = OptState.PENDING
