@@ -67,7 +67,7 @@ def run_eagerly() -> Callable[[], object]:
 
 
 def forget_compiled_code() -> None:
-    """Drop the code that torch.compile has made in this process. It holds casts that may no longer be active."""
+    """Drop the code that torch.compile has made in this process, because its casts may no longer be active."""
     if DYNAMO in sys.modules:
         torch.compiler.reset()
 

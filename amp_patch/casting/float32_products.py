@@ -167,8 +167,8 @@ class Float32Products:
         """Return a function that applies `cast` to every tensor, converts low tensors to float32, calls `original`, and
         rounds the result.
 
-        Products that `original` itself calls run unchanged. That may be `original` once more, because torch.export
-        calls an op again by its public name.
+        Products that `original` itself calls run unchanged. One of them may be `original` once more, because
+        torch.export calls an op again by its public name.
         """
         low, to_float32, thread = self.low, self._to_float32, self._thread
 

@@ -206,7 +206,7 @@ class Switch:
         return regions[-1] if regions else None
 
     def _is_in_force(self, region: Region) -> bool:
-        """Return whether the innermost region applies here. It does not inside a nested `autocast(enabled=False)`."""
+        """Return whether a region applies here: not inside an `autocast(enabled=False)` that was entered after it."""
         if self.autocast is None or self.autocast.is_here():
             return True
         return region.is_active and region.depth == get_autocast_depth()
@@ -316,7 +316,7 @@ code would be lost."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
-    """Return a function that returns the name of the mode in this thread. It does not keep the switch alive."""
+    """Return a function that returns the name of the mode in this thread, and that does not keep the switch alive."""
 
     def get_name() -> str:
         switch = reference()

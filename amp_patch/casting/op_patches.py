@@ -232,7 +232,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are defined during the session. They cast only during the session."""
+    """Return a `custom_fwd` for functions that are defined during the session, and that cast only during it."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -313,7 +313,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache. It would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache, because a tracer would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():

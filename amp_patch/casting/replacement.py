@@ -113,7 +113,7 @@ class PublicOp:
 
     Args:
         name: the name of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
-        original: torch's function, or None for a function that is not torch's. That has no overrides.
+        original: torch's function. None for a function that is not torch's, and so has no overrides.
         takes_lists: whether the op takes lists of tensors, which may have overrides, too.
 
     Attributes:

@@ -45,7 +45,7 @@ def is_uncastable(tensor: Tensor) -> bool:
 def make_plain_cast(
     dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
 ) -> TensorCast:
-    """Return a function that casts castable tensors on one type of device to `dtype`. It returns others as they are.
+    """Return a function that casts castable tensors on one type of device to `dtype`, and returns others as they are.
 
     Args:
         is_for_kernels: whether 16-bit kernels get the result. If so, compressed sparse tensors on a CPU are left as

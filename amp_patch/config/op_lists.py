@@ -316,7 +316,7 @@ class Overlay:
         return owners
 
     def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
-        """Return the spelling that an entry names. It lists the entries of earlier files that the entry overrides."""
+        """Return the spelling that an entry names, with the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()
         if earlier is not None:

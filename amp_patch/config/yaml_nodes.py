@@ -197,7 +197,7 @@ class _Reader:
         return Node(values, line, column, key_positions=key_positions)
 
     def _refuse_look_alikes(self, text: str, line: int, column: int) -> None:
-        """Raise an error if the text has a character that looks like another. It names the column of the character."""
+        """Raise an error, with the column of the character, if the text has a character that looks like another."""
         look_alike = find_look_alike(text)
         if look_alike is not None:
             index_in_text, problem = look_alike

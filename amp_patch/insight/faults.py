@@ -101,7 +101,7 @@ class FaultFinder:
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
         self.gradients = GradientWatch(self.findings)
-        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
+        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: the largest by module
         self._recent = Recent()
         self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
@@ -328,7 +328,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs the op again that has given a fault in the forward pass. It needs no second entry.
+            # A checkpoint runs the op again that has given a fault in the forward pass. Its op needs no second entry.
             is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_seen_in_forward:
                 wanted.insert(0, written)

@@ -16,7 +16,7 @@ from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. A checkpoint that a script wrote itself runs a module without them."""
+"""The modes of regions that module rules open. A script's own checkpoint recomputes a module without such regions."""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),

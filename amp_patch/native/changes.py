@@ -88,7 +88,7 @@ class Changes:
             )
 
     def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
-        """Return a session that makes these changes. It is not open yet.
+        """Return a session that makes these changes once it is opened.
 
         Args:
             low: the dtype of the region that is being entered, or None outside of regions.

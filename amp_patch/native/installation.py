@@ -44,7 +44,7 @@ def install(
         compute: "auto", "native" or "float32". Needs a level.
         everywhere: run each thread in one bfloat16 region, from its first call of a model. For scripts without regions.
 
-    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces
+    Returns a handle whose `remove()` undoes everything. The handle also works as a `with` block. A later call replaces
     this installation.
 
     Raises:

@@ -18,6 +18,7 @@ from ..training import ids_beside_opaque
 from .sharding import find_sharding_problem, is_instance_of
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""Parallel wrappers, which `initialize` refuses: users wrap the models that it returns."""
 
 
 def as_enabled(enabled: Any) -> bool:
@@ -65,7 +66,7 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _name_kind(value: object) -> str:
-    """Return the name of an object's type, or advice if it is a class itself."""
+    """Return the name of an object's type; for a class, its own name, and the advice to make an instance."""
     return f"the class {value.__name__} (make an instance of it)" if isinstance(value, type) else type(value).__name__
 
 

@@ -28,6 +28,9 @@ from ..training import (
 class Bindings:
     """Binds and releases models and optimizers.
 
+    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, and to replace
+    its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
+
     Args:
         rules: module rules for the models.
         sharded: the modules that `fully_shard` has sharded.
@@ -149,7 +152,7 @@ class Bindings:
     def bind(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
     ) -> None:
-        """Bind models and optimizers. Fills `float32_data` as `ModelBinding.bind` does."""
+        """Bind models and optimizers. Fills `float32_data` with the values of tensors from before their cast, by id."""
         for model in models:
             rules = self._rules if self.regions is None else ()
             binding = ModelBinding(model, self._policy, self.masters, self._cache, rules)

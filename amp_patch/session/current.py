@@ -35,7 +35,7 @@ class _State:
         self.lock = threading.RLock()
         self.session: Session | None = None
         self.is_disabled = False  # by initialize(enabled=False)
-        self.registered: list[Registration] = []
+        self.registered: list[Registration] = []  # the functions of register_half_function and the like
 
 
 state = _State()

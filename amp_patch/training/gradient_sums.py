@@ -446,7 +446,7 @@ class GradientSums:
         self.local.ids -= local_ids
 
     def _rescale_local(self, scale: Tensor | None) -> None:
-        """Change the scale of gradients that are not reduced yet. They are not checked."""
+        """Change the scale of gradients that are not reduced yet, and check none of them."""
         unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self.local.ids}
         change_scale_([parameter.grad for parameter in unique.values()], self.local.scale, scale)
         self.local.scale = scale

@@ -22,8 +22,8 @@ class Groups:
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, with the master, by the master's id. It stays here if the script
-            removes it from the groups.
+        placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
+            removes its master from the groups.
     """
 
     def __init__(

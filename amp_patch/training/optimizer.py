@@ -48,7 +48,7 @@ class OptimizerBinding:
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
-        switch: the casts of the session, turned off during the step.
+        switch: the switch of the session's casts, which are off during a step.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
     """

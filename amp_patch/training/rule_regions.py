@@ -300,7 +300,7 @@ class RuleRegions:
             del self._hooks[module]
 
     def _remove_copied_hooks(self, module: nn.Module) -> None:
-        """Remove hooks that a module has copied from another one. They may be wrong, because its name is another."""
+        """Remove hooks that a module has copied from another one. Under its own name, other rules may apply to it."""
         for hook in list(get_forward_pre_hooks(module).values()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, RegionHooks) and owner is not self._hooks.get(module):
