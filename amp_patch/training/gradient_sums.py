@@ -4,8 +4,9 @@ Unlike with GradScaler, `.grad` holds unscaled sums whenever no block is open, s
 at any time:
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
-* `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
-  parameters to their masters. Then it reports the flag of the block to its optimizers and its scaler.
+* `end` divides all gradients by the scale, and checks those of the block's optimizers. At levels with masters it moves
+  the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these optimizers and to
+  the scaler of the block.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
@@ -169,7 +170,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check all gradients before a step, or inside a block only the optimizer's. Waits for nothing."""
+        """Before a step, call `unscale_all`, or inside a block, do so for one optimizer. Waits for nothing."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -271,8 +272,8 @@ class GradientSums:
         return self._scale is not None
 
     def unscale_all(self) -> None:
-        """Unscale and check all gradients, except those not reduced yet, and report to the optimizers and scalers of
-        the blocks that have ended. Inside a block, the caller scales them again.
+        """Unscale all gradients that are reduced. Check those of optimizers that blocks were opened for, and report to
+        the optimizers and scalers of the blocks that have ended. Inside a block, the caller scales them again.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()

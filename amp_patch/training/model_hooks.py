@@ -98,7 +98,7 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """Forward pre-hook of any other module with weights of its own: cast its inputs if the script calls it directly.
+    """Forward pre-hook of a cast module that takes any inputs: cast them if the script calls the module directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left. A forward that a backward pass runs again
     (checkpointing) is treated like the first one.
@@ -245,7 +245,7 @@ class SessionHook:
 
 class InvalidateCache(SessionHook):
     """Forward pre-hook and forward hook: invalidate the low copies of weights before and after a forward without
-    gradients. Scripts swap weights for an evaluation (averages) in ways that no version counter shows.
+    gradients. Scripts swap weights for an evaluation, such as averages, in ways that no version counter shows.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
