@@ -6,7 +6,7 @@ Guards: config/op_names, config/op_namespaces.
 import torch
 
 from amp_patch.config import op_namespaces
-from amp_patch.config.op_names import find_spellings, get_op, inplace_twin
+from amp_patch.config.op_names import find_spellings, get_op, inplace_twins
 from amp_patch.patching.patcher import Patch, Patcher
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -70,6 +70,8 @@ def test_the_op_of_a_spelling() -> None:
         ("torch.Tensor.__rpow__", "pow"),
         ("torch.Tensor.__ipow__", "pow"),
         ("torch.Tensor.exp_", "exp"),
+        ("torch.Tensor.index_put_", "index_put"),
+        ("torch.Tensor.__setitem__", "index_put"),
         ("torch.nn.functional.relu_", "relu"),
         ("torch.Tensor.zero_", "zero_"),  # there is no zero
         ("torch._VF.lstm", "lstm"),
@@ -93,4 +95,4 @@ def test_the_op_of_a_spelling_means_it() -> None:
         op = get_op(key)
         if "." not in op:
             spellings = find_spellings(op, may_be_missing=False)
-            assert key in spellings or key in {inplace_twin(spelling) for spelling in spellings}
+            assert key in spellings or any(key in inplace_twins(spelling) for spelling in spellings)
