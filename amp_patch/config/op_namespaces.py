@@ -80,7 +80,7 @@ ALIAS_GROUPS = (
     "igamma gammainc",
     "igammac gammaincc",
     # `x[index] = values`, which is `x.index_put_((index,), values)` if the index holds a tensor or a list
-    f"{SET_ITEM} index_put_",
+    f"index_put_ {SET_ITEM}",
 )
 ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in group.split()}
 """All names of an op, by each of them. Ops with one name are left out."""

@@ -52,6 +52,8 @@ SWAPPED = {"rsub", "__rsub__", "__rdiv__", "__rtruediv__", "__rfloordiv__", "__r
 def test_the_names_of_an_alias_group_compute_the_same() -> None:
     for group in op_namespaces.ALIAS_GROUPS:
         first, *rest = group.split()
+        if op_namespaces.SET_ITEM in rest:
+            continue  # it returns nothing: tests/casting/test_writes.py
         operands = OPERANDS.get(first, (X, Y) if first in BINARY else (X,))
         expected = getattr(torch, first)(*operands)
         for name in rest:
