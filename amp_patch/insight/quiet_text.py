@@ -1,6 +1,6 @@
 """A quiet loss as text: what is lost, where, how much is kept, and the remedy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ..config import levels
 from ..tables import align, count_of
@@ -13,11 +13,6 @@ def format_quiet(lost: QuietRecord, run: RunRecord | None) -> str:
     """Return a quiet loss as text. `run` says whether the script uses `amp.initialize`; None: unknown."""
     rows = [(f"  {name}", text) for name, text in describe_quiet(lost, run)]
     return "\n".join([entitle_quiet(lost), *align(rows)])
-
-
-def format_all_quiet(records: Sequence[QuietRecord], run: RunRecord | None) -> str:
-    """Return quiet losses as text, one after another."""
-    return "\n\n".join(format_quiet(lost, run) for lost in records)
 
 
 def entitle_quiet(lost: QuietRecord) -> str:
@@ -65,20 +60,15 @@ def _percent(share: float | None) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-_CHANGES = {
-    "weights": "updates of weights",
-    "weight decay": "the weight decay",
-    "gradients": "gradients that backward passes add up",
-}
-
-
 def _describe_update(lost: QuietRecord) -> str:
-    subject = f"changes of {lost.role}" if lost.role else "changes of a tensor that outlives the step"
-    subject = _CHANGES.get(lost.role or "", subject)
     low = spell_out(lost.dtype or "")
+    if lost.role == "weight decay":
+        return f"weight decay changes no element: 1 - lr * weight_decay is 1 in {low}"
+    subject = {"": "a tensor that outlives the step", "gradients": "gradients that backward passes add up"}
+    of = f"of {subject.get(lost.role or '', lost.role)}, "
     if lost.kept == 0:
-        return f"{subject}: all are rounded away, smaller than the spacing of {low} numbers"
-    return f"{subject}: {_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
+        return f"{of}no element changes: each change is less than half the distance to the next {low} number"
+    return f"{of}{_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
 
 
 def _describe_collapsed(lost: QuietRecord) -> str:

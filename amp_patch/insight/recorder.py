@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
-from ..native import AS_IS, NativeSession, watch
+from ..native import AS_IS, NativeSession, find_float32_script, watch
 from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
@@ -162,9 +162,12 @@ class Recorder(Probe):
 def describe_run(session: Session) -> RunRecord:
     """Return the record of the run of a session."""
     low, oplists = session.policy.low_dtype, session.oplists
-    steps_before, needs_scaler = 0, False
+    steps_before, needs_scaler, script_low = 0, False, ""
     if isinstance(session, NativeSession):
         low, steps_before, needs_scaler = session.seen_low, session.steps_before, session.needs_scaler
+        if session.script_low is not None:
+            script_low = short(session.script_low)
+    float32_script = find_float32_script()
     name, digest = "", ""
     lists: tuple[str, ...] = ()
     if low is not None:
@@ -183,6 +186,9 @@ def describe_run(session: Session) -> RunRecord:
         prefixes=find_prefixes(session.models()),
         steps_before=steps_before,
         needs_scaler=needs_scaler,
+        script_low=script_low,
+        not_widened=() if float32_script is None else tuple(float32_script.not_widened),
+        is_timed=float32_script is None or float32_script.is_timed,
     )
 
 

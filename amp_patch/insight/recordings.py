@@ -26,6 +26,7 @@ from .records import (
     LayerRecord,
     LowOpRecord,
     ModulesRecord,
+    OpErrorRecord,
     OpRecord,
     RunRecord,
     SampleRecord,
@@ -45,6 +46,7 @@ Record = (
     | ComparedRecord
     | CurveRecord
     | LayerRecord
+    | OpErrorRecord
     | GradientRecord
     | SampleRecord
     | CheckedStepRecord

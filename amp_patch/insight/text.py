@@ -111,7 +111,10 @@ def entitle_recording(recording: Recording) -> str:
         title = "torch.autocast"
         if run.opt_level != "autocast":  # a level or list that the command lays over the script
             title += f", {run.opt_level}"
-    title += f", {run.low or 'no casts'}"
+    dtype = run.low or "no casts"
+    if run.script_low:
+        dtype = f"{run.script_low} weights"
+    title += f", {dtype}"
     if run.device:  # "" if nothing ran
         title += f" on {run.device}"
     title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"

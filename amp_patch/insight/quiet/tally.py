@@ -202,8 +202,8 @@ class Tally:
         self.add(step, source, Change(0.0, 1.0, 0.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each source that loses changes of at least one tensor."""
-        return list(self._find_lost())
+        """Return a record for each source that loses changes of at least one tensor, weights first."""
+        return sorted(self._find_lost(), key=lambda lost: lost.role != WEIGHTS)
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         every = [each for tensors in self.tensors.values() for each in tensors.values()]
