@@ -444,7 +444,7 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
     the public name, as they get it from `general`.
     """
 
-    def set_item(tensor: Tensor, index: Any, values: Any) -> None:
+    def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
         if (
             index.__class__ in _VIEW_INDEXES
             or not isinstance(values, Tensor)  # torch makes a tensor of the same dtype of a number, a list or an array

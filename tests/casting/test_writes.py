@@ -5,6 +5,7 @@ values.
 Guards: casting/wrappers, config/op_names, lists/float16.yaml, lists/bfloat16.yaml.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,9 @@ def assign(index: Any, target: Tensor, values: Tensor) -> list[Tensor]:
 @levels
 @indexes
 @pytest.mark.parametrize("is_low_target", [False, True], ids=["float32", "low"])
-def test_x_of_index_takes_values_of_another_dtype(level: str, low: torch.dtype, index: Any, is_low_target: bool) -> None:
+def test_values_of_another_dtype_are_cast_to_that_of_the_target(
+    level: str, low: torch.dtype, index: Any, is_low_target: bool
+) -> None:
     dtype, given = (low, FLOAT) if is_low_target else (FLOAT, low)
     target = make((4, 3), dtype)
     values = make(target[index].shape, given, seed=1)
@@ -185,67 +188,74 @@ def test_function_transforms_see_the_cast() -> None:
     assert gradient.dtype is LOW and torch.equal(gradient, 2 * values[0])
 
 
-class Filled(nn.Module):
-    """What scripts do: results of a layer go into a float32 buffer, by every op that writes."""
+def fill(values: Tensor) -> list[Tensor]:
+    """Write values [2, 3] into a float32 tensor, by every op that does."""
+    buffer, rows = torch.full((4, 3), 1 / 3), torch.tensor([[0, 1, 2], [2, 1, 0]])
+    in_place = [buffer.clone() for _ in range(10)]
+    in_place[0][PICKED] = values
+    in_place[1].index_put_((PICKED,), values, accumulate=True)
+    in_place[2].index_add_(0, PICKED, values)
+    in_place[3].index_copy_(0, PICKED, values)
+    in_place[4].index_reduce_(0, PICKED, values, "prod")
+    in_place[5].scatter_(0, rows, values)
+    in_place[6].scatter_add_(0, index=rows, src=values)
+    in_place[7].scatter_reduce_(0, rows, values, "sum")
+    in_place[8].masked_scatter_(MASK[:, None], values)
+    in_place[9].put_(rows, values)
+    return [
+        *in_place,
+        torch.index_put(buffer, (PICKED,), values),
+        torch.index_add(buffer, 0, PICKED, values),
+        buffer.index_copy(0, PICKED, values),
+        buffer.index_reduce(0, PICKED, values, "amax"),
+        torch.scatter(buffer, 0, rows, values),
+        buffer.scatter_add(0, rows, src=values),
+        buffer.scatter_reduce(0, rows, values, "amax"),
+        torch.masked_scatter(buffer, MASK[:, None], values),
+        buffer.put(rows, values),
+        buffer.index_fill(0, PICKED, values.sum()),
+        buffer.masked_fill(MASK[:, None], values.sum()),
+        torch.where(MASK[:, None], buffer, values.sum()),
+        torch.select_scatter(buffer, values[0], 0, 1),
+        torch.slice_scatter(buffer, values, 0, 1, 3),
+        torch.diagonal_scatter(buffer, values[0]),
+    ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        low, rows = self.layer(x), torch.tensor([[0, 1, 2], [2, 1, 0]])
-        assert low.dtype is LOW
-        buffer = torch.full((4, 3), 1 / 3)
-        in_place = [buffer.clone() for _ in range(9)]
-        in_place[0][PICKED] = low
-        in_place[1].index_put_((PICKED,), low, accumulate=True)
-        in_place[2].index_add_(0, PICKED, low)
-        in_place[3].index_copy_(0, PICKED, low)
-        in_place[4].scatter_(0, rows, low)
-        in_place[5].scatter_add_(0, index=rows, src=low)
-        in_place[6].scatter_reduce_(0, rows, low, "sum")
-        in_place[7].masked_scatter_(MASK[:, None], low)
-        in_place[8].put_(rows, low)
-        return [
-            *in_place,
-            torch.index_put(buffer, (PICKED,), low),
-            buffer.index_add(0, PICKED, low),
-            torch.scatter(buffer, 0, rows, low),
-            buffer.scatter_reduce(0, rows, low, "amax"),
-            torch.where(MASK[:, None], buffer, low.sum()),
-        ]
-
-
-@pytest.mark.parametrize("by_takeover", [False, True])
-def test_results_of_layers_go_into_float32_buffers(by_takeover: bool) -> None:
+@pytest.mark.parametrize("by_takeover", [False, True], ids=["session", "takeover"])
+@levels
+def test_results_of_layers_go_into_float32_buffers(level: str, low: torch.dtype, by_takeover: bool) -> None:
     torch.manual_seed(0)
-    model, x = Filled(), torch.rand(2, 3)
-    if by_takeover:
-        with native.install("O4"), torch.autocast("cpu", LOW):
-            results = model(x)
-            gradient = torch.autograd.grad(sum(result.sum() for result in results), model.layer.weight)[0]
-    else:
-        with amp.session("O4", device="cpu"):
-            results = model(x)
-            gradient = torch.autograd.grad(sum(result.sum() for result in results), model.layer.weight)[0]
-    assert {result.dtype for result in results} == {gradient.dtype} == {FLOAT}
-    untouched = torch.full((3,), 1 / 3)  # not rounded
-    assert all(torch.equal(result[3], untouched) for result in (*results[:4], *results[5:13]))
+    layer, x = nn.Linear(3, 3), torch.rand(2, 3)
+    with contextlib.ExitStack() as stack:
+        if by_takeover:
+            stack.enter_context(native.install(level))
+            stack.enter_context(torch.autocast("cpu", low))
+        else:
+            stack.enter_context(amp.session(level, device="cpu"))
+        values = layer(x)
+        assert values.dtype is low
+        results = fill(values)
+    leaf = values.detach().float().requires_grad_()
+    for result, expected in zip(results, fill(leaf), strict=True):
+        assert result.dtype is FLOAT and torch.equal(result, expected)
+        gradient = torch.autograd.grad(result.square().sum(), values, retain_graph=True)[0]
+        wanted = torch.autograd.grad(expected.square().sum(), leaf, retain_graph=True)[0]
+        assert gradient.dtype is low and torch.equal(gradient, wanted.to(low))
 
 
 # ---- lists -----------------------------------------------------------------------------------------------------------
 
 
-NAMES = ("index_put", "index_put_", "__setitem__", "torch.Tensor.__setitem__")
-
-
-@pytest.mark.parametrize("op", NAMES)
+@pytest.mark.parametrize("op", ["index_put", "index_put_", "__setitem__", "torch.Tensor.__setitem__"])
 def test_a_list_may_name_it_by_each_name(tmp_path: Path, op: str) -> None:
     x = torch.rand(4, 3)
-    for rule in ("promote", "whitelist", "blacklist"):
-        lists = write_list(tmp_path, f"extends: null\nwhitelist: [linear{', ' + op if rule == 'whitelist' else ''}]\n"
-                           + ("" if rule == "whitelist" else f"{rule}: [{op}]"))
-        with amp.session("O4", device="cpu", lists=lists):
+    for text in (
+        f"whitelist: [linear, {op}]",
+        f"{{whitelist: [linear], blacklist: [{op}]}}",
+        f"{{whitelist: [linear], promote: [{op}]}}",
+    ):
+        with amp.session("O4", device="cpu", lists=write_list(tmp_path, text)):
             assert write_low(x).dtype is FLOAT
     lists = write_list(tmp_path, f"extends: bfloat16\nneutral: [{op}]")
     with amp.session("O4", device="cpu", lists=lists), pytest.raises(RuntimeError, match="Index put requires"):
