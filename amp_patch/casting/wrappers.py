@@ -411,7 +411,7 @@ class OpCasts:
             target = args[0] if args else kwargs.get("input")
             if not isinstance(target, Tensor) or target.dtype not in CASTABLE or target.device.type != self.device_type:
                 return original, args, kwargs
-            # a cast to its own dtype returns the target itself
+            # the target, which has that dtype, stays itself
             return (original, *cast_arguments(args, kwargs, make_plain_cast(target.dtype, self.device_type)))
 
         return prepare
