@@ -101,7 +101,7 @@ def is_random(function: Any) -> bool:
 def leave_mode(mode: TorchDispatchMode) -> bool:
     """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
 
-    torch itself always takes the topmost mode off. That may be a mode of the user, who has entered it later.
+    torch itself always takes the topmost mode off. The topmost mode may be the user's, who has entered it later.
     """
     if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False

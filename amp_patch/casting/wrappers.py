@@ -289,8 +289,8 @@ class OpCasts:
         """Cast the arguments of a function that is not torch's, and run the ops in its body in the same dtype, as
         `torch.amp.custom_fwd(cast_inputs=...)` does.
 
-        If such functions call each other, each body follows its own rule. So it does in every region, except where
-        casts are off. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
+        Each body follows its own rule, also if such functions call each other, and in every region in which casts are
+        on. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -419,7 +419,7 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError on any 16-bit tensor."""
+        """Raise BannedOpError on any 16-bit tensor on a device of the session's type."""
         name = getattr(original, "__name__", str(original))
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:

@@ -50,7 +50,7 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        kind: the rule.
+        rule: the rule that it follows. For a spelling that writes in place, it may differ from the rule of the entry.
         entry: the entry of a list that decides.
         overridden: the entries of earlier files for the same function, the earliest first.
     """
@@ -58,7 +58,7 @@ class Spelling:
     owner: object | None
     owner_name: str
     name: str
-    kind: OpRule
+    rule: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
@@ -210,7 +210,7 @@ def find_owner(spelling: Spelling) -> object | None:
 class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
-    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `kind` of each spelling is the rule of
+    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `rule` of each spelling is the rule of
     its entry. A `with self._diagnostics` block encloses code that makes no sense after an error in it: when errors are
     collected, reading goes on after the block.
 
@@ -317,7 +317,7 @@ class Overlay:
         return owners
 
     def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
-        """Return the spelling that an entry names. It lists the entries of earlier files that the entry overrides."""
+        """Return the spelling that an entry names, with the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()
         if earlier is not None:
@@ -325,7 +325,7 @@ class Overlay:
         return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
-        """Return the merged lists. Adds in-place twins, and gives spellings that write to an argument their rule.
+        """Return the merged lists. Adds in-place twins, and gives each spelling the rule that it follows.
 
         `names`: the lists as the caller named them.
         """
@@ -341,8 +341,8 @@ class Overlay:
         deferred: list[Spelling] = []
         neutral: list[Spelling] = []
         for spelling in spellings.values():
-            spelling = replace(spelling, kind=_find_rule(spelling.name, spelling.entry.rule))
-            if spelling.kind is OpRule.NEUTRAL:
+            spelling = replace(spelling, rule=_find_rule(spelling.name, spelling.entry.rule))
+            if spelling.rule is OpRule.NEUTRAL:
                 neutral.append(spelling)
             elif spelling.owner is None:
                 deferred.append(spelling)
@@ -362,7 +362,7 @@ class Overlay:
 
     def _digest(self, spellings: Iterable[Spelling]) -> str:
         # the order of module rules matters, the order of op rules does not
-        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in spellings)
+        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.rule}" for spelling in spellings)
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

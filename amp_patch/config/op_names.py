@@ -217,7 +217,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Do as `find_spellings` for a name in a package other than torch."""
+    """Like `find_spellings`, for a name in a package other than torch."""
     if owner_name.partition(".")[0] == "torch":
         hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(NAMESPACES)}.{hint}")

@@ -109,7 +109,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def explain_non_op(value: Any, name: str) -> str | None:
-    """Return why an attribute of a namespace of torch is not an op, as "a class", or None if it is one.
+    """Return why an attribute of a namespace of torch is not an op, such as "a class", or None if it is an op.
 
     `value` may also be the replacement of an op, which amp_patch or another package has installed.
     """

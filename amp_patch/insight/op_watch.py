@@ -91,7 +91,7 @@ class OpWatch:
         spelling = self._rules.find_spelling(owner, name, replacement)
         if spelling is None:
             return None
-        op, rule = spelling.entry.op, spelling.kind
+        op, rule = spelling.entry.op, spelling.rule
 
         def cover(*args: Any, **kwargs: Any) -> Any:
             return self.call(replacement, args, kwargs, op, rule)

@@ -1,4 +1,4 @@
-"""Contradictions between the values of a recording. Its readers rely on there being none, and a file may be edited."""
+"""Finds contradictions between the values of a recording. Its readers rely on their absence, and users edit files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -26,11 +26,11 @@ from .runs import Probe, check_count, check_function
 
 
 class Recorder(Probe):
-    """Records the steps from `first` up to, but not including, `last` of each session that is opened.
+    """Records the steps from `first` up to, but not including, `last`, counted over all sessions that are opened.
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
-        on_end: called when step `last` begins.
+        on_end: called when the last of these steps has ended.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
 
@@ -197,8 +197,8 @@ def recording() -> Iterator[Recording]:
     """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
 
     The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
-    recorded. Blocks cannot be nested. Results are bitwise the same as without a recording; code of torch.compile runs
-    uncompiled.
+    recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
+    torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

@@ -1,6 +1,6 @@
 """Runs of a training that a probe watches. The runs here are of a function; `amp_patch.cli.scripts` runs scripts.
 
-This module imports no torch: a script imports it itself.
+This module imports no torch: the script that runs imports torch itself.
 """
 
 import abc
@@ -49,7 +49,7 @@ class Probe(events.Watcher, abc.ABC):
     """Base class of watchers of a run. It counts steps as `StepCounter` does.
 
     Args:
-        on_end: called when the probe has seen enough. It does not return.
+        on_end: called when the probe has seen enough. In a run, it raises an exception that ends the run.
     """
 
     ends_alone: ClassVar[bool] = False
@@ -133,7 +133,7 @@ class _EnoughSeenError(BaseException):
 
 
 def check_function(function: object, name: str) -> None:
-    """Raise ArgumentTypeError unless this can be called. Users often pass the result of a call."""
+    """Raise ArgumentTypeError unless `function` can be called. Users often pass the result of a call."""
     if not callable(function):
         raise ArgumentTypeError(
             f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"
@@ -142,7 +142,7 @@ def check_function(function: object, name: str) -> None:
 
 
 def check_count(number: object, name: str, least: int = 1) -> None:
-    """Raise ArgumentTypeError unless this is a whole number, and ArgumentValueError if it is too small."""
+    """Raise ArgumentTypeError unless `number` is a whole number, and ArgumentValueError if it is below `least`."""
     if not isinstance(number, int):
         raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
     if number < least:

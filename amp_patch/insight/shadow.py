@@ -207,7 +207,9 @@ def _is_product(function: Function) -> bool:
 
 
 def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:
-    return by_id.get(id(tensor), tensor)
+    """Return the rounded copy of a tensor. A tensor of another dtype is copied as it is: the function may write it."""
+    known = by_id.get(id(tensor))
+    return tensor.clone() if known is None else known
 
 
 def _cannot_run_again(op: str, values: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes none of them.
+"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes no result.
 
 Each step is checked by `StepChecks`, runs outside of the region of `WholeScript`, and is reported to the session and to
 the watchers of `events`.

@@ -31,7 +31,10 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether the script called `amp.initialize` itself. If so, nothing in this subpackage does anything."""
+    """Return whether `amp.initialize` of the script decides: its session is in force, or it has disabled amp.
+
+    If so, nothing in this subpackage does anything.
+    """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
 

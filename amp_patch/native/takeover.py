@@ -37,7 +37,7 @@ class Takeover:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
         compute: as for `amp.initialize`. Needs a level.
-        everywhere: from the first call of a model on, run this thread in one region. For scripts without regions.
+        everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
         needs_region: open no session before the first region, even if nothing would be changed.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         on_plain_step: called with a line of text if the script takes a step before the first region.

@@ -113,9 +113,9 @@ def expected_of(spelling: Spelling, sample: Sample, given: tuple[torch.dtype, to
     op = getattr(spelling.owner, spelling.name)
     leaves, args, kwargs = make_leaves(sample, given)
     is_low = any(tensor.dtype is low for tensor in tensors_of(args))
-    if spelling.kind == "banned" and is_low:
+    if spelling.rule == "banned" and is_low:
         return BannedOpError
-    target, args, kwargs = by_hand(spelling.kind, args, kwargs, low)
+    target, args, kwargs = by_hand(spelling.rule, args, kwargs, low)
     return target, outcome(op, args, kwargs, leaves)
 
 

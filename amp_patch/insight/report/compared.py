@@ -11,7 +11,7 @@ from .markup import Markup, element, join
 from .tables import Cell, make_table
 
 POWERS = 24
-"""The largest loss scale of the slider, as a power of two: the largest that a dynamic scale reaches."""
+"""The largest loss scale of the slider, as a power of two: the default upper bound of a dynamic scale."""
 
 
 def make_comparison(summary: Summary) -> Iterator[Markup]:
