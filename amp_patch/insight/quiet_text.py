@@ -118,9 +118,11 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     low = spell_out(lost.dtype or "")
     level = levels.find_master_level(low).name
     if not lost.role:
-        yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
         if lost.op and "batch_norm" in lost.op:
+            yield f"float32 for the module: .float() on {lost.module or 'it'} after the cast of the model to {low},"
             yield f'or opt_level="{level}", which keeps batchnorm in float32'
+        else:
+            yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
         return
     if lost.role not in (WEIGHTS, WEIGHT_DECAY, GRADIENTS):
         yield f"float32 for {lost.role}; torch's optimizers give their states the dtype of the weights, so:"

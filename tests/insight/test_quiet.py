@@ -194,4 +194,5 @@ def test_a_state_that_an_optimizer_keeps_in_16_bits_is_named():
     model = network(torch.float32)
     recording = insight.trace(training(model, Averaging(model.parameters())), steps=4)
     (lost,) = recording.quiet
-    assert (lost.cause, lost.op, lost.role) == ("lost update", "Averaging", "seen") and lost.tensor.startswith("seen of")
+    assert (lost.cause, lost.op, lost.role) == ("lost update", "Averaging", "seen")
+    assert lost.tensor.startswith("seen of")

@@ -107,9 +107,14 @@ class UpdateWatch:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Judge the gradients that were summed, and note that changes are the optimizer's from now on."""
-        self._judge()
+    def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
+        """Judge the gradients that were summed, and note that changes are the optimizer's from now on.
+
+        Args:
+            has_stepped: the step is over already. A step with a closure reports only its end.
+        """
+        if not has_stepped:
+            self._judge()
         self._optimizer = optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
@@ -149,7 +154,7 @@ class UpdateWatch:
             source = followed.source
             role, name = names.get(key, ("", ""))
             if role:
-                source = replace(source, role=role)
+                source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
             self._tally.add(self.step, source, change, name, key, followed.tensor)
 
