@@ -146,6 +146,9 @@ class _TracedRun:
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0
+        elif self.quiet:  # weights may be changed by hand, without an optimizer
+            self.print_quiet()
+            return FAULT
         if self.is_interrupted:
             raise KeyboardInterrupt
         print_error(self._prog, "failed", self._describe_end())

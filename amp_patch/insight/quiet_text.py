@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from ..config import levels
 from ..tables import align, count_of
-from .quiet_record import QuietCause, QuietRecord
+from .quiet_record import GRADIENTS, WEIGHT_DECAY, WEIGHTS, QuietCause, QuietRecord
 from .records import RunRecord
 from .short_dtypes import spell_out
 
@@ -41,7 +41,7 @@ def describe_quiet(lost: QuietRecord, run: RunRecord | None) -> Iterator[tuple[s
 
 def _describe_call(lost: QuietRecord) -> str:
     call = "cast" if lost.op == "_to_copy" else lost.op or "a call"
-    if lost.role and lost.role != "gradients":
+    if lost.role and lost.role != GRADIENTS:
         call = f"{lost.op}.step()"
     if lost.cause is QuietCause.ZERO_GRADIENTS:
         call = f"the backward pass of {call}"
@@ -62,9 +62,9 @@ def _percent(share: float | None) -> str:
 
 def _describe_update(lost: QuietRecord) -> str:
     low = spell_out(lost.dtype or "")
-    if lost.role == "weight decay":
+    if lost.role == WEIGHT_DECAY:
         return f"weight decay changes no element: 1 - lr * weight_decay is 1 in {low}"
-    subject = {"": "a tensor that outlives the step", "gradients": "gradients that backward passes add up"}
+    subject = {"": "a tensor that outlives the step", GRADIENTS: "gradients that backward passes add up"}
     of = f"of {subject.get(lost.role or '', lost.role)}, "
     if lost.kept == 0:
         return f"{of}no element changes: each change is less than half the distance to the next {low} number"
@@ -122,6 +122,8 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
         if lost.op and "batch_norm" in lost.op:
             yield f'or opt_level="{level}", which keeps batchnorm in float32'
         return
+    if lost.role not in (WEIGHTS, WEIGHT_DECAY, GRADIENTS):
+        yield f"float32 for {lost.role}; torch's optimizers give their states the dtype of the weights, so:"
     if not _is_native(run):
         yield f'opt_level="{level}", which updates float32 masters'
         return

@@ -96,7 +96,7 @@ class Takeover:
         undo.callback(setattr, self, "_is_watching", False)
         self._close_session()  # the next session is made for watchers (`observes_all`)
         self._is_watching = True
-        self._steps.watch_losses(undo)
+        self._steps.watch_losses(undo, self._require_session_at_loss)
         undo.callback(register_module_forward_pre_hook(self._note_call).remove)
         return undo.close
 
@@ -142,6 +142,12 @@ class Takeover:
             return None
         with current.state.lock:  # another thread may be opening a session
             return find_session() or self._open_session(device_type, low)
+
+    def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
+        """Return the session in force at a backward pass, or open one for a script that has called no module yet."""
+        if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
+            return find_session()
+        return self._require_session(device_type, None)
 
     def _acts_without_region(self) -> bool:
         """Return whether there is something to do or to watch outside of regions."""

@@ -546,30 +546,3 @@ def test_a_fault_beyond_the_steps_that_are_compared_is_found_by_a_trace(factor, 
 class Normalize(nn.Module):
     def forward(self, x):
         return x / ((x * x).mean(-1, keepdim=True) + 1.0).sqrt()
-
-
-def test_a_tensor_that_an_op_writes_in_place_is_written_once_whatever_its_dtype():
-    counts = []
-
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-            self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-        def forward(self, x):
-            before = float(self.count)
-            self.count.add_(torch.ones(()))
-            counts.append(float(self.count) - before)
-            return self.layer(x)
-
-    def train():
-        torch.manual_seed(0)
-        model = Counting()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-        for _ in range(2):
-            take_step(model(torch.randn(8, 4)).float().square().mean(), optimizer)
-
-    insight.tune(train)
-    assert counts and set(counts) == {1.0}

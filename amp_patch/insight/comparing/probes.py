@@ -19,9 +19,8 @@ from ...casting import cast_tree, compiling
 from ...session import Session, current
 from ...torch_dispatch import leave_mode
 from ..naming import name_modules
-from ..quiet.tally import WEIGHTS
 from ..quiet.watch import QuietWatch
-from ..quiet_record import QuietRecord
+from ..quiet_record import WEIGHTS, QuietRecord
 from ..recorder import describe_run
 from ..recordings import Record
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord

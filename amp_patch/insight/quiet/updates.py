@@ -20,10 +20,11 @@ from ...dtypes import LOW_DTYPES
 from ...session import current
 from ...torch_dispatch import COPY, clone, get_current_node, is_random
 from ..ops import Op, Overload
+from ..quiet_record import GRADIENTS, WEIGHTS
 from ..sites import Site, find_site
 from ..tensors import storage_of, tensors_in
 from ..twins import Twins
-from .tally import GRADIENTS, WEIGHTS, Change, Source, Tally, compare_change
+from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
 """The most elements that are followed at a time. In each step other tensors are followed, until all were."""

@@ -34,8 +34,11 @@ WRONG = 0.1
 MISMATCHED = 0.01
 """Integers and comparisons are wrong if a larger share of them differs."""
 
-DROWNED = 0.125
-"""A difference is lost in rounding if the error of its operands is larger than this part of it."""
+DROWNED = 0.06
+"""A difference is lost in rounding if the error of its operands is larger than this part of it.
+
+Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it is lost, at most 0.015 elsewhere.
+"""
 
 UNLIKE = 0.25
 """A result is lost in rounding if it differs by more than this part from the one without rounding before it."""
