@@ -164,6 +164,7 @@ def _dispatches_by_name(original: OpFunction) -> bool:
 # ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
+    | {"__setitem__"}
     | {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
 )
 

@@ -47,6 +47,9 @@ def make_plain_cast(
 ) -> TensorCast:
     """Return a function that casts castable tensors on one type of device to `dtype`, and returns others as they are.
 
+    A tensor of that dtype is returned without a call of its method: tracers would record the call, and a write to its
+    result.
+
     Args:
         is_for_kernels: whether 16-bit kernels get the result. If so, compressed sparse tensors on a CPU are left as
             they are (see `is_compressed`).
@@ -57,7 +60,8 @@ def make_plain_cast(
     convert = get_conversion(dtype)
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CASTABLE:
+        given = tensor.dtype
+        if given is dtype or given not in CASTABLE:
             return tensor
         is_plain = tensor.__class__ in PLAIN_CLASSES  # tests of a subclass may run its own, slow code
         if not is_plain and not takes_opaque and is_opaque(tensor):

@@ -7,7 +7,7 @@ from ..errors import OpListError
 from .list_file import OpEntry
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
+from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
 
@@ -203,7 +203,6 @@ def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, obj
     """Return spellings with their owners, and the in-place twins of these spellings."""
     with_twins = dict(keys)
     for key, owner in keys.items():
-        twin = inplace_twin(key)
-        if twin is not None:
+        for twin in inplace_twins(key):
             with_twins[twin] = owner
     return with_twins

@@ -25,7 +25,8 @@ from .op_names import (
     SpellingKey,
     find_deferred,
     find_warning,
-    inplace_twin,
+    get_name_of_op,
+    inplace_twins,
     is_augmented,
     is_inplace,
 )
@@ -330,10 +331,11 @@ class Overlay:
         """
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
-            if spelling.entry.rule.covers_twins:
-                twin = inplace_twin(key)
+            if not spelling.entry.rule.covers_twins:
+                continue
+            for twin in inplace_twins(key):
                 # a twin that has an entry of its own follows that entry
-                if twin is not None and twin not in spellings:
+                if twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
         live: list[Spelling] = []
         deferred: list[Spelling] = []
@@ -388,7 +390,7 @@ class Overlay:
         if self._may_be_overlay and not self._spellings:
             return  # the file extends no other one: the user may put it on top of lists that are unknown here
         listed = {**self._spellings, **named}
-        if not any(key in listed or _without_underscore(key) in listed for key in keys):
+        if not any(key in listed or _get_key_of_op(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
     def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
@@ -411,9 +413,9 @@ class Overlay:
             return None
         if earlier:
             return f"by {earlier.entry.op!r} at {earlier.entry.location}"
-        op_key = _without_underscore(key)
+        op_key = _get_key_of_op(key)
         op = named.get(op_key) or self._spellings.get(op_key)
-        if op is None or op.entry.rule is not rule or not rule.covers_twins or inplace_twin(op_key) != key:
+        if op is None or op.entry.rule is not rule or not rule.covers_twins or key not in inplace_twins(op_key):
             return None
         return f"as the in-place twin of {op.entry.op!r} at {op.entry.location}"
 
@@ -464,9 +466,9 @@ def _identify(path: Path) -> str:
         return str(path)
 
 
-def _without_underscore(key: SpellingKey) -> SpellingKey:
+def _get_key_of_op(key: SpellingKey) -> SpellingKey:
     """Return the spelling of the op whose in-place twin a spelling may be."""
-    return key[0], key[1].removesuffix("_")
+    return key[0], get_name_of_op(key[1])
 
 
 def _error_of(entry: OpEntry, problem: str) -> OpListError:

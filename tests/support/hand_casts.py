@@ -80,6 +80,8 @@ def outcome(
         0
     )  # torch.manual_seed seeds all devices, which takes longer than most of these ops
     results = op(*args, **kwargs)
+    if op is torch.Tensor.__setitem__:  # returns None
+        results = args[0]
     tensors = list(tensors_of(results))
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     weights = [torch.linspace(0.5, 1.5, output.numel()).reshape(output.shape).to(output.dtype) for output in outputs]
