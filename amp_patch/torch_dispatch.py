@@ -1,7 +1,8 @@
-"""The private names of torch's dispatcher, modes and autograd with which `insight` and `native` observe ops.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops a name. All names exist in torch 2.6.0,
-and in 2.13.0 to 2.15.0. If one is missing, the import of this module fails, and so do they.
+`native` uses some of these names to keep a script in float32. As in `torch_private`, a sentence with "would" says what
+happens if torch drops a name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports
+of this module, of `insight` and of `native` fail, and so do the commands that use either package.
 """
 
 import operator

@@ -172,11 +172,11 @@ class FunctionRunner:
         self._train = train
 
     def __call__(self, run: Run) -> Recording:
-        """Run the function once, until the probe has seen enough. Exceptions of the function propagate.
+        """Run the function once, until the probe has seen enough.
 
-        If the function had got float32 in place of 16 bits, RunFailedError is raised from its exception.
-        Raises SessionError if the function opens no session and enters no `torch.autocast`. Steps before it does are
-        not watched.
+        Exceptions of the function propagate. But if the function had got float32 where it asked for 16 bits,
+        RunFailedError is raised from its exception. SessionError is raised if the function opens no session and enters
+        no `torch.autocast`. Steps before it does either are not watched.
         """
         from .. import native  # imports torch
         from ..session import current

@@ -40,7 +40,7 @@ def has_own_amp() -> bool:
 
 
 def find_low_weights(model: nn.Module) -> torch.dtype | None:
-    """Return the 16-bit dtype that a script asked for in the first such parameter of a model; None without one."""
+    """Return the dtype of the first parameter of a model for which the script asked for 16 bits; None without one."""
     for parameter in model.parameters():
         dtype = find_asked_dtype(parameter)
         if dtype in LOW_DTYPES:

@@ -201,7 +201,7 @@ class Takeover:
         return enter
 
     def _enter_beside_amp(self, original: Callable[..., Any], region: Any) -> Any:
-        """Enter a region of a script with its own amp. Only a run in float32 disables it."""
+        """Enter a region of a script with its own amp. The region casts nothing in a run in float32."""
         if not self._in_float32:
             return original(region)
         enable_region(region, False)
