@@ -455,6 +455,13 @@ def _find_setting(config: Any, name: str) -> tuple[Any, str]:
     return (entry, "env_value_force") if hasattr(entry, "env_value_force") else (config, name)
 
 
+def has_compiled() -> bool:
+    """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return bool(counters.get("frames"))
+
+
 def is_called_from_outside() -> bool:
     """Return whether the script itself, and no other module, called the module whose hook calls this function."""
     frame: types.FrameType | None = sys._getframe(1)

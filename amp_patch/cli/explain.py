@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
-    from ..insight import Recording, format_recording
+    from ..insight import Recording, format_misuses, format_recording
     from ..insight.runs import Run
 
     if arguments.source is not None:
@@ -66,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Ctrl-C came before an op was recorded, so there is nothing to print
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
+    misuses = recordings[0].misuses if recordings else []
+    if misuses:
+        print_report(format_misuses(misuses))
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if not has_ops and code:
         raise SessionError(f"nothing to explain: the script ended with exit code {code} before a step was recorded")

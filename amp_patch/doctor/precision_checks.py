@@ -76,10 +76,10 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     yield from _find_true_precisions(script)
     flow = Flow(script)
     told = set[ast.AST]()
-    for who, trainer, models in _find_trainers(script):
+    for who, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
-            if verdict is None or verdict.node in told or _is_kept(script, flow, model):
+            if verdict is None or verdict.node in told or is_kept(script, flow, model):
                 continue
             told.add(verdict.node)
             message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
@@ -103,7 +103,7 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
 
 
-def _find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
+def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
     """Yield the name of each optimizer of torch.optim, its last step, and the models that it may train.
 
     Also yields each trainer of transformers or trl that trains: it makes such an optimizer itself.
@@ -169,7 +169,7 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
-def _is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
+def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
     """Return whether a model is frozen, or a part of it is float32: the optimizer may hold no 16-bit weight."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
