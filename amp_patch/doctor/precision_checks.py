@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .. import config
 from .flow import LOW, Flow, Verdict
 from .rules import Fault, Severity, rule
+from .scaler_flow import ScalerFlow
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
@@ -75,12 +76,16 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
         return
     yield from _find_true_precisions(script)
     flow = Flow(script)
+    scalers = ScalerFlow(script)
+    has_scaler = scalers.is_used and bool(scalers.steps or scalers.unscales)
     told = set[ast.AST]()
     for who, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
             if verdict is None or verdict.node in told or is_kept(script, flow, model):
                 continue
+            if verdict.dtype == "float16" and verdict.is_certain and has_scaler:
+                continue  # GradScaler refuses such weights: AMP707
             told.add(verdict.node)
             message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from .flow import Flow
 from .loss_checks import CLIPPERS
 from .precision_checks import find_trainers, is_kept
+from .region_checks import dtypes_of, find_regions
 from .rules import Fault, Severity, rule
 from .scaler_flow import ScalerFlow
 from .script import Script
@@ -108,10 +109,18 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
                 continue
             if flow.may_be_without_scale(step, loss) or not flow.surely_runs(loss, step):
                 continue
+            if _loop_around(script, loss) is not _loop_around(script, step):
+                continue  # a pass before the training
             message = f"{text_of(loss.func).removesuffix('.backward')} goes backward without a scale"
             message += ", and scaler.step divides its gradients by the scale"
             yield Fault(loss, _grade(flow), message, "Write `scaler.scale(loss).backward()`.")
             break
+
+
+def _loop_around(script: Script, node: ast.AST) -> ast.AST | None:
+    """Return the innermost loop around a node."""
+    loops = (outer for outer, _ in script.around(node) if isinstance(outer, (ast.For, ast.AsyncFor, ast.While)))
+    return next(loops, None)
 
 
 @rule(
@@ -286,7 +295,7 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
             continue
         losses = [*flow.scaled_backwards, *flow.plain_backwards]
         before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, update)]
-        has_other_loss = any(flow.between(losses, update, step)) or _calls_unknown_training(script, flow, update, step)
+        has_other_loss = any(flow.between(losses, update, step)) or _may_train(flow, script, update, step)
         if not before or has_other_loss or not flow.surely_runs(update, step):
             continue
         if text_of(step) in {text_of(other) for other in flow.between(flow.steps, before[-1], update)}:
@@ -295,7 +304,7 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
         yield Fault(step, "warning", message, _UPDATE)
 
 
-def _calls_unknown_training(script: Script, flow: ScalerFlow, first: ast.AST, last: ast.AST) -> bool:
+def _may_train(flow: ScalerFlow, script: Script, first: ast.AST, last: ast.AST) -> bool:
     """Return whether a function that is called between two nodes may run a backward pass."""
     for call in flow.between(script.calls, first, last):
         name = function_of(call).lower()
@@ -342,15 +351,14 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
     for _, trainer, models in find_trainers(script):
         for model in models:
             verdict = values.judge(model, trainer)
-            if verdict is None or verdict.dtype != "float16" or is_kept(script, values, model):
+            if verdict is None or verdict.dtype != "float16" or not verdict.is_certain:
+                continue
+            if is_kept(script, values, model):
                 continue
             line, _ = script.location_of(verdict.node)
             message = f"{text_of(model)} has float16 weights (line {line}), whose gradients GradScaler refuses"
             advice = "Keep the weights in float32 and use torch.autocast, or cast the trained ones back by .float()."
-            severity: Severity = _grade(flow)
-            if not verdict.is_certain:
-                severity, message = "note", f"if the dtype is float16: {message}"
-            yield Fault(first, severity, message, advice)
+            yield Fault(first, _grade(flow), message, advice)
             return
 
 
@@ -389,15 +397,98 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
         for step in flow.steps:
             if text_of(step.args[0]) != owner or not flow.are_in_order(zeroing, step):
                 continue
-            has_loss = any(flow.are_in_order(loss, zeroing) for loss in flow.scaled_backwards)
-            is_refilled = any(flow.between(losses, zeroing, step)) or _calls_unknown_training(script, flow, zeroing, step)
-            if has_loss and not is_refilled and flow.surely_runs(zeroing, step):
-                if any(flow.between(flow.steps, _last(flow, zeroing), zeroing)):
-                    continue
+            before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
+            is_refilled = any(flow.between(losses, zeroing, step)) or _may_train(flow, script, zeroing, step)
+            if not before or is_refilled or not flow.surely_runs(zeroing, step):
+                continue
+            # a step between them has used the gradients already
+            if not any(flow.between(flow.steps, before[-1], zeroing)):
                 message = f"{owner}.zero_grad() removes the gradients that scaler.step({owner}) needs"
                 yield Fault(zeroing, _grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
 
 
-def _last(flow: ScalerFlow, node: ast.AST) -> ast.AST:
-    return [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, node)][-1]
+
+# ---- notes -----------------------------------------------------------------------------------------------------------
+
+
+@rule(
+    "AMP709",
+    "a GradScaler for bfloat16",
+    bad="""
+        import torch
+
+        scaler = torch.amp.GradScaler()  # AMP709
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+    good="""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+    """,
+)
+def scales_bfloat16(script: Script) -> Iterator[Fault]:
+    """bfloat16 has the range of float32, so its gradients need no scale. A GradScaler makes each step wait for the
+    device, and skips steps whose gradients would have fitted.
+    """
+    flow = ScalerFlow(script)
+    if not flow.is_used or not flow.is_sure or not flow.scaled_backwards:
+        return
+    values = Flow(script)
+    regions = list(find_regions(script))
+    dtypes = [dtype for region in regions for dtype in dtypes_of(script, values, region.call) or [""]]
+    if dtypes and set(dtypes) == {"bfloat16"}:
+        message = "every region is bfloat16, whose gradients need no scale"
+        yield Fault(flow.makers[0], "note", message, "Leave the GradScaler out, or pass enabled=False.")
+
+
+@rule(
+    "AMP710",
+    "a scheduler that counts skipped steps",
+    bad="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        for batch in loader:
+            scaler.scale(loss_of(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()  # AMP710
+    """,
+    good="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        for batch in loader:
+            scaler.scale(loss_of(batch)).backward()
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() >= scale:
+                scheduler.step()
+    """,
+)
+def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
+    """GradScaler skips the first steps until its scale fits. A scheduler that goes on meanwhile is a few steps ahead, and
+    torch warns: "Detected call of lr_scheduler.step() before optimizer.step()". It matters in short schedules.
+    """
+    flow = ScalerFlow(script)
+    if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
+        return
+    for call, receiver in script.method_calls("step"):
+        if "sched" not in text_of(receiver).lower():
+            continue
+        for step in flow.steps:
+            loop = _loop_around(script, step)
+            if loop is None or loop is not _loop_around(script, call) or not flow.are_in_order(step, call):
+                continue
+            message = "the scheduler also counts steps that the GradScaler skips"
+            yield Fault(call, "note", message, "Call it only if scaler.get_scale() has not fallen in scaler.update().")
+            return

@@ -91,8 +91,12 @@ class ScalerFlow:
         return frozenset(scaled)
 
     def _has_scale(self, value: ast.AST) -> bool:
-        """Return whether an expression calls `scale`, or a function with such a name."""
-        return any(isinstance(node, ast.Call) and "scale" in function_of(node) for node in ast.walk(value))
+        """Return whether an expression calls `scaler.scale`."""
+        return any(call in self._scale_calls for call in ast.walk(value))
+
+    @cached_property
+    def _scale_calls(self) -> frozenset[ast.AST]:
+        return frozenset(self._calls_of("scale"))
 
     @cached_property
     def _backwards(self) -> list[tuple[ast.Call, bool]]:
