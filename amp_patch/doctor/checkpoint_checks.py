@@ -170,15 +170,16 @@ def _calls_without_scaler(script: Script, method: str) -> list[ast.Call]:
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps:
         return []
-    for call, receiver in script.method_calls(method):
-        if "scal" in text_of(receiver).lower() or flow.is_scaler(receiver):
-            return []
+    if any(flow.is_scaler(receiver) for _, receiver in script.method_calls(method)):
+        return []
     stepped = {text_of(step.args[0]) for step in flow.steps}
     # a function may save or load all that it is given
     passed = {text_of(argument) for call in script.calls for argument in call.args if call not in flow.steps}
     if any("scaler" in text.rpartition(".")[2].lower() and "." not in text[:-1] for text in passed):
         return []
     for call, receiver in script.method_calls(method):
-        if text_of(receiver) in stepped:
+        # a copy of a state in memory is no checkpoint
+        is_copy = any(isinstance(value, ast.Call) and function_of(value) == "state_dict" for value in call.args)
+        if text_of(receiver) in stepped and not is_copy:
             return [call]
     return []

@@ -283,8 +283,8 @@ def _arguments_of(call: ast.Call) -> list[ast.expr]:
     """,
 )
 def updates_too_early(script: Script) -> Iterator[Fault]:
-    """`scaler.update` may change the scale. A later `scaler.step` divides gradients of the old scale by the new one: they
-    are wrong by a factor of 2. After an `unscale_` of its own, the optimizer is unscaled a second time.
+    """`scaler.update` may change the scale. A later `scaler.step` divides gradients of the old scale by the new one,
+    and they are wrong by a factor of 2. After an `unscale_` of its own, the optimizer is unscaled a second time.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -340,8 +340,8 @@ def _may_train(flow: ScalerFlow, script: Script, first: ast.AST, last: ast.AST) 
     """,
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
-    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights, which
-    torch.autocast casts where it pays.
+    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights,
+    which torch.autocast casts where it pays.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
@@ -385,8 +385,8 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
     """,
 )
 def zeroes_before_step(script: Script) -> Iterator[Fault]:
-    """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". The same
-    error appears if the loss does not depend on the parameters of the optimizer.
+    """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". The
+    same error appears if the loss does not depend on the parameters of the optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -406,7 +406,6 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
                 message = f"{owner}.zero_grad() removes the gradients that scaler.step({owner}) needs"
                 yield Fault(zeroing, _grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
-
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -476,8 +475,8 @@ def scales_bfloat16(script: Script) -> Iterator[Fault]:
     """,
 )
 def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
-    """GradScaler skips the first steps until its scale fits. A scheduler that goes on meanwhile is a few steps ahead, and
-    torch warns: "Detected call of lr_scheduler.step() before optimizer.step()". It matters in short schedules.
+    """GradScaler skips the first steps until its scale fits. A scheduler that goes on meanwhile is a few steps ahead,
+    and torch warns: "Detected call of lr_scheduler.step() before optimizer.step()". It matters in short schedules.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
