@@ -192,8 +192,8 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
     """Yield patches of user-defined autograd functions and modules with `torch.amp.custom_fwd(cast_inputs=...)`, and of
-    the decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`, and
-    its body runs without casts, as under torch.autocast.
+    the decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`,
+    and its body runs without casts, as under torch.autocast.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))

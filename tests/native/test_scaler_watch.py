@@ -223,7 +223,8 @@ def test_a_correct_loop_is_told_of_nothing_and_trains_the_same(step) -> None:
     with native.install():
         weights, messages = run(step)
     assert messages == []
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+    # a step on scaled gradients diverges
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("step", "kind"), TOLD)
@@ -234,7 +235,8 @@ def test_a_wrong_loop_is_told_once_and_trains_the_same(step, kind) -> None:
     assert len(messages) == 1
     assert native.Misuse(kind, "").effect in messages[0]
     assert messages[0].startswith("test_scaler_watch.py:")
-    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+    # a step on scaled gradients diverges
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("step", "kind"), RAISING)
@@ -247,7 +249,9 @@ def test_an_error_of_the_scaler_has_a_note(step, kind) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*one region of torch.autocast")
-def test_a_loop_in_one_region_is_recorded() -> None:
+def test_a_loop_in_one_region_is_recorded(monkeypatch) -> None:
+    # another test of this process may have compiled code
+    monkeypatch.setattr("amp_patch.native.scaler_watch.has_compiled", lambda: False)
     training = Training()
     with native.install(), insight.recording() as recording, torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
