@@ -89,7 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
             f" {first}:{last} were to be recorded; give --steps 0:1"
         )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
-    if recording.run.is_native and not recording.run.low:
+    if recording.run.script_low:
+        low = recording.run.script_low
+        print(
+            f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and"
+            " lists do not act on them; `amp-patch compare` shows what this loses"
+        )
+    elif recording.run.is_native and not recording.run.low:
         print(
             "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
             " --everywhere --opt-level O4 shows what it would run in bfloat16"

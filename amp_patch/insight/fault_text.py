@@ -25,7 +25,7 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the faults of a traced run, or how many steps had none, what is lost quietly, and misuses."""
+    """Return the faults of a traced run, or how many steps had none, the quiet losses, and misuses."""
     faults, searches = recording.faults, recording.searches
     quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
     quiet += map(format_misuse, recording.misuses)

@@ -100,6 +100,7 @@ def test_the_reference_has_every_public_name():
         "describe_search",
         "find_remedy",
         "agreement",
+        "find_level",
         "remedies",
         "report",
         "runs",
