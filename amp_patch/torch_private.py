@@ -456,11 +456,8 @@ def _find_setting(config: Any, name: str) -> tuple[Any, str]:
     return (entry, "env_value_force") if hasattr(entry, "env_value_force") else (config, name)
 
 
-def has_compiled() -> bool:
-    """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utils, "counters", {})
-    return bool(counters.get("frames"))
+CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
+"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
 
 
 def is_called_from_outside() -> bool:

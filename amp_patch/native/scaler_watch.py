@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,12 +23,11 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..reporting import find_rank, warn
 from ..tables import count_of
-from ..torch_private import get_autocast_depth, get_backward_id, has_compiled
+from ..torch_dispatch import has_compiled
+from ..torch_private import CLIP_BY_NORM, get_autocast_depth, get_backward_id
 from .misuse import Kind, Misuse
 from .roots import find_line
 from .session import find_session, has_own_amp
-
-_CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
 
@@ -94,7 +92,7 @@ class ScalerWatch:
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `backward` and the functions that clip gradients."""
+        """Patch GradScaler, `backward` and the function that clips gradients by their norm."""
         patcher = Patcher()
         undo.callback(patcher.undo)
         undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)
@@ -108,11 +106,8 @@ class ScalerWatch:
             Patch(scaler, "get_scale", self._note_reading),
             Patch(torch.autograd, "backward", self._count_backward),
         ]
-        for name in _CLIPPERS:
-            # both modules: torch.nn.utils has imported the functions by name
-            patches += [
-                Patch(owner, name, self._note_clipping) for owner in (torch.nn.utils, clip_grad) if hasattr(owner, name)
-            ]
+        if hasattr(*CLIP_BY_NORM):
+            patches.append(Patch(*CLIP_BY_NORM, self._note_clipping))
         patcher.install(patches)
 
     # ---- losses ------------------------------------------------------------------------------------------------------
@@ -177,20 +172,16 @@ class ScalerWatch:
         return get_scale
 
     def _note_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, limit: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if limit is not None:
-                args = (limit, *args)
+        def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
             following = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_read]
-            largest = next((value for name, value in kwargs.items() if name in ("max_norm", "clip_value")), limit)
-            is_clipping = isinstance(largest, numbers.Real) and largest < _LARGEST_NORM
-            if not following or not is_clipping:
-                return original(parameters, *args, **kwargs)
-            # an iterator can be read once only
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
-            for use in following:
-                use.clippings.append(_Clipping(ids, find_line()))
-            return original(parameters, *args, **kwargs)
+            is_clipping = isinstance(max_norm, numbers.Real) and max_norm < _LARGEST_NORM
+            if following and is_clipping:
+                # an iterator can be read once only
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
+                for use in following:
+                    use.clippings.append(_Clipping(ids, find_line()))
+            return original(parameters, max_norm, *args, **kwargs)
 
         return clip
 
