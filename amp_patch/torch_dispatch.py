@@ -134,6 +134,10 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
         _push_mode(other_mode)
 
 
+CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
+"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
+
+
 def has_compiled() -> bool:
     """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
     utils = sys.modules.get("torch._dynamo.utils")

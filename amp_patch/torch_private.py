@@ -456,10 +456,6 @@ def _find_setting(config: Any, name: str) -> tuple[Any, str]:
     return (entry, "env_value_force") if hasattr(entry, "env_value_force") else (config, name)
 
 
-CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
-"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
-
-
 def is_called_from_outside() -> bool:
     """Return whether the script itself, and no other module, called the module whose hook calls this function."""
     frame: types.FrameType | None = sys._getframe(1)

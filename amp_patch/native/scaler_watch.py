@@ -23,8 +23,8 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..reporting import find_rank, warn
 from ..tables import count_of
-from ..torch_dispatch import has_compiled
-from ..torch_private import CLIP_BY_NORM, get_autocast_depth, get_backward_id
+from ..torch_dispatch import CLIP_BY_NORM, has_compiled
+from ..torch_private import get_autocast_depth, get_backward_id
 from .misuse import Kind, Misuse
 from .roots import find_line
 from .session import find_session, has_own_amp
