@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ..native import Misuse
 from ..tables import align
 from .json_values import absent
+
+if TYPE_CHECKING:
+    from ..native import Misuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class MisuseRecord:
     edit: str | None = absent("")
 
 
-def record_misuse(misuse: Misuse, step: int) -> MisuseRecord:
+def record_misuse(misuse: "Misuse", step: int) -> MisuseRecord:
     """Return the record of a misuse."""
     return MisuseRecord(str(misuse.kind), step, misuse.line or None, misuse.effect, misuse.edit)
 

@@ -24,7 +24,7 @@ from ..patching import Patch, Patcher
 from ..reporting import find_rank, warn
 from ..tables import count_of
 from ..torch_dispatch import CLIP_BY_NORM, has_compiled
-from ..torch_private import get_autocast_depth, get_backward_id
+from ..torch_private import get_autocast_depth, get_backward_id, get_version
 from .misuse import Kind, Misuse
 from .roots import find_line
 from .session import find_session, has_own_amp
@@ -157,7 +157,7 @@ class ScalerWatch:
         for optimizer, reference in self._suspects.items():
             parameter = reference()
             gradient = None if parameter is None else parameter.grad
-            read[optimizer] = None if gradient is None else (id(gradient), gradient._version)
+            read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
         return read
 
     # ---- between the backward pass and the step ----------------------------------------------------------------------
