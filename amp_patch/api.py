@@ -1,4 +1,4 @@
-"""The public functions of the package: those of Apex, with Apex's signatures, and those that this package adds."""
+"""The public functions of the package: Apex's functions with Apex's signatures, and functions that Apex lacks."""
 
 import contextlib
 import os

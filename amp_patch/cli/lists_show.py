@@ -100,7 +100,7 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that each entry decides. Includes those of neutral entries."""
+    """Return the spellings that each entry decides, also for neutral entries."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)

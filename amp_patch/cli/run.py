@@ -217,7 +217,7 @@ def _make_environment(settings: dict[str, object]) -> dict[str, str]:
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by `python` with these arguments."""
     command = [sys.executable, *arguments]
-    # exec discards what is still in the buffers
+    # exec discards output that the buffers still hold
     sys.stdout.flush()
     sys.stderr.flush()
     if IS_WINDOWS:  # exec on Windows starts another process and ends this one, so the shell would not wait

@@ -89,7 +89,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level, scalars as text. A property that it does not state is that of its base."""
+    """Return the properties of a level, scalars as text. Its base has the properties that it does not state."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}

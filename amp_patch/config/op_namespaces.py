@@ -130,7 +130,7 @@ def explain_non_op(value: Any, name: str) -> str | None:
         isinstance(value, types.FunctionType)
         and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
     ):
-        # a replacement of amp_patch that cannot be unwrapped: its `__module__` is that of the original
+        # a replacement of amp_patch that cannot be unwrapped: it has the `__module__` of the original
         module = home
     is_python_of_torch = isinstance(value, types.FunctionType) and module.partition(".")[0] == "torch"
     if (

@@ -126,7 +126,7 @@ class Presets:
         return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the properties of a level, including those of the levels that it extends.
+        """Return the properties of a level and of the levels that it extends.
 
         Args:
             seen: the levels that extend this one, so that a circle is noticed.

@@ -1,6 +1,7 @@
 """`Twins`: values in float32 beside the values that a script has computed in 16 bits."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -61,14 +62,15 @@ class Twins:
             return clone(twin) if tensor.is_floating_point() else twin.to(tensor.dtype)
 
         args = [
-            cast_tree(given, take) if self._has_twin(given) else earlier
+            cast_tree(given, take) if self.has_any([given]) else earlier
             for given, earlier in zip(op.args, op.before, strict=True)
         ]
         kwargs = {name: cast_tree(value, take) for name, value in op.kwargs.items()}
         return run_in_float32(op._replace(before=args, kwargs=kwargs))
 
-    def _has_twin(self, value: Any) -> bool:
-        return any(self.find(tensor) is not None for tensor in tensors_in([value]))
+    def has_any(self, values: Iterable[Any]) -> bool:
+        """Return whether a tensor among values, or in containers of them, has a twin."""
+        return any(self.find(tensor) is not None for tensor in tensors_in(values))
 
     def _make(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -45,9 +45,9 @@ def init(
     They stay patched until the handle's `_deactivate()`, or the next `init`. If there is an accelerator, its tensors
     are cast, otherwise tensors on the CPU.
 
-    While models of `initialize` are alive, and their level patches functions, `init` patches what was registered since
-    and what `_deactivate` unpatched, and returns a handle of their session. The other arguments are then ignored. At
-    other levels it warns, and returns a handle without effect.
+    While models of `initialize` are alive, `init` ignores its other arguments. If their level patches functions, it
+    patches the functions that were registered since and those that `_deactivate` unpatched, and returns a handle of
+    their session. At other levels it warns, and returns a handle without effect.
 
     Args:
         enabled: False returns a handle without effect.

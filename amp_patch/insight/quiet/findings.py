@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..folding import OpCall
 from ..quiet_record import QuietCause, QuietRecord
 from ..rules import short
 
@@ -16,6 +17,11 @@ class Place(NamedTuple):
     site: str
     module: str
     op: str
+
+
+def place_of(call: OpCall) -> Place:
+    """Return the place of a call."""
+    return Place(call.site.place, call.module, call.op.removeprefix("aten."))
 
 
 @dataclass

@@ -9,7 +9,7 @@ from ..folding import OpCall
 from ..ops import Op, compute_in_float32
 from ..quiet_record import QuietCause
 from ..written import Written
-from .findings import Findings, Place
+from .findings import Findings, Place, place_of
 
 SMALLEST_NORMAL = 2.0**-14
 """The smallest float16 number with full precision. Only ops whose results are all smaller are looked at."""
@@ -46,7 +46,7 @@ class GradientWatch:
             count = int(held.count_nonzero())
             lost = int((held & (tensor == 0)).count_nonzero())
             if count and lost > LOST * count:
-                self._lost_at = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+                self._lost_at = place_of(call)
                 return
 
     def check_step(self, parameters: Sequence[Tensor], name: Callable[[list[Tensor]], list[str]]) -> None:

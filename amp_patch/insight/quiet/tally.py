@@ -145,7 +145,7 @@ class _OfTensor:
 
     Attributes:
         total: of all steps.
-        recent: of the last steps, with their numbers.
+        recent: of the last steps.
         largest: the largest |true|^2 of a step.
         first, lost: the first step that lost, and the number of such steps.
         looked: the number of steps.

@@ -5,7 +5,6 @@ While such a tensor has 16 bits, every op that changes it runs a second time in 
 the stored change is compared with the true one.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...casting import cast_tree
 from ...dtypes import LOW_DTYPES
 from ...session import current
 from ...torch_dispatch import COPY, clone, get_current_node, is_random
@@ -46,7 +44,7 @@ class _Followed(NamedTuple):
     Attributes:
         tensor: the whole storage of the tensor, flat.
         before: its values at the beginning of the step.
-        shape: the shape of the tensor that was changed.
+        shown: the tensor that was changed, by which it is named.
         source: the code that changed it first.
     """
 
@@ -93,17 +91,12 @@ class UpdateWatch:
         self._is_full = False
         self._optimizer: Optimizer | None = None  # whose step runs
         self._weights: set[int] = set()  # addresses of its storages
-        self._tally = Tally()
+        self.tally = Tally()
         self.step = 0
 
     def records(self) -> list[Any]:
-        """Return what was lost so far."""
-        return self._tally.records()
-
-    @property
-    def tally(self) -> Tally:
-        """The changes so far."""
-        return self._tally
+        """Return the losses so far."""
+        return self.tally.records()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -156,7 +149,7 @@ class UpdateWatch:
             if role:
                 source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
-            self._tally.add(self.step, source, change, name, key, followed.tensor)
+            self.tally.add(self.step, source, change, name, key, followed.tensor)
 
     def _name_of_optimizer(self) -> dict[int, tuple[str, str]]:
         """Return the role and the name of each tensor of the optimizer whose step runs, by the id of its storage."""
@@ -203,7 +196,7 @@ class UpdateWatch:
             is_known = any(self._is_old(tensor) or self._twins.find(tensor) is not None for tensor in targets)
             if not targets or not (is_known or is_summed):
                 return None
-            if overload.packet is COPY and self._is_refreshed(args[0], args[1]):
+            if overload.packet is COPY and self._is_wide_and_old(args[1]):
                 self._forget(args[0])
                 return None
         elif not self._may_succeed(overload, args, kwargs):
@@ -218,9 +211,9 @@ class UpdateWatch:
                 self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
         return site
 
-    def _is_refreshed(self, target: Tensor, source: Tensor) -> bool:
-        """Return whether a tensor gets the values of a wider one that outlives the step: that one loses nothing."""
-        return source.dtype not in LOW_DTYPES and source.is_floating_point() and self._is_old(source)
+    def _is_wide_and_old(self, tensor: Tensor) -> bool:
+        """Return whether a tensor outlives the step and is wider than 16 bits: a copy of it loses nothing for good."""
+        return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
         """Note the storages that an op has made."""
@@ -230,14 +223,11 @@ class UpdateWatch:
     def _may_succeed(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether a result may come to take the place of a tensor that outlives the step."""
         if not overload.is_pointwise and overload.name not in _FOLLOWED:
-            return overload.is_in_bulk and self._has_twins(args)
+            return overload.is_in_bulk and self._twins.has_any(args)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype in LOW_DTYPES]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return False
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
-
-    def _has_twins(self, args: Sequence[Any]) -> bool:
-        return any(self._twins.find(tensor) is not None for tensor in tensors_in(args))
 
     def _is_old(self, tensor: Tensor) -> bool:
         """Return whether a tensor was there before the step."""
@@ -264,9 +254,7 @@ class UpdateWatch:
         self._followed[key] = _Followed(flat, clone(flat), tensor.detach(), source)
 
     def _make_source(self, site: Site, op: str, *, is_gradient: bool) -> Source:
-        optimizer = ""
-        if site.by == "optimizer" or self._optimizer is not None:
-            optimizer = "" if self._optimizer is None else type(self._optimizer).__name__
+        optimizer = "" if self._optimizer is None else type(self._optimizer).__name__
         role = GRADIENTS if is_gradient else ""
         return Source(site.place, op, optimizer, role, self._find_module())
 
@@ -309,7 +297,7 @@ class UpdateWatch:
             is_weight = tensor.dtype in LOW_DTYPES and storage_of(tensor) in self._weights
             if is_weight and abs(factor - 1) < torch.finfo(tensor.dtype).eps / 4:
                 name = self._name(tensor) or ""
-                self._tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
+                self.tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
 
     def _restart(self, tensor: Tensor) -> None:
         """Take the values that a tensor has now as exact: random numbers cannot be drawn again."""
@@ -337,28 +325,19 @@ class UpdateWatch:
 
         args = [choose(arg) for arg in op.args]
         kwargs = {name: choose(value) for name, value in op.kwargs.items()}
-        exact = cast_tree([args, kwargs], self._widen)
+        run = self._twins.run(op._replace(args=args, before=args, kwargs=kwargs))
         written = [index for index in op.overload.written if index < len(args)]
-        results: Any = None
-        with contextlib.suppress(RuntimeError, TypeError, NotImplementedError):
-            results = (op.function(*exact[0], **exact[1]),)
-        if results is None:
-            for tensor in tensors_in(args[index] for index in written):
+        targets = list(tensors_in(args[index] for index in written))
+        if run is None:
+            for tensor in targets:
                 self._forget(tensor)
             return
-        pairs = [*zip(tensors_in(args[i] for i in written), tensors_in(exact[0][i] for i in written), strict=True)]
+        pairs = [*zip(targets, tensors_in(run.args[index] for index in written), strict=True)]
         outputs = [op.result[index] for index in chosen] if isinstance(op.result, (list, tuple)) else []
-        pairs += zip(tensors_in(outputs), tensors_in(results), strict=False)
+        pairs += zip(tensors_in(outputs), run.outputs(), strict=False)
         for tensor, value in pairs:
             if tensor.dtype in LOW_DTYPES and tensor.shape == value.shape:
                 self._twins.put(tensor, value)
-
-    def _widen(self, tensor: Tensor) -> Tensor:
-        twin = self._twins.find(tensor)
-        if twin is None and tensor.dtype in LOW_DTYPES:
-            return tensor.float()
-        copy: Tensor = clone(tensor if twin is None else twin)  # the op may write it
-        return copy
 
     # ---- tensors that are replaced -----------------------------------------------------------------------------------
 
@@ -395,7 +374,7 @@ class UpdateWatch:
             if successor.storage() is storage and successor.source.site:
                 self._successors.remove(successor)
                 name = self._name(tensor) or ""
-                self._tally.add(self.step - 1, successor.source, successor.change, name, 0, tensor)
+                self.tally.add(self.step - 1, successor.source, successor.change, name, 0, tensor)
                 return
 
 

@@ -20,7 +20,7 @@ from ..storages import Storages
 from ..tensors import storage_of
 from ..twins import Twins
 from ..written import Written
-from .findings import Findings, Place
+from .findings import Findings, Place, place_of
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
 """The most elements of values that are followed, and of results of theirs: more than positions and times have."""
@@ -152,7 +152,7 @@ class ValueWatch:
         exact = op.args[0] if is_cast else _make_in_float32(op)
         if exact is None or exact.shape != outputs[0].shape or exact.dtype in LOW_DTYPES or exact.is_complex():
             return False
-        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        place = place_of(call)
         self._put(outputs[0], exact.detach().double().float(), _Root(place, outputs[0].dtype))
         share = _find_distinct(exact.detach(), outputs[0])
         if share is not None and share <= DISTINCT:
@@ -184,7 +184,7 @@ class ValueWatch:
         is_integral = all(not tensor.is_floating_point() for tensor in outputs)
         if not is_integral and not op.overload.is_pointwise and op.overload.name.rstrip("_") not in _FOLLOWED:
             return
-        if op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1:
+        if _adds_up(op):
             return
         run = self._exact.run(op)
         if run is None:
@@ -213,7 +213,7 @@ class ValueWatch:
             return
         error = _ROUNDING * torch.finfo(dtype).eps * _size(angle) / max(_size(result), 1e-30)
         if error > WRONG:
-            place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+            place = place_of(call)
             self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error)
 
     # ---- differences -------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class ValueWatch:
         return None if known is None else self._coarse.get(id(known))
 
     def _pass_on_coarse(self, op: Op, made: Sequence[Written]) -> None:
-        if op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1:
+        if _adds_up(op):
             return
         for tensor in op.inputs():
             dtype = self._find_coarse(tensor)
@@ -255,7 +255,7 @@ class ValueWatch:
         for tensor, coarse in zip(op.before_inputs(), dtypes, strict=False):
             if coarse is not None and not _is_simple(tensor):
                 roundings.append(_ROUNDING * torch.finfo(coarse).eps * _size(tensor))
-        self._report(op, call, dtype, math.hypot(*roundings), written)
+        self._note_difference(op, call, dtype, math.hypot(*roundings), written)
 
     def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
         """Report a result that differs if the ops just before are not rounded: 1 - exp(-x), or log(1 + x)."""
@@ -267,7 +267,7 @@ class ValueWatch:
         if not exact or exact[0].shape != result.shape or not exact[0].count_nonzero():
             return
         error = _relative(result, exact[0])
-        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        place = place_of(call)
         if error > UNLIKE:
             self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
         else:
@@ -287,9 +287,10 @@ class ValueWatch:
             if made.shape == exact.shape:
                 twins.put(made, exact)
 
-    def _report(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float, written: Written) -> None:
+    def _note_difference(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float, written: Written) -> None:
+        """Keep a difference that is lost in rounding until an op is given it."""
         size = _size(op.outputs()[0])
-        place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        place = place_of(call)
         if not math.isfinite(size) or not math.isfinite(rounding):  # a fault of the other kind
             return
         if not size or rounding <= DROWNED * size:
@@ -322,6 +323,11 @@ class ValueWatch:
             if not is_distance and not is_added_back:
                 del self._differences[id(known)]
                 self._findings.add(QuietCause.CANCELLED, found.place, found.dtype, error=found.error)
+
+
+def _adds_up(op: Op) -> bool:
+    """Return whether an op is a product of matrices in which several terms are summed."""
+    return op.overload.name in ("bmm", "mm") and op.args[0].shape[-1] != 1
 
 
 def _number_in(op: Op) -> float:
