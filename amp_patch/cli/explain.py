@@ -4,6 +4,7 @@ The script runs unmodified, as under `amp-patch run`, until the steps to record 
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Ctrl-C came before an op was recorded, so there is nothing to print
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
+    _print_misuses(recordings[:1])
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if not has_ops and code:
         raise SessionError(f"nothing to explain: the script ended with exit code {code} before a step was recorded")
@@ -106,6 +108,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     # The steps were recorded before the script failed, so this is no error of the command, but the exit code shows it.
     return int(code != 0)
+
+
+def _print_misuses(recordings: "Sequence[Recording]") -> None:
+    """Print how the script uses GradScaler and autocast wrongly."""
+    from ..insight import format_misuses
+
+    for recording in recordings:
+        if recording.misuses:
+            print_report(format_misuses(recording.misuses))
 
 
 def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, wri
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, QuietRecord, Recording, remedies
+    from ..insight import FaultRecord, MisuseRecord, QuietRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
 """Exit codes: a value does not fit; the script could not be checked."""
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
         "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
-        " quietly in 16 bits; 2 the script could not be checked"
+        " quietly in 16 bits, or misuses GradScaler or autocast; 2 the script could not be checked"
     )
     parser.add_argument(
         "--steps",
@@ -135,6 +135,18 @@ class _TracedRun:
         for lost, recording in self.quiet:
             print(f"\n{format_quiet(lost, recording.run)}", flush=True)
 
+    @property
+    def misuses(self) -> "list[MisuseRecord]":
+        """How the script uses GradScaler and autocast wrongly. Ranks do the same."""
+        return [misuse for recording in self.watched.recordings[:1] for misuse in recording.misuses]
+
+    def print_misuses(self) -> None:
+        """Print how the script uses GradScaler and autocast wrongly."""
+        from ..insight import format_misuses
+
+        if self.misuses:
+            print(format_misuses(self.misuses), flush=True)
+
     def report_none(self) -> int:
         """Print that no fault was found, or why nothing could be checked. Return the exit code."""
         if self.are_all_skipped:
@@ -204,6 +216,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     traced = _run_traced(ScriptRunner(arguments), arguments, first, last)
     faults = traced.faults
     traced.print_search()
+    traced.print_misuses()
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
@@ -214,6 +227,8 @@ def _trace(arguments: argparse.Namespace) -> int:
         write_all(traced.watched.recordings, arguments.json)  # after the report, because writing may fail
     if not faults:
         code = traced.report_none()
+        if code == 0 and traced.misuses:
+            code = FAULT
         if code != FAULT or repeating_runner is None:
             return code
         try:

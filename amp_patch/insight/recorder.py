@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
-from ..native import AS_IS, NativeSession, find_float32_script, watch
+from ..native import AS_IS, Misuse, NativeSession, find_float32_script, watch
 from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
 from .folding import Folding
+from .misuse_record import MisuseRecord, record_misuse
 from .naming import find_prefixes
 from .observe import Observer
 from .quiet.watch import QuietWatch
@@ -53,11 +54,12 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
+        self._misuses: list[MisuseRecord] = []
         self.is_in_block = False  # in a block, it watches only one session
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
-        return [*self._folding.make_op_records(), *self._folding.make_undone_records(), *self._steps]
+        return [*self._folding.make_op_records(), *self._folding.make_undone_records(), *self._steps, *self._misuses]
 
     @property
     def is_recording(self) -> bool:
@@ -139,6 +141,10 @@ class Recorder(Probe):
         elif self._observer is not None or self._is_late():
             self.stop()
             self._on_end()
+
+    def misused(self, misuse: Misuse) -> None:
+        """Record a wrong use of GradScaler or autocast."""
+        self._misuses.append(record_misuse(misuse, self._count))
 
     def stop(self) -> None:
         """Record nothing more. Harmless twice."""

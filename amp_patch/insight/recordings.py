@@ -14,6 +14,7 @@ from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
+from .misuse_record import MisuseRecord
 from .quiet_record import QuietRecord
 from .record_checks import find_problem
 from .records import (
@@ -42,6 +43,7 @@ Record = (
     | StepRecord
     | FaultRecord
     | QuietRecord
+    | MisuseRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -107,6 +109,11 @@ class Recording:
     def quiet(self) -> list[QuietRecord]:
         """What 16 bits lose although every value is finite."""
         return self.of(QuietRecord)
+
+    @property
+    def misuses(self) -> list[MisuseRecord]:
+        """How the script uses GradScaler and autocast wrongly."""
+        return self.of(MisuseRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""
