@@ -29,8 +29,8 @@ _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 ErrorClass = type[OpListError] | type[PolicyError]
 """The class of the errors that the reader raises: OpListError for a list file, PolicyError for a presets file."""
 
-# The reader uses only the events of the loader, and those are the same for PyYAML's safe and full loaders.
-_LOADER = getattr(yaml, "CLoader", yaml.Loader)
+# libyaml's parser, if PyYAML is built with it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Every character that YAML 1.1 forbids. The reader searches for them itself, because the C parser and the Python parser
 # report them differently, and not always with a position. The second set changes the direction of text, so a terminal
 # or a diff would show something else than the file holds.
@@ -73,7 +73,8 @@ def load_mapping(path: Path, error_class: ErrorClass, data: bytes | None = None)
         if "nesting depth" in problem:  # libyaml's own limit, which it may reach first, since it reads ahead
             raise error_class(_TOO_DEEP, path, line, column) from exc
         raise error_class(f"not valid YAML: {problem}", path, line, column) from exc
-    except (ValueError, ArithmeticError, RecursionError) as exc:  # the Python parser raises these for a bad escape
+    # the Python parser raises the first two for a bad escape; RecursionError: the caller's stack is nearly full
+    except (ValueError, ArithmeticError, RecursionError) as exc:
         raise error_class(f"not valid YAML: {exc}", path, 1, 1) from exc
 
 

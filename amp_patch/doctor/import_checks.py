@@ -98,10 +98,11 @@ def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, lis
     advice = did_you_mean(*missing).strip() or "It has no replacement here: look for one in torch."
     gone = describe_gone(name)
     if gone is not None:
-        advice = f"It was {gone[1]}."
+        _, purpose_and_remedy = gone
+        advice = f"It was {purpose_and_remedy}."
     for outer, field in script.around(node):
         if isinstance(outer, ast.Try) and outer.handlers and field == "body":
-            message = f"{name}: not in the stand-in for apex, so the script uses its own fallback"
+            message = f"{name}: not in the stand-in for apex; the `except` around it may be a fallback"
             return Fault(node, "note", message, advice)
     return Fault(node, "error", f"{name}: not in amp_patch's stand-in for apex", advice)
 
@@ -121,14 +122,15 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
     Returns it with the names that there are instead, or None if the stand-in has the whole name.
 
     Args:
-        is_imported: the name comes from an import statement, which looks for modules first. A chain of attributes ends
-            at the first object that is not a module, such as `amp._amp_state`, even if there is a module of that name:
-            the attributes of such an object are known only when the script runs.
+        is_imported: the name comes from an import statement. For an import, a module of that name counts even if an
+            attribute hides it. A chain of attributes ends at the first object that is not a module, such as
+            `amp._amp_state`, even if there is a module of that name: the attributes of such an object are known only
+            when the script runs.
     """
     module = importlib.import_module(_STAND_IN)
     if dotted == "apex":
         return None
-    # the stand-ins for compiled modules, such as `amp_C`, are in the same package as those for `apex.amp`
+    # `amp_C` is `amp_patch.apex.amp_C` here, beside `amp_patch.apex.amp`
     for part in dotted.removeprefix("apex.").split("."):
         if part.startswith("__"):
             return None  # every module has a __dict__ and a __name__

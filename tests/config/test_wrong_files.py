@@ -23,7 +23,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     """Each of PyYAML's two parsers, which complain in other words."""
     if request.param == "c" and not yaml.__with_libyaml__:
         pytest.skip("PyYAML is built without libyaml")
-    monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.CLoader if request.param == "c" else yaml.Loader)
+    monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.CSafeLoader if request.param == "c" else yaml.SafeLoader)
     monkeypatch.chdir(tmp_path)
     Path("other.yaml").write_text("{}")
     yield

@@ -20,7 +20,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Run a test with each of PyYAML's two parsers."""
     if request.param == "c" and not yaml.__with_libyaml__:
         pytest.skip("PyYAML is built without libyaml")
-    monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.CLoader if request.param == "c" else yaml.Loader)
+    monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.CSafeLoader if request.param == "c" else yaml.SafeLoader)
     yield
 
 

@@ -16,7 +16,7 @@ from amp_patch.insight.records import CheckedStepRecord, RunRecord, SketchRecord
 from amp_patch.insight.tuning.entries import ListEntry, fold_siblings, format_list, prune
 from amp_patch.insight.tuning.search import find_fewest, find_prefix
 from amp_patch.insight.tuning.sketches import SIZE, distance, sketch
-from amp_patch.insight.tuning.verdict import find_non_finite, judge
+from amp_patch.insight.tuning.verdict import explain_non_finite, judge
 
 # ---- searches --------------------------------------------------------------------------------------------------------
 
@@ -198,8 +198,9 @@ REFERENCE = make_run({"a": [3.0, 4.0], "b": [1e-3, 0.0], "tiny": [1e-9, 0.0]})
         (make_run({"a": [3.0, 4.0], "b": [1e-3, 0.0]}, [1.0, 1.0]), 0.0, "b", "a loss is off by inf"),
         (make_run({"a": [math.inf, 4.0]}, skipped=True), math.inf, "a", "step 0 was skipped for an overflow"),
         (Recording(RUN, []), math.inf, "", "it took 0 of 1 steps"),
+        (Recording(RUN, [CheckedStepRecord(7, 0, (1.0,), False, 128.0, False)]), math.inf, "", "it took 0 of 1 steps"),
     ],
-    ids=["equal", "small", "too small", "missing", "nan", "loss", "nan loss", "losses", "skip", "none"],
+    ids=["equal", "small", "too small", "missing", "nan", "loss", "nan loss", "losses", "skip", "none", "another"],
 )
 def test_a_verdict_is_by_parameter(run, worst, parameter, fault):
     found = judge(REFERENCE, run, 0.1)
@@ -219,5 +220,5 @@ def test_what_is_not_finite_survives_a_file(tmp_path):
     assert "Infinity" not in (tmp_path / "x.jsonl").read_text() and "NaN" not in (tmp_path / "x.jsonl").read_text()
     back = Recording.read(tmp_path / "x.jsonl")
     assert repr(back.records) == repr(run.records)
-    assert find_non_finite(back) == "a loss of step 0 is nan" and find_non_finite(REFERENCE) == ""
-    assert find_non_finite(make_run({"a": [math.inf]})) == "the gradient of a in step 0 has the norm inf"
+    assert explain_non_finite(back) == "a loss of step 0 is nan" and explain_non_finite(REFERENCE) == ""
+    assert explain_non_finite(make_run({"a": [math.inf]})) == "the gradient of a in step 0 has the norm inf"

@@ -1,4 +1,4 @@
-"""`FusedLAMB`: LAMB with Apex's arguments. torch has none."""
+"""`FusedLAMB`: LAMB with Apex's arguments. torch has no LAMB."""
 
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adam_w_mode", "use_nvlamb")
+    # Apex's attributes, for scripts that read them; unused here
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
 

@@ -14,7 +14,9 @@ LINE_WIDTH, DASH = 2, 8
 
 
 class Series(NamedTuple):
-    """A line: its name, the number of its colour, a value for each step, and the range of all seeds in each step."""
+    """A line: its name, the number of its colour, a value for each step, the range of all seeds in each step, and the
+    indices, from 0, of skipped steps.
+    """
 
     name: str
     colour: int
@@ -27,16 +29,17 @@ class Series(NamedTuple):
 def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) -> Markup:
     """Return lines over steps on a logarithmic axis.
 
-    Values that are not positive lie on the lower end of the axis, and values that are not finite are left out. The area
-    below `noise` is shaded. Skipped steps are ticks on the axis.
+    Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
+    below `noise` is shaded. Skipped steps are marks on the step axis.
     """
     shown = [value for line in series for value in (*line.values, *line.high)] + [max(noise, default=0.0)]
     steps = max((len(line.values) for line in series), default=1)
     axes = _Axes(steps, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
-        parts.append(axes.area([0.0] * len(noise), noise, "noise", "noise: weights off by one unit in the last place"))
-    # Lines that coincide alternate their dashes: each line joins the group of the first line that it coincides with.
+        title = "noise: the difference that weights changed by one unit in the last place make"
+        parts.append(axes.area([0.0] * len(noise), noise, "noise", title))
+    # Lines that coincide alternate their dashes: lines with the same first coinciding line form a group.
     tracks = [axes.track(line.values) for line in series]
     numbers = range(len(series))
     firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]
@@ -63,9 +66,10 @@ def _style_line(place: int, count: int) -> str:
 
 
 def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float, Markup]]]:
-    """Return the ends of an axis for all positive values, as powers of ten, and its ticks with their labels.
+    """Return the ends of an axis for the positive values, and its ticks with their labels.
 
-    Ticks are at most twelve powers of ten, or round values if all values lie within a factor of ten.
+    The ends are exponents of ten. The axis reaches at most 12 decades down. Its ticks are at most thirteen powers of
+    ten, or round values if all values lie within a factor of ten.
     """
     positive = [value for value in values if 0 < value < math.inf] or [0.1, 1.0]
     low, high = math.log10(min(positive)), math.log10(max(positive))
@@ -107,7 +111,7 @@ class _Axes:
         return [self._y(value) if math.isfinite(value) else math.nan for value in values]
 
     def draw(self, series: Series, style: str) -> Markup:
-        """Return a group with a line, its range and its ticks."""
+        """Return a group with a line, its range, and a mark on the step axis for each skipped step."""
         parts = []
         if any(low != high for low, high in zip(series.low, series.high, strict=True)):
             parts.append(self.area(series.low, series.high, "band", f"{series.name}: range over seeds"))
@@ -163,9 +167,9 @@ def _round_steps(steps: int) -> list[int]:
 ZONES = ("zero", "subnormal", "infinite")
 
 
-def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
+def draw_histogram(record: GradientRecord, dtype: str, power: int) -> Markup:
     """Return a histogram with a bar for each power of two, in front of the zones in which values times 2**`power` are
-    zero, subnormal or infinite in a dtype.
+    zero, subnormal or infinite in `dtype`.
 
     The script of the page moves the zones. It reads the powers at both ends, and the width of a power, from the
     attributes of the drawing.
@@ -176,7 +180,7 @@ def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
     top, bottom = TOP, HEIGHT - BOTTOM
     parts = [
         element("rect", element("title", f"{zone} in the dtype"), x=x, y=top, width=w, height=bottom - top, class_=zone)
-        for zone, (x, w) in zip(ZONES, _zones(low, power, first, last, width), strict=True)
+        for zone, (x, w) in zip(ZONES, _zones(dtype, power, first, last, width), strict=True)
     ]
     total, most = sum(sums), max(sums)
     for place, number in enumerate(sums):
@@ -206,9 +210,9 @@ def draw_histogram(record: GradientRecord, low: str, power: int) -> Markup:
     )
 
 
-def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tuple[float, float]]:
+def _zones(dtype: str, power: int, first: int, last: int, width: float) -> list[tuple[float, float]]:
     """Return the left end and the width of each of `ZONES`."""
-    form = FORMATS[low]
+    form = FORMATS[dtype]
 
     def place(exponent: int) -> float:
         return LEFT + (min(max(exponent - power, first), last) - first) * width
@@ -217,7 +221,7 @@ def _zones(low: str, power: int, first: int, last: int, width: float) -> list[tu
     return [(edges[0], edges[1] - edges[0]), (edges[1], edges[2] - edges[1]), (edges[3], edges[4] - edges[3])]
 
 
-def tell_shares(record: GradientRecord, low: str, power: int) -> str:
+def tell_shares(record: GradientRecord, dtype: str, power: int) -> str:
     """Return the shares as text. The script of the page writes the same text."""
-    shares = find_shares(record, low, 2.0**power)
+    shares = find_shares(record, dtype, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

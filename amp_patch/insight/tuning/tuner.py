@@ -32,7 +32,7 @@ from .ranking import Ranking
 from .result import Trial, TuneResult, choose_best, describe_worst, format_header
 from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
-from .verdict import Verdict, find_non_finite, find_zero_gradients, judge
+from .verdict import Verdict, explain_non_finite, find_zero_gradients, judge
 
 FLOAT32 = "tuning.float32_run:Float32Run"
 
@@ -98,7 +98,7 @@ class Tuner:
             self.options.log(f"the run in float32 keeps what the script itself makes 16-bit: {self._not_float32}")
         if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
-        fault = find_non_finite(self._reference)
+        fault = explain_non_finite(self._reference)
         if fault:
             raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
         taken = len(self._reference.of(CheckedStepRecord))

@@ -1,4 +1,4 @@
-"""`Verdict`: whether the gradients of a run equal the float32 run's, within a tolerance for each parameter."""
+"""`Verdict`: whether each gradient of a run agrees with float32 within one tolerance, and each loss within a share."""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +20,9 @@ class Verdict:
     """How far a run is off.
 
     Attributes:
-        passed: whether all errors are within the tolerance.
-        worst: the largest relative error (L2) of a gradient; inf if a gradient or a loss is not finite.
+        passed: whether gradient errors are within the tolerance, and loss errors within `LOSS_SHARE` of it.
+        worst: the largest relative error (L2) of a gradient; inf if a compared gradient is not finite or missing, or
+            steps are missing or skipped.
         parameter: the parameter of this gradient; "" without one.
         loss_error: the largest relative error of a loss.
         fault: why the run did not pass, in words; "" if it did.
@@ -41,11 +42,12 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     wanted, taken = _steps(reference), _steps(run)
     missing = [key for key in wanted if key not in taken]
     if missing:
-        return Verdict(False, math.inf, "", math.inf, f"it took {len(taken)} of {len(wanted)} steps")
+        fault = f"it took {len(wanted) - len(missing)} of {len(wanted)} steps"
+        return Verdict(False, math.inf, "", math.inf, fault)
     for key, step in wanted.items():
         if taken[key].skipped and not step.skipped:
             fault = f"step {step.step} was skipped for an overflow at loss scale {taken[key].loss_scale:g}"
-            return Verdict(False, math.inf, _find_non_finite(run, step), math.inf, fault, is_skipped=True)
+            return Verdict(False, math.inf, _first_non_finite_parameter(run, step), math.inf, fault, is_skipped=True)
     loss_error = max((_compare_losses(step, taken[key]) for key, step in wanted.items()), default=0.0)
     worst, parameter = max(_errors(reference, run), default=(0.0, ""))
     fault = ""
@@ -56,7 +58,7 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     return Verdict(not fault, worst, parameter, loss_error, fault)
 
 
-def find_non_finite(run: Recording) -> str:
+def explain_non_finite(run: Recording) -> str:
     """Return in words which loss or gradient of a run is not finite; "" if none is."""
     for step in run.of(CheckedStepRecord):
         for loss in step.losses:
@@ -71,7 +73,8 @@ def find_non_finite(run: Recording) -> str:
 def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
     """Return the parameters whose gradients are zero in every step, and the number of all that have gradients.
 
-    They show no error, whatever the run does. Layers that begin with zeros, as in LoRA, hide those before them.
+    They show no error, whatever the run does. A layer whose weights start at zero (LoRA's B) makes the gradients of the
+    layers before it zero.
     """
     is_zero: dict[tuple[int, str], bool] = {}
     for gradient in reference.of(SketchRecord):
@@ -84,7 +87,7 @@ def _steps(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
     return {(record.optimizer, record.step): record for record in run.of(CheckedStepRecord)}
 
 
-def _find_non_finite(run: Recording, step: CheckedStepRecord) -> str:
+def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
     """Return the first parameter whose gradient is not finite in a step."""
     for gradient in run.of(SketchRecord):
         is_of_step = (gradient.step, gradient.optimizer) == (step.step, step.optimizer)
@@ -94,7 +97,10 @@ def _find_non_finite(run: Recording, step: CheckedStepRecord) -> str:
 
 
 def _compare_losses(wanted: CheckedStepRecord, taken: CheckedStepRecord) -> float:
-    """Return the largest relative error of a loss; inf if a loss is not finite, or their numbers differ."""
+    """Return the largest relative error of a loss.
+
+    inf if a loss is not finite, or the runs have different counts of losses.
+    """
     if len(wanted.losses) != len(taken.losses):
         return math.inf
     largest = 0.0
