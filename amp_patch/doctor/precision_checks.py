@@ -9,7 +9,7 @@ from .flow import LOW, Flow, Verdict
 from .rules import Fault, Severity, rule
 from .scaler_flow import ScalerFlow
 from .script import Script
-from .tree import argument_of, function_of, names_in, text_of
+from .tree import LOOPS, argument_of, function_of, names_in, text_of
 
 _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
 """A script without these words has nothing in 16 bits of its own making."""
@@ -97,10 +97,13 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
 
 def _find_true_precisions(script: Script) -> Iterator[Fault]:
     """Yield the trainers of Lightning that cast the model: `precision="bf16-true"`."""
+    called = {function_of(call) for call in script.calls}
     for call in script.calls:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
             continue
+        if function_of(call) == "Fabric" and called.isdisjoint(("backward", "step")):
+            continue  # it only runs or loads the model
         if precision.value in ("bf16-true", "16-true"):
             message = f"precision={precision.value!r} trains 16-bit weights without float32 masters"
             mixed = str(precision.value).replace("true", "mixed")
@@ -345,10 +348,36 @@ def _grows(script: Script, target: str, made: ast.expr) -> bool:
         is_attribute = "." in target
         if not grows or not (is_same_function or is_attribute):
             continue
+        if is_same_function and _adds_once(script, node, made):
+            continue
         # in another function, an attribute outlives each call
         if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
             return True
     return False
+
+
+def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
+    """Return whether each loop around an addition counts the elements that it adds to: `for i in range(n): x[i] += y`."""
+    indices = set[str]()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Subscript):
+            indices |= names_in(part.slice)
+    around_made = {outer for outer, _ in script.around(made)}
+    loops = [
+        outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made
+    ]
+    return bool(loops) and all(indices & set(_counters_of(loop)) for loop in loops)
+
+
+def _counters_of(loop: ast.AST) -> Iterator[str]:
+    """Yield the name that counts the passes of a loop: `i` of `range(n)`, or of `enumerate(x)`."""
+    if not isinstance(loop, (ast.For, ast.AsyncFor)) or not isinstance(loop.iter, ast.Call):
+        return
+    name, target = function_of(loop.iter), loop.target
+    if name == "enumerate" and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    if name in ("range", "trange", "enumerate") and isinstance(target, ast.Name):
+        yield target.id
 
 
 def _root(node: ast.expr) -> str:

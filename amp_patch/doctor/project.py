@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import (  # noqa: F401 - registers their rules
     checkpoint_checks,
+    gradient_checks,
     import_checks,
     loss_checks,
     precision_checks,

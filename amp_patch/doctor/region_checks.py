@@ -92,6 +92,8 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
         loss = _find_backward(script, region)
         if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
             continue
+        if script.frame(loss) is script.tree and not any(script.method_calls("step")):
+            continue  # it measures the time of a backward pass
         dtypes = dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
             continue
@@ -198,6 +200,8 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
     """
     told = set[ast.Call]()
     for region in find_regions(script):
+        if _is_without_gradients(script, region.body):
+            continue
         index = 2 if _is_old(script, region.call) else 3
         keeps = argument_of(region.call, "cache_enabled", index)
         if region.call in told or (isinstance(keeps, ast.Constant) and not keeps.value):
@@ -215,9 +219,29 @@ def _has_training_loop(script: Script, body: ast.AST) -> bool:
     if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
     # with autocast(...): train()
-    called = {function_of(call) for call in ast.walk(body) if isinstance(call, ast.Call)}
-    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef) and node.name in called]
-    return any(_is_in_loop_within(script, step, function) for step in steps for function in functions)
+    calls = [call for call in ast.walk(body) if isinstance(call, ast.Call)]
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
+    return any(
+        _may_call(script, call, function) and _is_in_loop_within(script, step, function)
+        for function in functions
+        for step in steps
+        for call in calls
+    )
+
+
+def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool:
+    """Return whether a call may run a function of the script: by its name, or as a method of its class."""
+    if function_of(call) != function.name:
+        return False
+    holder = script.parent(function)
+    if not isinstance(call.func, ast.Attribute):
+        return not isinstance(holder, ast.ClassDef)
+    if not isinstance(holder, ast.ClassDef):
+        return False
+    if text_of(call.func.value) in ("self", "cls"):
+        return any(outer is holder for outer, _ in script.around(call))
+    # `inputs.update(...)` of a dict is no training
+    return function.name not in dir(dict)
 
 
 def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:

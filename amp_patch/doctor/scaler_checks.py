@@ -4,73 +4,14 @@ import ast
 from collections.abc import Iterator
 
 from .flow import Flow
-from .loss_checks import CLIPPERS
 from .precision_checks import find_trainers, is_kept
 from .region_checks import dtypes_of, find_regions
-from .rules import Fault, Severity, rule
-from .scaler_flow import ScalerFlow
+from .rules import Fault, rule
+from .scaler_flow import ScalerFlow, grade
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
 _UPDATE = "Call scaler.update() once per iteration, after the scaler.step of every optimizer."
-
-
-def _grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of what fails, or computes wrong numbers, while the scaler is enabled."""
-    return "error" if flow.is_sure else "warning"
-
-
-@rule(
-    "AMP701",
-    "clipping before unscale_",
-    bad="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # AMP701
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-    good="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-)
-def clips_scaled(script: Script) -> Iterator[Fault]:
-    """After `scaler.scale(loss).backward()`, gradients are multiplied by the loss scale until `scaler.unscale_` or
-    `scaler.step`. A norm of 1 is then a limit of 1 / 65536, and almost every step is far too small.
-    """
-    flow = ScalerFlow(script)
-    if not flow.is_used:
-        return
-    for call in script.calls_of(*CLIPPERS):
-        limit = argument_of(call, "max_norm", 1) or argument_of(call, "clip_value", 1)
-        if limit is not None and any(word in text_of(limit).lower() for word in ("scal", "inf")):
-            continue
-        if _is_on_scaled(flow, call):
-            message = "the gradients are clipped while they are multiplied by the loss scale"
-            yield Fault(call, _grade(flow), message, "Call scaler.unscale_(optimizer) before the clipping.")
-
-
-def _is_on_scaled(flow: ScalerFlow, node: ast.AST) -> bool:
-    """Return whether a node runs after a scaled backward pass and before the step, and nothing unscales before it."""
-    for loss in flow.scaled_backwards:
-        for step in flow.steps:
-            if not flow.are_in_order(loss, node, step) or flow.unscales_before(loss, node):
-                continue
-            # an update or a step between them ends the iteration of the loss
-            if any(flow.between([*flow.updates, *flow.steps, *flow.zeroings], loss, node)):
-                continue
-            if not flow.may_be_without_scale(node, loss, step):
-                return True
-    return False
 
 
 @rule(
@@ -113,7 +54,7 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
                 continue  # a pass before the training
             message = f"{text_of(loss.func).removesuffix('.backward')} goes backward without a scale"
             message += ", and scaler.step divides its gradients by the scale"
-            yield Fault(loss, _grade(flow), message, "Write `scaler.scale(loss).backward()`.")
+            yield Fault(loss, grade(flow), message, "Write `scaler.scale(loss).backward()`.")
             break
 
 
@@ -160,7 +101,7 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
             if flow.may_be_without_scale(step, loss) or any(_stands_in_scaler(script, flow, step)):
                 continue
             message = f"{text_of(step.func)}() uses gradients that are multiplied by the loss scale"
-            yield Fault(step, _grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
+            yield Fault(step, grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
             break
 
 
@@ -200,18 +141,24 @@ def _stands_in_scaler(script: Script, flow: ScalerFlow, step: ast.Call) -> Itera
 )
 def unscales_twice(script: Script) -> Iterator[Fault]:
     """The second call raises RuntimeError: "unscale_() has already been called on this optimizer since the last
-    update()".
+    update()". Under gradient accumulation, call it only in the iterations that step.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
         return
     for second in flow.unscales:
+        updates = [call for call in flow.updates if script.frame(call) is script.frame(second)]
+        if updates and all(flow.is_rarer(update, second) for update in updates):
+            message = f"{text_of(second)} runs in each iteration, and scaler.update() only in some: this raises"
+            advice = "Call it in the same `if` as scaler.step, before the clipping."
+            yield Fault(second, grade(flow), f"{message} RuntimeError", advice)
+            continue
         for first in flow.unscales:
             if text_of(first) != text_of(second) or not flow.are_in_order(first, second):
                 continue
             if flow.surely_runs(first, second) and not any(flow.between(flow.updates, first, second)):
                 message = f"{text_of(second)} is called a second time before scaler.update(): this raises RuntimeError"
-                yield Fault(second, _grade(flow), message, "Call it once per step, after the last backward pass.")
+                yield Fault(second, grade(flow), message, "Call it once per step, after the last backward pass.")
                 break
 
 
@@ -250,9 +197,11 @@ def never_updates(script: Script) -> Iterator[Fault]:
     scaler = step.func.value if isinstance(step.func, ast.Attribute) else step
     if any(text_of(scaler) in names_in(argument) for call in script.calls for argument in _arguments_of(call)):
         return
-    if isinstance(scaler, ast.Name) and script.is_in_loop(step):
+    is_own = isinstance(scaler, ast.Name) or text_of(scaler).startswith("self.")
+    # a method steps in a loop of its caller
+    if is_own and (script.is_in_loop(step) or isinstance(scaler, ast.Attribute)):
         message = "nothing calls scaler.update(): the second step raises RuntimeError"
-        yield Fault(step, _grade(flow), message, "Call scaler.update() after it, once per iteration.")
+        yield Fault(step, grade(flow), message, "Call scaler.update() after it, once per iteration.")
 
 
 def _arguments_of(call: ast.Call) -> list[ast.expr]:
@@ -290,6 +239,10 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
     if not flow.is_used:
         return
     for step in flow.steps:
+        if _updates_for_each(script, flow, step):
+            message = "scaler.update() runs after the step of each optimizer, and the scale may change between them"
+            yield Fault(step, "warning", message, _UPDATE)
+            continue
         update = next((call for call in reversed(flow.updates) if flow.are_in_order(call, step)), None)
         if update is None:
             continue
@@ -302,6 +255,17 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
             continue  # a second step of one optimizer, perhaps with gradients of its own
         message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
         yield Fault(step, "warning", message, _UPDATE)
+
+
+def _updates_for_each(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
+    """Return whether a loop over optimizers steps and updates, and the losses have gone backward before it."""
+    loop = _loop_around(script, step)
+    if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):
+        return False
+    inside = set(ast.walk(loop))
+    has_update = any(update in inside for update in flow.updates)
+    has_loss = any(loss in inside for loss in (*flow.scalings, *flow.plain_backwards))
+    return has_update and not has_loss and any(flow.are_in_order(loss, loop) for loss in flow.scalings)
 
 
 def _may_train(flow: ScalerFlow, script: Script, first: ast.AST, last: ast.AST) -> bool:
@@ -358,7 +322,7 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
             line, _ = script.location_of(verdict.node)
             message = f"{text_of(model)} has float16 weights (line {line}), whose gradients GradScaler refuses"
             advice = "Keep the weights in float32 and use torch.autocast, or cast the trained ones back by .float()."
-            yield Fault(first, _grade(flow), message, advice)
+            yield Fault(first, grade(flow), message, advice)
             return
 
 
@@ -395,7 +359,12 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
     for zeroing in flow.zeroings:
         owner = text_of(zeroing.func).rpartition(".")[0]
         for step in flow.steps:
-            if text_of(step.args[0]) != owner or not flow.are_in_order(zeroing, step):
+            is_of_model = f"{owner}.parameters" in {
+                name for value in script.values_of(text_of(step.args[0])) for name in names_in(value)
+            }
+            if text_of(step.args[0]) != owner and not is_of_model:
+                continue
+            if not flow.are_in_order(zeroing, step):
                 continue
             before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
             is_refilled = any(flow.between(losses, zeroing, step)) or _may_train(flow, script, zeroing, step)
@@ -403,9 +372,50 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
                 continue
             # a step between them has used the gradients already
             if not any(flow.between(flow.steps, before[-1], zeroing)):
-                message = f"{owner}.zero_grad() removes the gradients that scaler.step({owner}) needs"
-                yield Fault(zeroing, _grade(flow), message, "Call it before the backward pass, or after the step.")
+                message = f"{owner}.zero_grad() removes the gradients that {text_of(step)} needs"
+                yield Fault(zeroing, grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
+
+
+@rule(
+    "AMP712",
+    "scaler.update without scaler.step",
+    bad="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        for i, batch in enumerate(loader):
+            scaler.scale(loss_of(batch) / 4).backward()
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()  # AMP712
+    """,
+    good="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        for i, batch in enumerate(loader):
+            scaler.scale(loss_of(batch) / 4).backward()
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    """,
+)
+def updates_without_step(script: Script) -> Iterator[Fault]:
+    """`scaler.update` raises AssertionError: "No inf checks were recorded prior to update", if no step or `unscale_`
+    has checked gradients since the last one.
+    """
+    flow = ScalerFlow(script)
+    if not flow.is_used:
+        return
+    for update in flow.updates:
+        steps = [call for call in flow.steps if script.frame(call) is script.frame(update)]
+        has_check = any(script.frame(call) is script.frame(update) for call in flow.unscales)
+        if steps and not has_check and all(flow.is_rarer(step, update) for step in steps):
+            message = "scaler.update() runs in each iteration, and scaler.step only in some: this raises AssertionError"
+            yield Fault(update, grade(flow), message, "Call it in the same `if` as scaler.step.")
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -482,7 +492,8 @@ def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
     if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
         return
     for call, receiver in script.method_calls("step"):
-        if "sched" not in text_of(receiver).lower():
+        # with an argument, it is the epoch or a metric that decides
+        if "sched" not in text_of(receiver).lower() or call.args or call.keywords:
             continue
         for step in flow.steps:
             loop = _loop_around(script, step)

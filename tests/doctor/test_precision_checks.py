@@ -81,7 +81,8 @@ SURE = {
     "region-in-a-helper": "def forward(x):\n    with torch.autocast('cuda'):  # AMP602\n        return model(x)\n"
     "def main():\n    loss = forward(x)\n    loss.backward()\n",
     "scaler-that-is-off": "from torch.amp import GradScaler as Scaler\nscaler = torch.amp.GradScaler(enabled=False)\n"
-    "with torch.autocast('cuda', torch.float16):  # AMP602\n    loss = model(x)\nscaler.scale(loss).backward()\n",
+    "with torch.autocast('cuda', torch.float16):  # AMP602\n    loss = model(x)\nscaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n",
     # averages
     "average-cast-in-place": "ema = copy.deepcopy(model)\nema.half()  # AMP603\n"
     "def update():\n    for e, p in zip(ema.parameters(), model.parameters()):\n"
