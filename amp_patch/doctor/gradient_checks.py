@@ -55,7 +55,7 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
     flow = ScalerFlow(script)
     if not flow.is_used:
         return
-    for call in _find_clippings(script):
+    for call in dict.fromkeys(_find_clippings(script)):
         if flow.is_on_scaled(call):
             message = "the gradients are clipped while they are multiplied by the loss scale"
             yield Fault(call, grade(flow), message, "Call scaler.unscale_(optimizer) before the clipping.")
@@ -64,7 +64,11 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
     """Yield the calls that clip gradients: of torch, of functions named so, and clamps of a gradient."""
     clippers = script.calls_of(*CLIPPERS)
+    functions = {script.frame(call) for call in clippers}
     for call in script.calls:
+        is_of_function = any(function in functions for function in _own_functions(script, call))
+        if is_of_function and not _knows_scaler(script, call):
+            yield call
         if call not in clippers and not _clips_by_name(script, call):
             continue
         limit = argument_of(call, "max_norm", 1) or argument_of(call, "clip_value", 1)
