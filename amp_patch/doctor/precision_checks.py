@@ -17,7 +17,7 @@ _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
     r"|stochastic_round|FP16_?Optimizer|Float16Optimizer"
-    r"|get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
+    r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
 """Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
@@ -97,18 +97,31 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
 
 def _find_true_precisions(script: Script) -> Iterator[Fault]:
     """Yield the trainers of Lightning that cast the model: `precision="bf16-true"`."""
-    called = {function_of(call) for call in script.calls}
     for call in script.calls:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
             continue
-        if function_of(call) == "Fabric" and called.isdisjoint(("backward", "step")):
-            continue  # it only runs or loads the model
+        if function_of(call) == "Fabric" and not _may_train(script, call):
+            continue
         if precision.value in ("bf16-true", "16-true"):
             message = f"precision={precision.value!r} trains 16-bit weights without float32 masters"
             mixed = str(precision.value).replace("true", "mixed")
             advice = f"Write precision={mixed!r}, or use amp_patch.integrations.lightning at a level with masters."
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
+
+
+def _may_train(script: Script, fabric: ast.Call) -> bool:
+    """Return whether the function that makes a Fabric may train with it: it goes backward, or passes it on."""
+    frame = script.frame(fabric)
+    here = [call for call in script.calls if script.frame(call) is frame]
+    names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
+    is_attribute = any("." in name for name in names)
+    return is_attribute or any(
+        function_of(call) == "backward" or names & {name for argument in call.args for name in names_in(argument)}
+        # fabric.launch(main, ...)
+        or (function_of(call) == "launch" and call.args)
+        for call in here
+    )
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:

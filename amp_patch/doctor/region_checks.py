@@ -362,6 +362,9 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
         for call in script.calls:
             if not call.args or not _LOSSES.match(function_of(call)) or text_of(call.args[0]) not in outputs:
                 continue
+            # scale_loss(loss), log_loss(loss)
+            if "loss" in text_of(call.args[0]).lower():
+                continue
             values = script.values_of(text_of(call.args[0]))
             # it may be cast, or made elsewhere, in between
             is_only_value = all(script.parent(value) in region.body.body for value in values)

@@ -370,8 +370,8 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
             is_refilled = any(flow.between(losses, zeroing, step)) or _may_train(flow, script, zeroing, step)
             if not before or is_refilled or not flow.surely_runs(zeroing, step):
                 continue
-            # a step between them has used the gradients already
-            if not any(flow.between(flow.steps, before[-1], zeroing)):
+            # a step between them has used the gradients already, and unscale_ has checked them: the step is left out
+            if not any(flow.between([*flow.steps, *flow.unscales], before[-1], zeroing)):
                 message = f"{owner}.zero_grad() removes the gradients that {text_of(step)} needs"
                 yield Fault(zeroing, grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
