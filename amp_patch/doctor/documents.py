@@ -14,7 +14,9 @@ _MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$"
 A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
 """
 
-_COMMANDS = re.compile(r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$")
+_COMMANDS = re.compile(
+    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+)
 """A line that IPython takes for `%cd ..` and the like, unless a variable has that name. Python cannot parse it."""
 
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")

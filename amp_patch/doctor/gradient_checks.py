@@ -15,7 +15,22 @@ _CLIPPING_NAMES = ("clip_grad", "clip_gradient", "adaptive_clip", "clip_norm")
 """Parts of the names of functions that clip gradients: `dispatch_clip_grad` of timm, or the script's own."""
 
 _MEASURING = {
-    *("norm", "abs", "mean", "max", "min", "std", "var", "sum", "pow", "square", "item", "tolist", "histogram", "histc"),
+    *(
+        "norm",
+        "abs",
+        "mean",
+        "max",
+        "min",
+        "std",
+        "var",
+        "sum",
+        "pow",
+        "square",
+        "item",
+        "tolist",
+        "histogram",
+        "histc",
+    ),
     *("amax", "amin", "quantile", "median", "vector_norm", "_foreach_norm", "Histogram", "add_histogram", "clamp"),
 }
 """Functions and methods whose result depends on the scale of a gradient."""
@@ -200,7 +215,7 @@ def _is_clipping(name: str) -> bool:
 
 
 def _measures(script: Script, call: ast.Call) -> bool:
-    """Return whether a call is `p.grad.norm()`, `torch.norm(p.grad)`, `torch.norm(torch.stack([p.grad ...]))` and kin."""
+    """Return whether a call measures a gradient, as `p.grad.norm()` and `torch.norm(p.grad)` do."""
     if function_of(call) not in _MEASURING:
         return False
     if isinstance(call.func, ast.Attribute) and _is_gradient(call.func.value):

@@ -117,7 +117,8 @@ def _may_train(script: Script, fabric: ast.Call) -> bool:
     names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
     is_attribute = any("." in name for name in names)
     return is_attribute or any(
-        function_of(call) == "backward" or names & {name for argument in call.args for name in names_in(argument)}
+        function_of(call) == "backward"
+        or names & {name for argument in call.args for name in names_in(argument)}
         # fabric.launch(main, ...)
         or (function_of(call) == "launch" and call.args)
         for call in here
@@ -370,15 +371,13 @@ def _grows(script: Script, target: str, made: ast.expr) -> bool:
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether each loop around an addition counts the elements that it adds to: `for i in range(n): x[i] += y`."""
+    """Return whether loops count the elements that an addition changes, as in `for i in range(n): x[i] += y`."""
     indices = set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.Subscript):
             indices |= names_in(part.slice)
     around_made = {outer for outer, _ in script.around(made)}
-    loops = [
-        outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made
-    ]
+    loops = [outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made]
     return bool(loops) and all(indices & set(_counters_of(loop)) for loop in loops)
 
 

@@ -9,7 +9,7 @@ from .region_checks import dtypes_of, find_regions
 from .rules import Fault, rule
 from .scaler_flow import ScalerFlow, grade
 from .script import Script
-from .tree import argument_of, function_of, names_in, text_of
+from .tree import function_of, names_in, text_of
 
 _UPDATE = "Call scaler.update() once per iteration, after the scaler.step of every optimizer."
 

@@ -176,7 +176,7 @@ class ScalerFlow:
         return [call for call, _ in self._script.method_calls(*_ZEROING)]
 
     def is_on_scaled(self, node: ast.AST) -> bool:
-        """Return whether a node runs after a scaled backward pass and before the step, and nothing unscales before it."""
+        """Return whether a node runs between a scaled backward pass and its step, and nothing unscales before it."""
         for loss in self.scalings:
             for step in self.takings:
                 if not self.are_in_order(loss, node, step) or self.unscales_before(loss, node):
@@ -193,7 +193,9 @@ class ScalerFlow:
     def are_in_order(self, *nodes: ast.AST) -> bool:
         """Return whether one pass through a function may run these nodes in this order."""
         pairs = list(zip(nodes, nodes[1:], strict=False))
-        return all(self._script.is_before(first, second) and not self._script.leaves(first, second) for first, second in pairs)
+        return all(
+            self._script.is_before(first, second) and not self._script.leaves(first, second) for first, second in pairs
+        )
 
     def arms_of(self, node: ast.AST) -> set[tuple[ast.AST, str]]:
         """Return the branches and loops around a node in its function."""

@@ -50,7 +50,9 @@ class ScaleState:
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-            count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1  # its constructor calls it first
+            count = self._schedules[scheduler] = (
+                self._schedules.get(scheduler, -1) + 1
+            )  # its constructor calls it first
             steps = self._steps.get(scheduler.optimizer, 0)
             # a schedule of epochs takes fewer steps than its optimizer
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():

@@ -160,8 +160,8 @@ class ScalerWatch:
             else:
                 versions = self._read_gradients()
                 self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
-            if any(use.has_scaled_gradients for use in self._uses.values()) and not self._has_told_reads():
-                self._reads.begin()
+                if not {Kind.READ, Kind.CLIPPED} <= self._told:
+                    self._reads.begin(self._scaled_backwards)
             return result
 
         return backward
@@ -175,8 +175,9 @@ class ScalerWatch:
             read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
         return read
 
-    def _has_told_reads(self) -> bool:
-        return {Kind.READ, Kind.CLIPPED} <= self._told
+    def end_reads(self) -> None:
+        """Undo the patches that last until the next call of a GradScaler."""
+        self._reads.end()
 
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 

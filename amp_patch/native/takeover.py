@@ -122,6 +122,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
+        self._scaler_watch.end_reads()  # it may have replaced functions after the session did
         if find_session() is not None:
             current.reset()
 
