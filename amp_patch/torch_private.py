@@ -13,8 +13,7 @@ import operator
 import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -268,23 +267,6 @@ JIT_TRACE = (torch.jit._trace, "_trace_impl")
 # stand-in's DistributedDataParallel would have to ask for gradients to be reduced.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-
-def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
-
-    Stops after `most` nodes. Without the dtypes (None), a script that trains in float16 without a scale is not noticed.
-    """
-    queue = deque([loss.grad_fn])
-    seen = set[Any]()
-    while queue and len(seen) < most:
-        node = queue.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        metadata = getattr(node, "_input_metadata", None)
-        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
-        queue.extend(following for following, _ in node.next_functions)
 
 
 def is_engine_thread() -> bool:

@@ -17,6 +17,7 @@ from . import (  # noqa: F401 - registers their rules
     region_checks,
     scaler_checks,
     setup_checks,
+    update_checks,
 )
 from .documents import Document
 from .rules import RULES, Finding, Selection

@@ -247,6 +247,14 @@ class ScalerFlow:
             if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:
                 yield call
 
+    def may_train_between(self, first: ast.AST, last: ast.AST) -> bool:
+        """Return whether a function that is called between two nodes may run a backward pass, by its name."""
+        for call in self.between(self._script.calls, first, last):
+            name = function_of(call).lower()
+            if any(word in name for word in ("backward", "loss", "train", "update_", "optimize", "manual")):
+                return True
+        return False
+
     def unscales_before(self, first: ast.AST, last: ast.AST) -> bool:
         """Return whether gradients may be unscaled between two nodes: by a scaler, a function, or the script itself."""
         for node in self._script.nodes:

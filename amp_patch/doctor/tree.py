@@ -121,6 +121,10 @@ class Tree:
                 return True
         return False
 
+    def loop_around(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost loop around a node, or None."""
+        return next((outer for outer, _ in self.around(node) if isinstance(outer, LOOPS)), None)
+
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether `first` ends before `second` begins in one pass through the same function or module."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_private import walk_graph
+from ..torch_dispatch import walk_graph
 from .misuse import Kind, Misuse
 from .roots import find_line
 

@@ -1,7 +1,7 @@
 """The doctor finds GradScalers that are used wrongly, and is silent about the healthy neighbours in public scripts.
 
 Guards: doctor/scaler_checks, doctor/gradient_checks, doctor/scaler_flow, doctor/checkpoint_checks.
-Guards: doctor/region_checks.
+Guards: doctor/region_checks, doctor/update_checks.
 """
 
 from pathlib import Path
