@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...torch_private import foreach_add_, foreach_mul, foreach_mul_
-from .._forward import forward
+from .._forward import forwarded
 from ..updates import at_full_precision, norms
 
 
@@ -32,8 +32,8 @@ class LARC(Optimizer):
         self.eps = eps
         self.clip = clip
 
-    state = forward("optim", "state")
-    param_groups = forward("optim", "param_groups")
+    state = forwarded("optim", "state")
+    param_groups = forwarded("optim", "param_groups")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # `copy` reads attributes before the copy has any
