@@ -22,7 +22,10 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def as_enabled(enabled: Any) -> bool:
-    """Return the third argument of `initialize` as a bool. Raises ArgumentTypeError for text such as a level."""
+    """Return the third argument of `initialize` as a bool.
+
+    Raises ArgumentTypeError for text other than "true" and "false", such as a level.
+    """
     if not isinstance(enabled, str):
         return bool(enabled)
     word = enabled.strip().lower()
@@ -288,10 +291,10 @@ def choose_policy(
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return those lists of a command that have an effect under a policy, to be added to its own.
+    """Return the lists of a command that have an effect under a policy, so that they can be added to its own.
 
-    A policy that patches functions takes all; one that casts models takes the lists with module rules; a float32 one
-    takes none.
+    All have one under a policy that patches functions. Under a policy that casts models, only lists with module rules
+    have one. Under a float32 policy, none has.
     """
     if policy.patch_torch_functions:
         return in_force.settings.lists

@@ -186,7 +186,7 @@ class Bindings:
             self._watch(optimizer_binding, optimizer, self.forget_optimizer, weakref.ref(optimizer_binding))
         self.masters.return_gradients()
         for optimizer_binding in added:
-            if not optimizer_binding.groups.is_empty():
+            if optimizer_binding.groups.has_gradients():
                 optimizer_binding.flags.state = OptState.UNCHECKED
         self._warn_of_lost_updates(added)
 

@@ -25,9 +25,9 @@ class Installer:
     """The patches of a session.
 
     Args:
-        casts, oplists: make the replacements of listed ops. None at levels that patch no ops.
+        casts, oplists: together, they make the replacements of listed ops. `casts` is None at levels that patch no ops.
         products: makes the replacements of products (matrix products, convolutions, attention) that are computed in
-            float32. None if there are none.
+            float32. None if no products are.
         registered: functions that the user registered, with their rules.
 
     Attributes:

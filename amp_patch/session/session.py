@@ -141,10 +141,10 @@ class Session:
             self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
-        """Undo everything. Calling it twice is harmless.
+        """Undo everything. A second call does nothing.
 
-        If an interrupt or an error comes meanwhile, this undoes the rest, and then raises it. After a second one, call
-        it again.
+        After an interrupt or an error, this undoes the rest, and then raises the exception. If that is interrupted,
+        too, call `close` again.
         """
         self.is_whole = False
         with without_overrides():
@@ -156,7 +156,7 @@ class Session:
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block, where gradients are still scaled."""
-        # a fork inherits blocks that only the parent can leave
+        # a forked process inherits blocks that only its parent can leave
         if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
@@ -361,10 +361,10 @@ def _load_lists(policy: Policy) -> OpLists | None:
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
             " have an effect, and there are none in these; use O1 or O4"
         )
-    runs_some_low = bool(oplists.modules)
+    may_run_low = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        runs_some_low = runs_some_low or spelling.entry.rule.runs_in == "low"
-    if policy.patch_torch_functions and not oplists.is_whole and not runs_some_low:
+        may_run_low = may_run_low or spelling.entry.rule.runs_in == "low"
+    if policy.patch_torch_functions and not oplists.is_whole and not may_run_low:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
             f"lists={names}: no op runs in {low} by these, so almost nothing is cast. To change a few rules of the"

@@ -175,9 +175,9 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master's, or those that are kept for a buffer, or its own.
+        """Return the float32 values of a 16-bit tensor: of its master, or kept for a buffer, else its own values.
 
-        Elements of a buffer that have changed since its values were kept get their present values.
+        Elements of a buffer that have changed since its values were kept have their present values.
         """
         master = self.get(tensor)
         if master is not None:
@@ -227,7 +227,10 @@ class Masters:
             self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def refresh(self) -> None:
-        """Sync, then copy all masters to their parameters, because no version counter shows edits of `master.data`."""
+        """Sync, then copy all masters to their parameters, also masters that were edited through `master.data`.
+
+        No version counter shows such edits.
+        """
         self.sync()
         self._copy_all()
 
@@ -247,7 +250,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy masters that have changed, as in `load`, to their parameters. Only `parameters` are considered."""
+        """Copy the masters of `parameters` to them where the masters have changed, as by `load`."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_changed(index)]
         if loaded:

@@ -137,6 +137,6 @@ def show_skip(optimizer: Any) -> None:
             self.step = usual
         return usual(*args, **kwargs)
 
-    # if `step` was an attribute of the optimizer before, unbinding restores it from `__wrapped__`
+    # unbinding restores the `step` from before `initialize`, if that was an attribute, from `__wrapped__`
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)
