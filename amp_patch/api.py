@@ -117,7 +117,7 @@ def initialize(
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them.
-        Calling it again with them changes nothing.
+        A second call with the same arguments changes nothing.
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
@@ -201,9 +201,9 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
-    After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
-    as usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped,
-    and the scale falls (to half, by default).
+    After the block, `.grad` (of the masters, at levels with masters) holds unscaled gradients: clip, log or accumulate
+    them as usual. If an element is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is
+    skipped, and the scale falls (to half, by default).
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
@@ -217,9 +217,9 @@ def scale_loss(
     Yields:
         `loss.float()` times the scale, or the loss itself if it is float32 and the scale is 1.
 
-    Never waits for the device. Under a dynamic scale `step()` waits once, except with torch's fused Adam, AdamW, SGD
-    and Adagrad, which skip on the device. Messages about their steps then come one step later, or when you read
-    `step_was_skipped` or `stats()`.
+    Does not wait for the device, unless the block raises an exception. Under a dynamic scale `step()` waits once,
+    except with torch's fused Adam, AdamW, SGD and Adagrad, which skip on the device. Messages about their steps then
+    come one step later, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
         SessionError: `initialize` was not called, or the models have changed device. OptimizerError: `initialize` does
@@ -435,8 +435,8 @@ def reset() -> None:
 def refresh() -> None:
     """Recast every cached weight, and copy masters to parameters, before their next use.
 
-    Call it after edits that torch cannot see, such as `p.data.mul_(2)`: of weights, or at levels with masters, of the
-    masters. There, such an edit of a weight itself is lost.
+    Call it after edits that torch cannot see, such as `p.data.mul_(2)`. At levels with masters, edit the masters: such
+    an edit of a 16-bit weight is lost.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)

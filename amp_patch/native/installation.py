@@ -72,7 +72,7 @@ def install(
 
 
 def remove() -> None:
-    """Undo `install`, also if its handle is lost. Harmless if nothing is installed."""
+    """Undo `install`, also if its handle is lost. Takeovers of commands and recordings stay."""
     if _installed.takeover is not None and _installed.is_by_install:
         _installed.takeover.remove()
 

@@ -12,10 +12,9 @@ Parameters are read from the groups of the optimizers each time, as GradScaler d
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
 count as an overflow of the block.
 
-Two kinds of gradients stay scaled when a block ends, and are unscaled and checked later:
-
-* gradients of a block with `delay_unscale`: when the next block without it ends, at a step, or at `zero_grad`
-* gradients that a parallel wrapper has not reduced yet (`no_sync`): after the backward pass that reduces them
+Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. With `delay_unscale`, that
+is when the next block without it ends, at a step, or at `zero_grad`. Gradients that a parallel wrapper has not reduced
+yet (`no_sync`) wait for the backward pass that reduces them.
 
 | event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
@@ -79,12 +78,7 @@ class GradientSums:
 
     def open_blocks(self) -> list[Block]:
         """Return the open blocks, outermost first."""
-        blocks: list[Block] = []
-        for reference in self._open:
-            block = reference()
-            if block is not None:
-                blocks.append(block)
-        return blocks
+        return [block for reference in self._open if (block := reference()) is not None]
 
     def await_step(self, block: Block) -> None:
         """Record that the optimizers of a block will have gradients to step on.
@@ -160,10 +154,7 @@ class GradientSums:
             self.flush()
 
     def flush(self) -> None:
-        """Unscale all gradients, also unreduced ones, so that parameters can be added or removed.
-
-        Inside a block, do nothing.
-        """
+        """Unscale all gradients, also unreduced ones, before parameters are added or removed. Not inside a block."""
         if not self._open:
             self._rescale_local(None)
             self.unscale_all()
@@ -176,10 +167,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check gradients before a step: all gradients, or inside a block those of the optimizer.
-
-        Does not wait for the device.
-        """
+        """Unscale and check gradients before a step: all gradients, or inside a block only those of the optimizer."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -223,8 +211,7 @@ class GradientSums:
     def mark_zeroed(self, flags: OverflowFlags) -> None:
         """Record that the gradients of an optimizer are about to be zeroed without a step.
 
-        An overflow in them still lowers the loss scale. If a block had checked them, the next step checks the gradients
-        that it finds, because a script may put saved gradients back.
+        An overflow in them still lowers the loss scale. If a block had checked them, the next step checks again.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -284,8 +271,7 @@ class GradientSums:
     def unscale_all(self) -> None:
         """Unscale all gradients that are reduced. Inside a block, the caller scales them again.
 
-        Check the gradients of the optimizers of waiting and open blocks. Report the flags of the blocks that have ended
-        to their optimizers and scalers.
+        Check the gradients of the optimizers of waiting and open blocks, and report the flags of ended blocks.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
@@ -377,9 +363,7 @@ class GradientSums:
             _mark_unchecked(flags)
 
     def _move_unscaled(self, all_flags: Iterable[OverflowFlags]) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters. The next block or step checks them, because
-        they may be from a backward pass outside of a block.
-        """
+        """Move unscaled gradients of 16-bit parameters to their masters. The next block or step checks them."""
         for flags in all_flags:
             _, pairs = flags.groups.read()
             if have_gradients(pairs):
@@ -442,10 +426,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Rescale unreduced gradients like all others, so that the step may use them: they count as this rank's own.
-
-        Raises OptimizerError if the optimizer has masters.
-        """
+        """Scale unreduced gradients like all others, for a step of this rank. Raises OptimizerError with masters."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)
