@@ -265,7 +265,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # listeners compute nothing, so casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")  # watchers compute nothing here, so casts may stay on
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 

@@ -93,7 +93,9 @@ def as_written() -> contextlib.AbstractContextManager[None]:
 
 
 class Float32Script(events.Watcher):
-    """Keeps a script in float32 between `start` and `stop`. Code of this package may still ask for 16 bits.
+    """Keeps a script in float32 from `start` on, until the function that it returns is called.
+
+    Code of this package may still ask for 16 bits.
 
     Objects that hold `torch.bfloat16` stay as they are; a tensor that is made with such a dtype is float32. Code of
     torch.compile runs uncompiled as long as the mode is on, and to the end if the script asks for 16 bits.
@@ -115,8 +117,8 @@ class Float32Script(events.Watcher):
         self._local = _OfThread()
         self._is_on = False
         self._is_compiled = False
-        self._acts = 0  # of the mode since the last step
-        self._steps, self._acts_in_steps = 0, 0
+        self._acts = 0  # how often the mode had something to do since the last step
+        self._steps, self._acts_in_steps = 0, 0  # steps so far, and the acts in them without those in the first
         self._counter = StepCounter()
         self._float: Callable[..., Any] = Tensor.float
         self._widened: list[tuple[Tensor, torch.dtype]] = []

@@ -10,7 +10,7 @@ from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from .takeover import Takeover
 
-_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
+_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first, or end the recording that installed it"
 
 
 class _Installed:

@@ -77,7 +77,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     """Return the reasons why `policy` cannot train `model`. With `accept_low`, 16-bit parameters are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
-        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
+        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
     if isinstance(model, torch.jit.ScriptModule):
         return [
             f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
@@ -198,7 +198,7 @@ def _wrong_optimizer(given: object) -> ArgumentTypeError:
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         remedy = f"pass the optimizer of this {type(given).__name__}"
     else:
-        remedy = "pass what torch.optim.SGD(...) and the like return"
+        remedy = "pass an object of torch.optim.SGD or another optimizer class"
     return ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {_name_kind(given)}: {remedy}")
 
 

@@ -62,7 +62,8 @@ class Bindings:
         self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
+        # by binding: the call that is made when its model or optimizer is freed
+        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}
         self.gradients = GradientSums(bool(policy.master_weights), scale_updates, sharded)
 
     def models(self) -> list[nn.Module]:

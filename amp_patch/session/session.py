@@ -277,7 +277,7 @@ class Session:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """See `amp_patch.scale_loss`."""
         if not isinstance(loss, Tensor):
-            advice = "pass what the loss function returns"
+            advice = "pass the result of the loss function"
             if isinstance(loss, (list, tuple, dict)):
                 advice = "add the losses up first"
             raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: {advice}")

@@ -282,7 +282,7 @@ class GradientSums:
                 ended.append(block)
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
-        if scale is None and ended:  # these blocks waited for a reduction, and their gradients are unscaled already
+        if scale is None and ended:  # these blocks waited for a reduction: all reduced gradients are unscaled already
             scale = torch.ones_like(ended[0].scaler.scale)
         if scale is None:
             self._waiting = []
@@ -395,6 +395,7 @@ class GradientSums:
         """Change the scale that all gradients are multiplied by to `scale`. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
+        # at a scale of 1, there may be gradients to move to masters, unless delayed blocks leave that for later
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
         if self._scale is not None or self._waiting or self._has_masters or self._change.is_half_done:

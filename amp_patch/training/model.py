@@ -64,7 +64,7 @@ class ModelBinding:
         self._masters = masters
         self._cache = cache
         decided, self.used_rules = decide_rules(model, rules)
-        self._runs = {module: rule.run for module, rule in decided.items()}
+        self._runs = {module: rule.run for module, rule in decided.items()}  # "low" or "float32"
         self.rules: Mapping[nn.Module, ModuleRule] = weakref.WeakKeyDictionary(decided)
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None

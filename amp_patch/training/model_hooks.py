@@ -83,8 +83,10 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer that raises an error if its inputs have another dtype than its weights, which were
-    cast: cast the inputs to `dtype`, too. A script that calls a submodule directly passes float32 inputs.
+    """Forward pre-hook of a layer that accepts only inputs in the dtype of its weights, which were cast to `dtype`.
+
+    It casts the inputs, too, if a weight of the layer has this dtype now. A script that calls a submodule directly
+    passes float32 inputs.
     """
 
     def __call__(

@@ -43,7 +43,7 @@ class StepDecision(enum.Enum):
 
 
 class OptimizerBinding:
-    """One optimizer in a session. `optimizer._amp_stash` holds it.
+    """One optimizer in a session. `optimizer._amp_stash` holds it, or under `amp_patch.apex` a view of it.
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
@@ -139,7 +139,7 @@ class OptimizerBinding:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
-        vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
+        vars(replacement)["_amp_stash"] = self  # by this, `_restore` knows the replacement
         self._undo.callback_on(target, _restore, self, name, is_instance_attribute)
         setattr(target, name, types.MethodType(replacement, target))
 

@@ -31,7 +31,7 @@ class LocalGradients:
     """
 
     def __init__(self) -> None:
-        # whether each module reduces its gradients: in the next backward pass after a forward, else in the last one
+        # by module: whether its next backward pass reduces gradients, or, until its next forward, its last one did
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._prepared: WeakSet[Any] = WeakSet()  # modules that will reduce in the next backward pass
         self._has_modules = False

@@ -147,7 +147,7 @@ class RuleRegions:
         self._is_stale = True
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
-        """Bring the rules up to date for a call of any module, before its forward. `frame` is torch's frame of it.
+        """Bring the rules up to date for a call of any module, before its forward. torch makes the call in `frame`.
 
         Returns the positional arguments to use instead, or None.
         """

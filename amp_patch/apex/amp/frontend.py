@@ -117,8 +117,8 @@ def initialize(
         `models` if `optimizers` is None, else `(models, optimizers)`: the objects that were passed.
 
     Raises:
-        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong, and nothing was changed. All
-            are RuntimeErrors.
+        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was changed, except
+            that an earlier session with other options may have been closed. All are RuntimeErrors.
         SessionError: a `scale_loss` block is open.
     """
     returned = models if optimizers is None else (models, optimizers)
@@ -212,7 +212,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict` into the loss scalers, in the order of its entries.
 
     If the numbers of scalers differ, load as many as both have, and print a warning. Do nothing if amp is disabled.
-    Raises CheckpointError (a RuntimeError), before anything is loaded, for entries with other names.
+    Raises CheckpointError (a RuntimeError), before anything is loaded, for an entry without "loss_scaler" in its name.
     """
     if is_disabled():
         return

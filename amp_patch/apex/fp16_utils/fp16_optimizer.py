@@ -243,8 +243,8 @@ class FP16_Optimizer:
             overflow, inner = bool(saved["overflow"]), saved["optimizer_state_dict"]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"this is not the state of an FP16_Optimizer ({type(error).__name__}: {error}): load what its"
-                " state_dict() returned"
+                f"this is not the state of an FP16_Optimizer ({type(error).__name__}: {error}): load the result of"
+                " its state_dict()"
             ) from error
         masters = [master for _, master in self._pairs()]
         if [master.shape for master in masters] != shapes:

@@ -25,7 +25,7 @@ class FP16_Optimizer(_FP16Optimizer):
     demanded. Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of steps so far, with skipped ones.
+        cur_iter: the number of steps so far, including skipped steps.
         last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
     """
 

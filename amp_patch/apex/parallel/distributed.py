@@ -189,7 +189,7 @@ class Reducer:
         """Average the gradients of parameters, or the tensors. The same parameters must have gradients on every rank.
 
         Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients
-        there. inf on one rank is inf in the average, so from now on all ranks skip the same steps.
+        there. From now on, all ranks of a session skip the same steps, because inf on one rank is inf in the average.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()
