@@ -10,7 +10,9 @@ from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from .takeover import Takeover
 
-_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first, or end the recording that installed it"
+_TWICE = (
+    "amp_patch.native is installed already: call amp_patch.native.remove() first, or end the recording that uses it"
+)
 
 
 class _Installed:
