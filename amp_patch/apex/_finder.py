@@ -180,6 +180,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             return None
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
+        """Return the spec of a module of the stand-in under the name `fullname`, or None if there is no such module.
+
+        `rest` is the name without `apex.`, empty for the package itself.
+        """
         real_name = f"{self._package}.{rest}" if rest else self._package
         try:
             real = importlib.util.find_spec(real_name)

@@ -237,6 +237,8 @@ class Float32Script(events.Watcher):
         return result
 
     def _keep_default(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes float32 the default where the script asks for 16 bits, and remembers that."""
+
         @functools.wraps(original)
         def set_default(value: Any) -> None:
             dtype = value if isinstance(value, torch.dtype) else _find_named(value)

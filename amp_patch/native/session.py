@@ -127,7 +127,7 @@ class NativeSession(Session):
             self.bindings.regions.mark_stale()
 
     def note_region(self, low: torch.dtype) -> None:
-        """Remember the dtype of an enabled block of torch.autocast."""
+        """Remember the dtype of an enabled block of torch.autocast, if it is the first."""
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:

@@ -159,7 +159,7 @@ def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
 def _open(request: _Request) -> Session:
     """Close the session in force, if there is one, and open another.
 
-    The session in force stays after an error in the lists, or in models that it has not bound.
+    The session in force stays after an error in the lists, or in models that share no parameter with its models.
     """
     # plan: load lists, and change nothing
     previous = state.session

@@ -119,7 +119,7 @@ class Installer:
         return [switch for switch in parts if isinstance(switch, Switch)]
 
     def _plan_ops(self) -> list[Patch]:
-        """Return the patches of listed ops and registrations, of other products, and of functions around ops."""
+        """Return the patches of listed ops and registrations, of products on no list, and of functions around ops."""
         planned: list[Patch] = []
         if self._casts is not None and self._oplists is not None:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)

@@ -159,7 +159,7 @@ class OptimizerBinding:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block, `step` and `zero_grad` run as in plain torch."""
+        """Inside the block, the replaced methods only call the optimizer's own."""
         self._is_bound = False
         try:
             yield
