@@ -126,9 +126,9 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
-        given = self._overflow_group if overflow_group is None else overflow_group
-        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), given))
-        self._overflow_group = given
+        wanted = self._overflow_group if overflow_group is None else overflow_group
+        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), wanted))
+        self._overflow_group = wanted
         self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:

@@ -45,10 +45,10 @@ def clip_masters(
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        prepare(given)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        prepare(clipped)
         with_masters = []
-        for parameter in given:
+        for parameter in clipped:
             master = masters.get(parameter)
             with_masters.append(parameter if master is None else master)
         return original(with_masters, *args, **kwargs)

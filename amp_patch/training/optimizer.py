@@ -200,11 +200,11 @@ class OptimizerBinding:
         if not self._is_bound:
             return original(group)
         if isinstance(group, dict) and self._use_masters:
-            given = group.get("params")
-            given = [given] if isinstance(given, Tensor) else given
+            added = group.get("params")
+            added = [added] if isinstance(added, Tensor) else added
             known_ids = {id(parameter) for parameter in self.groups.model_parameters()}
             # torch's own check compares with the contents of the groups, and finds only masters there
-            if isinstance(given, (list, tuple)) and any(id(parameter) in known_ids for parameter in given):
+            if isinstance(added, (list, tuple)) and any(id(parameter) in known_ids for parameter in added):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._gradients.flush()
         result = original(group)

@@ -21,15 +21,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     `step` raises OptimizerError.
 
     Attributes:
-        found_inf: None, or a flag (0-dim float32) that amp sets for one step, if `reads_flag` is true. If it is 1, the
-            step changes nothing.
+        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step. If it is 1, nothing changes
+            in that step.
     """
 
     # attributes beside the groups, which copies and pickles must keep
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` reads `found_inf`."""
+    """Whether `_update` passes `found_inf` to kernels, so that amp may set it and let the device skip the step."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
