@@ -87,7 +87,7 @@ def initialize(
     """Prepare models and optimizers for mixed precision at an optimization level.
 
     Call it after the models are on their device and sharded (`fully_shard`, tensor parallelism,
-    FullyShardedDataParallel), and the optimizers exist. Wrap in DistributedDataParallel after it.
+    FullyShardedDataParallel), and the optimizers exist. Wrap models in DistributedDataParallel afterwards.
 
     Args:
         models: a torch.nn.Module or a sequence of them, in float32. Frozen weights may be in 16 bits at O1 and O4, and
@@ -97,13 +97,13 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains them.
-        patch_torch_functions_type, compute: likewise.
+        patch_torch_functions_type, compute: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
             else unchanged.
-        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later `initialize` with
-            another optimizer starts dynamic scales anew, as in Apex.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
+            `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
@@ -116,8 +116,8 @@ def initialize(
             or with False, each rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them.
-        A second call with the same arguments changes nothing.
+        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them
+        (an iterator becomes a list). Calling `initialize` again with the same arguments changes nothing.
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
@@ -201,8 +201,8 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
-    After the block, `.grad` (of the masters, at levels with masters) holds unscaled gradients: clip, log or accumulate
-    them as usual. If an element is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is
+    After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
+    as usual. If a gradient is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is
     skipped, and the scale falls (to half, by default).
 
     Args:

@@ -11,9 +11,13 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
 
     The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
-    An entry also holds `hysteresis_tracker` if its scale has a `hysteresis` above 1. `torch.load` can read the result
-    with weights_only=True. If `destination` is given, the entries are added to it, and it is returned. Waits for the
-    device. Raises ArgumentTypeError if `destination` is not a dictionary, and SessionError before `initialize`.
+    The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. `torch.load` can read the result
+    with weights_only=True. Waits for the device.
+
+    Args:
+        destination: a dictionary to add the entries to. None makes a new one.
+
+    Raises ArgumentTypeError if `destination` is not a dictionary, and SessionError before `initialize`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)

@@ -84,7 +84,7 @@ def is_capturing() -> bool:
 
 
 def waits_for_each() -> bool:
-    """Return whether each step waits for its flags, so that messages can name the parameters."""
+    """Return whether each step is to wait for its flags, so that messages can name the parameters."""
     return tells_parameters() and not is_capturing()
 
 
