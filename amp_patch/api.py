@@ -435,8 +435,8 @@ def reset() -> None:
 def refresh() -> None:
     """Recast every cached weight, and copy masters to parameters, before their next use.
 
-    Call it after edits that torch cannot see, such as `p.data.mul_(2)`. At levels with masters, edit the masters: such
-    an edit of a 16-bit weight is lost.
+    Call it after an edit of weights that torch does not track, such as `weight.data.mul_(2)`. At levels with masters,
+    edit the masters instead: `refresh` overwrites the weights with them.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
