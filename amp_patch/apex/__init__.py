@@ -71,10 +71,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget `opt_level` and `lists`.
-
-    Without an `install` before, do nothing.
-    """
+    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget the level and the lists in force."""
     finder = _finder.get_installed()
     if finder is not None:
         finder.remove()

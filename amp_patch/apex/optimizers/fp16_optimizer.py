@@ -48,7 +48,7 @@ class FP16_Optimizer(_FP16Optimizer):
     def dynamic_loss_scale(self, value: bool) -> None:
         if bool(value) is not self.loss_scaler.is_dynamic:
             raise OptimizerError(
-                f"dynamic_loss_scale={value!r}: it cannot change later; pass it to FP16_Optimizer when you create that"
+                f"dynamic_loss_scale={value!r}: it cannot change later; pass it to FP16_Optimizer(...)"
             )
 
     cur_scale = _FP16Optimizer.loss_scale
@@ -118,7 +118,7 @@ class FP16_Optimizer(_FP16Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
 
-        The file of it loads with `torch.load(..., weights_only=True)`.
+        A file of it loads with `torch.load(..., weights_only=True)`.
         """
         return {
             **super().state_dict(),
