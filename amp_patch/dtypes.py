@@ -39,6 +39,7 @@ DTYPE_WORDS = tuple(_BY_NAME)
 """The words by which users may name a dtype."""
 
 TensorCast = Callable[[Tensor], Tensor]
+"""Returns a tensor in another dtype, or as it is if it must not be cast."""
 
 
 def parse_dtype(value: object, argument: str) -> torch.dtype:
@@ -72,12 +73,11 @@ def is_castable(tensor: Tensor) -> bool:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor must not be cast although it has a castable dtype, such as quantized weights of torchao.
+    """Return whether a tensor reports a castable dtype, but stores its values in another form, as torchao's do.
 
-    Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
-    (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,
-    are not opaque. Nor are classes of torch itself, such as DTensor, unless they wrap an opaque tensor, or are
-    semi-structured sparse tensors, which cannot be cast.
+    The class of such a tensor handles every op itself (`__torch_dispatch__`), so a cast may return anything. Classes
+    that handle no op, such as subclasses of Parameter, are not opaque. Classes of torch itself, such as DTensor, are
+    opaque only if they wrap an opaque tensor, or are semi-structured sparse tensors, which cannot be cast.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:

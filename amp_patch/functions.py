@@ -81,7 +81,7 @@ def _decorate(function: Any, rule: OpRule) -> Any:
         session = _current.state.session
         if session is None or session.casts is None:
             return function(*args, **kwargs)
-        # wrap the function anew if this is not the session of the last call
+        # a wrapper belongs to one session, so make a new one if the session has changed since the last call
         if casts is not session.casts:
             casts, cast_function = session.casts, session.casts.wrap(rule, function)
         return cast_function(*args, **kwargs)

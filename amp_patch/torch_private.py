@@ -84,7 +84,7 @@ def get_storage_address(tensor: Tensor) -> int:
 
 
 view_negated: Callable[[Tensor], Tensor] = torch._neg_view
-"""Returns a view of the memory of a gradient that torch negates only when it is read (`is_neg()`), so that the gradient
+"""Returns a view of the memory of a gradient with `is_neg()`, whose values torch negates when it reads them. The view
 can be scaled in place. Without it, a copy of the gradient would be scaled, and copied back.
 """
 
@@ -214,7 +214,8 @@ def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
     """Make a hook that was just registered run before the others in the table `hooks` of `owner`.
 
-    Without it, a hook after a step would see weights of the step before, and a state_dict hook renamed keys.
+    Without it, a hook after a step would see weights of the step before, and a state_dict hook would see keys that
+    another hook has renamed.
     """
     getattr(owner, hooks).move_to_end(handle.id, last=False)
 
@@ -355,7 +356,7 @@ def onednn_takes_bfloat16() -> bool:
     return answer is not None and bool(answer())
 
 
-# ---- Dynamo: only casting/compiling uses these names -----------------------------------------------------------------
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
 
 DYNAMO = "torch._dynamo"
 
@@ -388,7 +389,7 @@ def mark_constant(function: Callable[[], Any]) -> None:
 def is_tracing_graph() -> bool:
     """Return whether Dynamo is compiling in this thread.
 
-    If torch drops the name, this returns False, and patching at such a time makes the compilation fail.
+    If torch renames `torch._guards`, this returns False, and patching at such a time makes the compilation fail.
     """
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
@@ -436,7 +437,7 @@ def set_keys(*are_set: bool) -> None:
 
 
 def get_forced_setting(config: Any, name: str) -> object:
-    """Return the value to pass to `force_setting` later, to restore a setting of one of torch's config modules."""
+    """Return the value of a setting of one of torch's config modules, to restore it with `force_setting`."""
     value: object = getattr(*_find_setting(config, name))
     return value
 

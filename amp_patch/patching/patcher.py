@@ -7,7 +7,7 @@ and others find the original.
 `install` replaces the attributes that define a function, such as `torch.exp`. `redirect` replaces references to the
 function in other slots. Both record an `Exchange` for each slot in one list, and `undo` reverts them in reverse order.
 
-A *cover* is a second function around a replacement, for a while: it calls the replacement, and sees each call.
+A *cover* is a second function around a replacement, from `cover` to `uncover`. It sees each call, and makes it.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def _plan(patch: Patch) -> Exchange:
 
 
 def _find_original(owner: Any, name: str) -> Any:
-    """Return the value of an attribute. In a class, it is returned unbound: a static method, not the function in it."""
+    """Return the value of an attribute. Of a class, return it as the class holds it: as a staticmethod, for example."""
     if isinstance(owner, type):
         for base in owner.__mro__:
             if name in vars(base):
@@ -133,8 +133,9 @@ class Patcher:
     def undo(self) -> None:
         """Restore everything. A second call does nothing.
 
-        A name that other code has patched again stays as it is, with a warning. The other patch still calls our
-        replacement, so the caller must see to it that replacements only call their originals by then.
+        If other code has patched a name again with wrapt, our replacement is taken out from below that patch. A patch
+        of any other kind stays, with a warning. It still calls our replacement, so before `undo`, the caller must make
+        replacements call their originals without casts.
         """
         self.uncover()
         self._undo_down_to(0)
@@ -160,7 +161,7 @@ class Patcher:
     def suspended(self) -> Iterator[None]:
         """Context manager: restore the originals, for code that inspects functions instead of calling them.
 
-        Slots that the program has changed since are left alone.
+        Slots that the program has changed after the replacement are left alone.
         """
         in_place: list[tuple[Exchange, Any]] = []  # each with the value of its slot: our replacement, or its cover
         for exchange in self._exchanges:
@@ -216,7 +217,7 @@ class Patcher:
         return None if exchange is None else exchange.original
 
     def _get_exchange(self, owner: Any, name: str) -> Exchange | None:
-        """Return the earliest exchange of an attribute, which has its first value, or None."""
+        """Return the earliest exchange of an attribute, which has its original value, or None if there is none."""
         if owner is None:  # otherwise, slots that are not attributes would match
             return None
         for exchange in self._exchanges:
@@ -225,7 +226,7 @@ class Patcher:
         return None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yield each patched function with its replacement, in the order of installation."""
+        """Yield each patched function with its replacement, in the order of installation. Leaves class methods out."""
         for exchange in self._exchanges:
             if not exchange.is_patch or isinstance(exchange.original, classmethod):
                 continue

@@ -103,7 +103,7 @@ class Search:
                 continue
             for name, module in modules:
                 self._search_module(name, module, package)
-        # If a function is the script's own, a local variable of the script may hold a partial of it, as a loss
+        # A local variable may hold a partial of a function that the script registered, such as the loss
         # `functools.partial(criterion, weight=...)`. Only the garbage collector knows all partials.
         if self._homes != {"torch"}:
             for value in gc.get_objects():
@@ -198,8 +198,8 @@ class Search:
         """Search the default arguments of a function, and of the functions that it decorates."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
             # a decorator has the function that it decorates in its closure
-            may_lead_on = function.__defaults__ or function.__kwdefaults__ or function.__closure__
-            if not may_lead_on or not self.result.is_first_visit(function):
+            may_hold_functions = function.__defaults__ or function.__kwdefaults__ or function.__closure__
+            if not may_hold_functions or not self.result.is_first_visit(function):
                 return
             if _package_of(function) not in PASSED_OVER:
                 self._search_defaults(function)
@@ -212,7 +212,7 @@ class Search:
         functions = [value for value in defaults if id(value) in self._wanted]
         if functions:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
-            # one slot for the whole tuple; the exchange belongs to one of the functions in it, whose patcher undoes it
+            # one slot for the whole tuple; its exchange belongs to any of the functions, whose patcher undoes it
             self.result.append(WeakAttribute(function, "__defaults__"), functions[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:

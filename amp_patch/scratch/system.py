@@ -93,9 +93,10 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             location = self._view.locate(path)
-            # a folder outside of the upper layer has the same path for programs that the script starts
-            is_outside = location.is_shared or self._view.sees_lower(location.path)
-            path = location.given if is_outside else self._view.path_to_read(path)
+            # Where it can, the process is in the user's own folder: programs that it starts are not redirected, and
+            # read the user's files there.
+            is_real = location.is_shared or self._view.sees_lower(location.path)
+            path = location.given if is_real else self._view.path_to_read(path)
         self._os["chdir"](path)
 
     def _read(self, path: Any, follow: bool) -> Any:
@@ -104,9 +105,9 @@ class Redirected:
         return self._view.path_to_read(path, follow=follow)
 
     def _find_merged(self, path: Any) -> str | None:
-        """Return the located path of a folder whose names must be merged from both layers.
+        """Return the located path of a folder that must be listed from both layers.
 
-        None for a folder whose names this run has not changed: the original function can list it.
+        None for a shared folder, and for one in which this run has changed no names: the original function lists it.
         """
         if isinstance(path, int):
             folder = self._view.path_of(path)
@@ -120,7 +121,7 @@ class Redirected:
         return folder if self._view.is_changed(folder) else None
 
     def _list(self, folder: str, given: Any) -> list[str]:
-        """Return the names in both layers of the folder at a located path. Errors name the path `given`."""
+        """Return the names that the script sees in the folder at a located path. Errors name the path `given`."""
         existing = self._view.find(folder)
         if existing is None:
             raise make_error(errno.ENOENT, given)
@@ -165,7 +166,7 @@ class Redirected:
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
-            # `file.name` must be the path that the script passed, and not the one that was opened
+            # the attribute `name` must be the path that the script passed, and not the one that was opened
             raw.name = os.fspath(file)
         return opened
 
@@ -261,14 +262,14 @@ class Redirected:
                 return
             is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
             view.prepare(source.path, src)
-            # the lower layer must not change, so a folder of it is copied whole, and the copy is moved
+            # the lower layer must not change, so its files are copied, and the copy is moved
             moved = view.copy_tree(source.path, src)
         if target.is_shared:
             self._os["replace"](moved, target.given)
         else:
             self._check_target(target.path, is_folder, dst)
             self._os["replace"](moved, view.prepare(target.path, dst))
-            # the mark hides what the lower layer has at the target, and below it if that is a folder
+            # a mark hides the file of the lower layer at the target; if it is a folder, also everything in it
             view.hide(target.path)
         if not source.is_shared:
             view.hide(source.path)

@@ -35,7 +35,7 @@ PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _SYSTEM = ("/dev", "/proc", "/sys")
 _MAX_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # 100 ms in nanoseconds; the times of files are exact to 10 ms or better
+_TICK = 100_000_000  # 100 ms in nanoseconds; two changes further apart have different times, which are exact to 10 ms
 _PART = re.compile(r"[^/]+")
 
 
@@ -44,9 +44,9 @@ class Location(NamedTuple):
 
     Attributes:
         path: the located path.
-        given: the path by which the file is reached in the lower layer or in a shared folder. This is the script's own
-            path, unless it leads through the upper layer; then it is the located path.
-        is_shared: the file is in a shared folder, which is not redirected.
+        given: the path by which the original functions reach the file in the lower layer or in a shared folder: the
+            script's own path if it leads there without redirection, else an absolute path.
+        is_shared: the file is in a shared folder, which is not redirected, or in the folder of the run itself.
     """
 
     path: str
@@ -201,7 +201,7 @@ class View:
         return self.is_written(path) or self.sees_lower(path)
 
     def is_changed(self, folder: str) -> bool:
-        """Return whether this run may have added or removed names in a folder. `folder` is its located path."""
+        """Return whether this run may have added or removed names in the folder at a located path."""
         return self.is_written(folder) or bool(self._find_marks())
 
     def find(self, path: str) -> str | None:
@@ -224,8 +224,6 @@ class View:
             names |= dict.fromkeys(_listdir(self.files + path))
         return list(names)
 
-    # ---- writing -----------------------------------------------------------------------------------------------------
-
     def path_to_read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
         """Return the path to read for a script's path.
 
@@ -241,6 +239,8 @@ class View:
             raise make_error(errno.ENOENT, path)
         return location.given
 
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
     def path_to_write(
         self,
         path: Any,
@@ -251,6 +251,8 @@ class View:
         is_new: bool = False,
     ) -> Any:
         """Return the path to write for a script's path. A file of the lower layer is copied there first.
+
+        Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
 
         Args:
             with_content: copy the content of the file; False copies only its mode and times.
@@ -290,7 +292,7 @@ class View:
         return folder
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
-        """Return the path to write for a located path, after copying the lower layer's file there, if there is one."""
+        """Copy the lower layer's file at a located path, if there is one. Return the path to write."""
         if self.is_written(path):
             return self.files + path
         if not self.sees_lower(path):
@@ -328,7 +330,7 @@ class View:
         chmod(part, stat.S_IMODE(about.st_mode))
         utime(part, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(FileExistsError):
-            # a link fails if the target exists, while a rename would replace the copy of another process
+            # `link` raises an error if the target exists; a rename would replace the copy of another process
             link(part, target)
         unlink(part)
 
@@ -341,13 +343,13 @@ class View:
             self._listed_at = 0
 
     def _find_marks(self) -> frozenset[str]:
-        """Return the marks of all removed files. Other processes add marks, so a changed folder is listed again."""
+        """Return the marks of all removed files. Other processes add marks, so a folder that changed is listed again."""
         try:
             changed_at = lstat(self._gone).st_mtime_ns
         except FileNotFoundError:
             return frozenset()
         if changed_at != self._listed_at:
-            # shortly after a change, another mark may be added at the same recorded time, so list them again then
+            # a mark that is added right after this one may leave the same time, so soon after a change, list them again
             is_settled = time.time_ns() - changed_at > _TICK
             self._marks = frozenset(_listdir(self._gone))
             self._listed_at = changed_at if is_settled else 0
