@@ -343,7 +343,7 @@ class View:
             self._listed_at = 0
 
     def _find_marks(self) -> frozenset[str]:
-        """Return the marks of all removed files. Other processes add marks, so a folder that changed is listed again."""
+        """Return the marks of all removed files. Lists the folder again if this or another process has changed it."""
         try:
             changed_at = lstat(self._gone).st_mtime_ns
         except FileNotFoundError:
