@@ -79,8 +79,8 @@ class Autocast:
 
 
 class ModuleRulesSwitch:
-    """The switch for ops that torch casts by itself: it is on only in regions of the session, such as the region of
-    a module rule. Outside of them, torch casts these ops.
+    """The switch for ops that torch casts by itself. It is on only in regions of the session, such as the region of a
+    module rule. Outside of them, torch casts these ops.
     """
 
     regions = 1  # not 0, so wrappers ask for the mode in every call

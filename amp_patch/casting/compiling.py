@@ -85,8 +85,8 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 # Code that is compiled inside a region must not run outside it, nor the other way round. Dynamo cannot trace how a
 # thread's region is found, and does not guard patched Tensor methods. But it guards the autocast state of the thread
 # for every device type. So while a region is open, we set the autocast state of an idle device type: one that torch
-# still lists, but no longer runs on. The dtypes below stand for modes there. Dynamo of torch 2.6 does not guard that
-# state, but the dispatch keys of the thread: there, two unused keys stand for the modes.
+# still lists, but no longer runs on. Its autocast dtype stands for the mode. Dynamo of torch 2.6 does not guard this
+# state, but guards the dispatch keys of the thread: there, two unused keys stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}

@@ -80,7 +80,7 @@ class Float32Products:
         self._replacements.clear()
 
     def _round(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as float32, rounded to the low dtype. Return a tensor that cannot be cast as it is."""
+        """Return a tensor as float32, rounded to the low dtype. A tensor that cannot be cast is returned unchanged."""
         rounded = self._to_low(tensor)
         if rounded.dtype is self.low:
             return self._to_float32(rounded)
@@ -97,7 +97,9 @@ class Float32Products:
     # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product and each op without a 16-bit kernel. Leave out `taken`: (owner id, name)."""
+        """Yield a patch for each product and each op without a 16-bit kernel. Leave out the names in `taken`, pairs of
+        an owner's id and a name, which are patched otherwise.
+        """
         for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._run_unlisted)
@@ -216,8 +218,8 @@ class Float32Products:
     ) -> PrepareCall:
         """Return the `prepare` of a whitelisted product: round all tensors, compute in float32, and round the result.
 
-        With an opaque operand, cast the tensors to the low dtype and call `low_op`, because an opaque operand does not
-        support a second cast.
+        Some calls get tensors in the low dtype, and go to `low_op`: a call with an opaque operand, which does not
+        support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
 
         Args:
             original: torch's function.
@@ -241,7 +243,7 @@ class Float32Products:
                     for tensor in tensors_in(value):
                         count += 1
                         has_opaque |= tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor)
-            # a call with one tensor multiplies nothing, so it only needs the cast
+            # a call with one tensor multiplies nothing
             if count < 2 or has_opaque or "out_dtype" in kwargs:
                 return (low_op, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
@@ -249,8 +251,8 @@ class Float32Products:
         return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
-        """Cast a tensor to the low dtype. A parameter becomes a float32 tensor, rounded to the low dtype: this is how
-        the cache holds it, so it needs no second cast.
+        """Return a tensor in the low dtype. Return a parameter as a float32 tensor, rounded to the low dtype: the cache
+        holds it in this form, so that it needs no second cast.
         """
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)

@@ -1,5 +1,6 @@
-"""Plans the patches of ops: one for every listed spelling and registration, even if its package is imported later. Also
-makes the replacements of torch's functions around ops, such as checkpoints and tracers.
+"""Plans the patches of ops: one for each listed spelling and registration. `DeferredOps` patches ops whose package is
+imported later. This module also makes the replacements of torch's functions around ops, such as checkpoints and
+tracers.
 """
 
 import contextlib
@@ -30,9 +31,10 @@ Registration = tuple[Any, str, str]
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, or for the user's registration of the same name.
+    """Yield a patch for each listed spelling and for each registration. A registration overrides the lists.
 
-    Under torch.autocast, also yield patches that keep torch from casting ops that none of these rules names.
+    Under torch.autocast, ops with torch's own rule get no patch, or the patch by `OpCasts.by_torch`. Other patches keep
+    torch from casting ops that it lists, but the session's lists do not.
     """
     decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
     for spelling in oplists.spellings:
@@ -64,14 +66,14 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states it."""
+    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states the rule."""
     note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
     return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
 
 class DeferredOps:
-    """The listed ops of one session whose packages are not imported yet. Patches each op when its package is imported,
-    until `close`.
+    """The listed ops of one session whose packages are not imported yet. It patches each op when the op's package is
+    imported, until `close`.
 
     Args:
         oplists: the lists of the session.
@@ -227,7 +229,9 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class that defines a static method of `kind`, or None if that is torch's own or is not static."""
+    """Return the class that defines a static method of `kind`; None if torch or no class defines it, or if it is not
+    static.
+    """
     for owner in kind.__mro__:
         if name in vars(owner):
             is_static = isinstance(vars(owner)[name], staticmethod)
@@ -290,8 +294,8 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` that lets recurrent layers accept an input of another dtype than their weights. The
-    patched op casts both later.
+    """Return a `check_input` that lets recurrent layers take an input whose dtype differs from that of their weights.
+    The patched op casts both later.
     """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
@@ -305,8 +309,8 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """Return a `torch.jit.script` that runs without patches: it compiles the source of functions, and must get
-    torch's.
+    """Return a `torch.jit.script` that runs without patches, because it compiles the functions that it finds, and must
+    find torch's own.
     """
 
     def script(*args: Any, **kwargs: Any) -> Any:
