@@ -76,7 +76,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
 
 @functools.lru_cache(maxsize=4096)
 def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
-    """Return every spelling that a name could have, with its owner. torch has only some of them."""
+    """Return every spelling that a name could have, with the owner that would have it. torch has only some of them."""
     if owner_name:
         return (((owner_name, name), NAMESPACES[owner_name]),)
     keys: list[SpellingKey] = []
@@ -294,7 +294,7 @@ def _serves_names(module: types.ModuleType) -> bool:
 def count_imported(path: list[str]) -> int:
     """Return how many of the first parts of a dotted path name an imported module; 0 for none.
 
-    2 for `["torchvision", "ops", "roi_align"]` if `torchvision.ops` is imported.
+    For example, 2 for `["numpy", "linalg", "norm"]` if `numpy.linalg` is imported.
     """
     for length in range(len(path), 0, -1):
         # sys.modules maps a module that must not be imported to None
@@ -304,7 +304,7 @@ def count_imported(path: list[str]) -> int:
 
 
 def check_that_it_may_come(path: list[str]) -> None:
-    """Raise OpListError if no import can define the name at a dotted path, because a module on it does not exist."""
+    """Raise OpListError if no import can define the name at a dotted path, because a module in it does not exist."""
     imported = count_imported(path)
     if imported in (0, len(path)):
         return  # either nothing is imported yet, or everything is, and the last module imports names at their first use

@@ -75,7 +75,7 @@ def make_policy_without_model(
 
 
 def _read_presets(presets: str | os.PathLike[str] | None) -> "Presets":
-    """Return the levels of the file that a caller or the environment names, or of the shipped one."""
+    """Return the levels of the file that the caller names, else the environment, else of the shipped file."""
     if presets is not None and not isinstance(presets, (str, os.PathLike)):
         raise PolicyError(f"presets={presets!r} is not a path: pass the path of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
@@ -147,7 +147,7 @@ class Presets:
         return properties
 
     def _properties_of_base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
-        """Return the properties of the level that `base`, the value of `extends` in `level`, names."""
+        """Return the properties of the level that `level` extends. `base` is the value of `extends`."""
         replaces_shipped = self._shipped is not None and level in self._shipped.names()
         if not isinstance(base.value, str):
             problem = "extends takes the name of one level"
@@ -191,7 +191,7 @@ def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, An
 
 
 def _plain(node: Node) -> Any:
-    """Return the value of a node as text, lists and dictionaries."""
+    """Return the value of a node, without nodes in it: as text, lists and dictionaries."""
     if isinstance(node.value, dict):
         return {key: _plain(item) for key, item in node.value.items()}
     if isinstance(node.value, list):
