@@ -87,7 +87,7 @@ def initialize(
     """Prepare models and optimizers for mixed precision at an optimization level.
 
     Call it after the models are on their device and sharded (`fully_shard`, tensor parallelism,
-    FullyShardedDataParallel), and the optimizers exist. Wrap in DistributedDataParallel after it.
+    FullyShardedDataParallel), and the optimizers exist. Wrap models in DistributedDataParallel afterwards.
 
     Args:
         models: a torch.nn.Module or a sequence of them, in float32. Frozen weights may be in 16 bits at O1 and O4, and
@@ -102,8 +102,8 @@ def initialize(
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
             else unchanged.
-        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later `initialize` with
-            another optimizer starts dynamic scales anew, as in Apex.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
+            `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
@@ -433,7 +433,7 @@ def reset() -> None:
 
 
 def refresh() -> None:
-    """Recast every cached weight, and copy masters to parameters, before their next use.
+    """Copy masters to parameters, and recast every cached weight before its next use.
 
     Call it after an edit of weights that torch does not track, such as `weight.data.mul_(2)`. At levels with masters,
     edit the masters instead: `refresh` overwrites the weights with them.
@@ -468,15 +468,15 @@ def fsdp_policy(
 ) -> "MixedPrecisionPolicy":
     """Return the `mp_policy` to pass to `torch.distributed.fsdp.fully_shard` for a level.
 
-    At O2 and O5, the float32 shards are the masters. Parameters are gathered, used and reduced in the low dtype, as
-    under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
+    At O2 and O5, the float32 shards are the masters. Parameters are gathered and used in the low dtype, and gradients
+    are reduced in it, as under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
 
     Args:
         opt_level: a level of the shipped presets, or of the file that AMP_PATCH_PRESETS names.
-        module: the module that is sharded. Pass it for batch normalization layers that are sharded separately, which
-            stay float32 at O2 and O5. Other modules make no difference.
-        reduce_dtype: the dtype in which gradients are summed over the ranks. None: the low dtype. float32 is more exact
-            and doubles the traffic.
+        module: the module that is sharded. It matters only for a batch normalization layer that is sharded by itself:
+            the layer stays float32 at O2 and O5.
+        reduce_dtype: the dtype in which gradients are summed over the ranks, at O2 and O5. None: the low dtype. float32
+            is more exact and doubles the traffic.
 
     Raises PolicyError for an unknown level, and ArgumentTypeError if `module` or `reduce_dtype` has the wrong type.
 

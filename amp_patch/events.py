@@ -49,7 +49,7 @@ watchers: list[Watcher] = []
 
 
 class _EventCount:
-    """The number of events so far, as an object that other modules can import."""
+    """The number of events so far that watchers were told of, as an object that other modules can import."""
 
     value = 0
 
@@ -60,7 +60,8 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager in which casts are off, so that the computations of watchers are not cast.
+    `region` is a context manager around these calls. Casts are off in it, so that the computations of watchers are not
+    cast.
     """
     if watchers:
         event_count.value += 1

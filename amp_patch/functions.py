@@ -12,7 +12,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to the low dtype, and run whitelisted
+    and blacklisted ops in its body in the low dtype, too.
 
     Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
@@ -28,7 +29,8 @@ def half_function(function: Function) -> Function:
 
 
 def float_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in float32 while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to float32, and run whitelisted and
+    blacklisted ops in its body in float32, too.
 
     Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
@@ -44,7 +46,7 @@ def float_function(function: Function) -> Function:
 
 
 def promote_function(function: Function) -> Function:
-    """Decorator: run the function in the widest dtype of its arguments while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
     Examples:
         >>> @amp.promote_function

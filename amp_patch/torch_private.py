@@ -271,7 +271,7 @@ queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Vari
 
 
 def is_engine_thread() -> bool:
-    """Return whether this is a thread of the autograd engine, which runs the backward pass of a device, with hooks."""
+    """Return whether this is a thread of the autograd engine. It runs the backward pass of a device, and its hooks."""
     return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 

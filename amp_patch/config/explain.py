@@ -17,8 +17,8 @@ class Ruling:
 
     Attributes:
         spellings: dotted names.
-        kind: the rule that they follow, under the name that `amp-patch lists explain --json` has always had for it. For
-            spellings that write in place, it may differ from the rule of the entry.
+        kind: the rule that they follow; `amp-patch lists explain --json` prints it under this name. For spellings that
+            write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
         package: the package that is not imported yet, so that the rule has no effect yet; else None.
