@@ -37,10 +37,10 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
-    """Return the size up to which attention is clearly faster in float32 than in 16-bit kernels.
+def get_max_attention_scores(device_type: str, dtype: torch.dtype) -> int:
+    """Return the number of scores up to which attention is clearly faster in float32 than in 16-bit kernels.
 
-    The size is the number of queries times the number of keys. It is 0 on hardware that was not measured, and where
+    Each head computes a score for each query and key. The number is 0 on hardware that was not measured, and where
     `has_low_products` is False.
 
     On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it

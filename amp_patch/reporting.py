@@ -90,7 +90,7 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
         logger.removeHandler(_handler)
 
 
-def tells_parameters() -> bool:
+def reports_parameters() -> bool:
     """Return whether each overflow is reported with the names of its parameters: with `verbosity=2`, if messages are
     logged and not printed.
 

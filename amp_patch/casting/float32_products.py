@@ -41,8 +41,8 @@ class Float32Products:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed in float32.
         cache: the cache of rounded weights, or None.
-        longest_attention: compute only attention in float32, if it has at most this many queries times keys. None:
-            compute every product in float32.
+        max_scores: compute only attention in float32, if it has at most this many scores (queries times keys) for each
+            head. None: compute every product in float32.
 
     Attributes:
         switch: on while the session is in force. It is not the switch of the casts, because 16-bit values are
@@ -50,12 +50,12 @@ class Float32Products:
     """
 
     def __init__(
-        self, low: torch.dtype, device_type: str, cache: WeightCache | None, longest_attention: int | None = None
+        self, low: torch.dtype, device_type: str, cache: WeightCache | None, max_scores: int | None = None
     ) -> None:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
-        self.longest_attention = longest_attention
+        self.max_scores = max_scores
         self._replacements = Replacements()
         self._thread = threading.local()  # its `frame` is the frame of the product that this thread computes
         self._to_low = make_plain_cast(low, device_type)
@@ -67,7 +67,7 @@ class Float32Products:
     @property
     def covers_all(self) -> bool:
         """Whether every product is computed in float32."""
-        return self.longest_attention is None
+        return self.max_scores is None
 
     def covers(self, name: str) -> bool:
         """Return whether torch's function of that name may be computed in float32."""
@@ -119,8 +119,8 @@ class Float32Products:
         A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. So does a
         product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
         """
-        if self.longest_attention is not None:
-            return self._run_short_attention(original, self.longest_attention, public)
+        if self.max_scores is not None:
+            return self._run_short_attention(original, self.max_scores, public)
         name = getattr(original, "__name__", "")
         low, device_type, min_operands = self.low, self.device_type, 2
         if op_lists.is_without_cpu_kernel(name):
@@ -147,7 +147,7 @@ class Float32Products:
 
         return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _run_short_attention(self, original: OpFunction, longest: int, public: PublicOp) -> OpFunction:
+    def _run_short_attention(self, original: OpFunction, max_scores: int, public: PublicOp) -> OpFunction:
         """Return a function that computes short attention in float32: see `Attention.can_use_float32`, and for the
         values that it saves for backward `Attention.compute_in_float32`.
         """
@@ -156,7 +156,7 @@ class Float32Products:
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             try:
                 attention = Attention(*args, **kwargs)
-                is_short = attention.can_use_float32(low, longest)
+                is_short = attention.can_use_float32(low, max_scores)
             except (TypeError, AttributeError):  # wrong arguments, for which torch raises an error
                 is_short = False
             if not is_short:

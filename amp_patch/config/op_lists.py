@@ -279,7 +279,7 @@ class Overlay:
                 if not owners:
                     missing["", entry.op] = entry
                 for key, owner in owners.items():
-                    named[key] = self._override_earlier(entry, key, owner)
+                    named[key] = self._make_spelling(entry, key, owner)
         if self._diagnostics.is_collecting:
             self._warn_of_redundant(named)
         self._spellings |= named
@@ -316,7 +316,7 @@ class Overlay:
             self._warn_of_neutral(entry, owners, named)
         return owners
 
-    def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
+    def _make_spelling(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
         """Return the spelling that an entry names, with the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()

@@ -10,7 +10,7 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype, round_to_float32
 from ..errors import PolicyError, did_you_mean
-from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
+from ..hardware import explain_imitation, explain_products, get_max_attention_scores, has_low_products
 from .levels import Level
 
 ParseValue = Callable[[Any], Any]
@@ -246,16 +246,16 @@ class Policy:
             return not has_low_products(device_type, low)
         return self.compute == "float32"
 
-    def get_longest_attention(self, device_type: str) -> int:
-        """Return the size up to which attention is computed in float32 on this type of device, for speed; 0 for never.
+    def get_max_attention_scores(self, device_type: str) -> int:
+        """Return the number of scores (queries times keys) up to which attention is computed in float32, for speed.
 
-        The size is the number of queries times the number of keys. It matters only where other products are computed
-        in 16 bits.
+        It is 0 if attention is never faster in float32 on this type of device. It matters only where other products are
+        computed in 16 bits.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
             return 0
-        return get_longest_attention(device_type, low)
+        return get_max_attention_scores(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
         """Return a list with a message if products are computed in float32, or if torch imitates 16-bit products. Else

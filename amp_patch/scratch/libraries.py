@@ -100,11 +100,11 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
         name = unquote(name[2:] if name.startswith("///") else name)
         if "mode=memory" in query or name in ("", ":memory:"):
             return path
-        return f"file:{quote(os.fspath(_update(view, name)))}?{query}"
-    return _update(view, path)
+        return f"file:{quote(os.fspath(_path_to_update(view, name)))}?{query}"
+    return _path_to_update(view, path)
 
 
-def _update(view: View, path: Any) -> Any:
+def _path_to_update(view: View, path: Any) -> Any:
     """Return the path to write for a file that is updated, such as a database."""
     # SQLite finds the files beside a database by its name, so they must be copied to the upper layer with it
     for suffix in _SQLITE_SUFFIXES:

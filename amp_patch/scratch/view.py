@@ -44,13 +44,13 @@ class Location(NamedTuple):
 
     Attributes:
         path: the located path.
-        given: the path by which the original functions reach the file in the lower layer or in a shared folder: the
+        direct: the path by which the original functions reach the file in the lower layer or in a shared folder: the
             script's own path if it leads there without redirection, else an absolute path.
         is_shared: the file is in a shared folder, which is not redirected, or in the folder of the run itself.
     """
 
     path: str
-    given: Any
+    direct: Any
     is_shared: bool
 
 
@@ -101,7 +101,7 @@ class View:
         text = os.fsdecode(path)
         if not text:
             return Location(text, path, True)  # the original function raises FileNotFoundError for it
-        is_valid_outside = dir_fd is None  # the script's path means the same to the original functions
+        is_valid_outside = dir_fd is None  # whether the script's path means the same to the original functions
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
             is_valid_outside = is_valid_outside and self.to_script_path(folder) is folder
@@ -112,8 +112,8 @@ class View:
         if self.is_shared(normalized):
             return Location(normalized, path if is_valid_outside else text, True)
         located, has_only_lower_links = self._resolve(text, follow)
-        given = path if is_valid_outside and has_only_lower_links else located
-        return Location(located, given, self.is_shared(located))
+        direct = path if is_valid_outside and has_only_lower_links else located
+        return Location(located, direct, self.is_shared(located))
 
     def path_of(self, descriptor: int) -> str:
         """Return the path of an open folder, as the script sees it."""
@@ -232,12 +232,12 @@ class View:
         """
         location = self.locate(path, dir_fd, follow=follow)
         if location.is_shared:
-            return location.given
+            return location.direct
         if self.is_written(location.path):
             return self.files + location.path
         if self.is_hidden(location.path):
             raise make_error(errno.ENOENT, path)
-        return location.given
+        return location.direct
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -260,14 +260,14 @@ class View:
         """
         location = self.locate(path, dir_fd, follow=follow and not is_new)
         if location.is_shared:
-            return location.given
+            return location.direct
         if is_new and self.exists(location.path):
             raise make_error(errno.EEXIST, path)
         if not self.is_written(location.path) and self.sees_lower(location.path) and is_special(location.path):
-            return location.given
+            return location.direct
         return self.copy_up(location.path, path, with_content=with_content)
 
-    def prepare(self, path: str, given: Any) -> str:
+    def prepare_folder_of(self, path: str, given: Any) -> str:
         """Return the path to write for a located path, and make its folder in the upper layer.
 
         Raises the error that the system raises if the folder does not exist, or may not be written to. `given` is the
@@ -296,7 +296,7 @@ class View:
         if self.is_written(path):
             return self.files + path
         if not self.sees_lower(path):
-            return self.prepare(path, given)
+            return self.prepare_folder_of(path, given)
         upper, mode = self.files + path, lstat(path).st_mode
         if is_special(path):
             raise make_error(errno.EPERM, given)
