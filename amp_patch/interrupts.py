@@ -19,9 +19,9 @@ class TerminatedError(KeyboardInterrupt):
 class UndoStack:
     """A stack of callbacks that `close` runs last in, first out.
 
-    `contextlib.ExitStack` removes a callback before it runs it, so an interrupt in a callback loses the rest of it.
-    Here, a callback that an interrupt cut short runs again at the next `close`. Register a callback before the change
-    that it undoes. A callback must be harmless if it runs twice, or if the change was never made.
+    `contextlib.ExitStack` removes a callback before it runs it, so a callback that an interrupt cuts short never runs
+    to its end. Here, it runs again at the next `close`. Register a callback before the change that it undoes. A
+    callback must be harmless if it runs twice, or if the change was never made.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,8 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 HOT_PATH_ATTRIBUTES = frozenset({"_version"})
 """Private attributes that hot paths in other modules read themselves, because a call of a function would cost time.
 
-`Tensor._version` is the version counter. Every edit in place raises it, except edits by fused optimizers. Without it,
-every use of a weight would make a new copy.
+`Tensor._version` is the version counter. Edits in place raise it, except edits by fused optimizers and edits of `.data`.
+Without it, every use of a weight would make a new copy.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
@@ -281,7 +281,7 @@ is_region_enabled: Callable[[Any], bool] = operator.attrgetter("_enabled")
 
 
 def get_autocast_depth() -> int:
-    """Return the number of torch.autocast blocks around this thread, including blocks that disable it.
+    """Return the number of torch.autocast blocks that this thread is in, including blocks that disable it.
 
     Without it, a module rule would act inside a block `autocast(enabled=False)` in the module.
     """

@@ -102,9 +102,9 @@ class Float32Products:
         """
         for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
-                yield Patch(owner, name, self._run_unlisted)
+                yield Patch(owner, name, self._replace_unlisted)
 
-    def _run_unlisted(self, original: OpFunction) -> OpFunction:
+    def _replace_unlisted(self, original: OpFunction) -> OpFunction:
         """Return the replacement of a product that no list names, the same one for every name of it."""
 
         def make() -> OpFunction:
@@ -116,8 +116,9 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its operands have the low dtype.
 
-        A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. So does a
-        product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
+        A call runs as it was written if it names `out` or a dtype, or if an operand is opaque, on another type of
+        device, or of another floating or complex dtype. So does a call of a product with a single operand: an einsum of
+        one operand multiplies nothing, and may return a view. With `max_scores`, see `_run_short_attention`.
         """
         if self.max_scores is not None:
             return self._run_short_attention(original, self.max_scores, public)

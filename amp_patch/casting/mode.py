@@ -187,7 +187,7 @@ class Switch:
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
-        """Return how casts act in this thread, while some thread has a region open."""
+        """Return how casts act in this thread, by the open regions of all threads."""
         innermost = self._find_innermost()
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF

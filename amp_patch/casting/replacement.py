@@ -43,10 +43,10 @@ def replace(
 
     Args:
         prepare: called if casts are active, unless `no_cast_dtype` shows that nothing has to be cast.
-        switch: whether casts are active.
-        public: the public name of the op.
-        no_cast_dtype: outside regions, a call is passed to `original` without `prepare` if all its tensors have this
-            dtype and none is in a list. None: it is enough that all tensors have the same dtype. `NEVER`: no call is.
+        switch: says whether casts are active.
+        public: the op as overrides see it.
+        no_cast_dtype: outside regions, `original` is called without `prepare` if all tensors of a call have this dtype
+            and none is in a list. None: it is enough that all have the same dtype. `NEVER`: every call is prepared.
     """
     has_overrides, off, by_lists = public.has_overrides, Mode.OFF, Mode.BY_LISTS
     may_skip = no_cast_dtype is not NEVER

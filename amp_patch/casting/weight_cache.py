@@ -1,7 +1,7 @@
 """`WeightCache`: 16-bit copies of float32 parameters, so that whitelisted ops do not cast a weight at each use.
 
-A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
-the parameter in any number of forward and backward passes.
+A copy is `p.to(low)` with gradients enabled. The autograd node of a cast saves nothing, so the copy carries gradients
+to the parameter in any number of forward and backward passes.
 
 A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not raise them),
 and addresses are reused. So a copy is used only while its *entry* is *valid*. The entry holds the memory that the copy
@@ -42,7 +42,7 @@ Signature = tuple[int, int, bool, torch.Size, tuple[int, ...]]
 """The state in which a parameter was copied: version, address, requires_grad, shape and strides."""
 
 ValidEntry = tuple[Tensor, Signature, object]
-"""The copy, the signature of the parameter, and its memory. While the memory is held, its address is not reused."""
+"""The copy, and the signature and the memory of the parameter. While the memory is held, its address is not reused."""
 
 SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""

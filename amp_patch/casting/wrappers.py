@@ -75,7 +75,7 @@ class OpCasts:
     """Makes the replacements for one session.
 
     Args:
-        switch: whether casts are active.
+        switch: says whether casts are active.
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
@@ -289,8 +289,8 @@ class OpCasts:
         return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
     def _cast_inside(self, rule: OpRule, original: OpFunction) -> PrepareCall:
-        """Cast the arguments of a function that is not torch's, and run the ops in its body in the same dtype, as
-        `torch.amp.custom_fwd(cast_inputs=...)` does.
+        """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
+        the same dtype.
 
         Each body follows its own rule, also if such functions call each other, and in any region but one without casts.
         A call that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.

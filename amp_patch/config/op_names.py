@@ -134,7 +134,7 @@ def refuse_kernel(op: str) -> None:
 
 
 def _is_module_class(owner_name: str, name: str) -> bool:
-    """Return whether a name is one of torch's module classes, as `LayerNorm` or `torch.nn.LayerNorm`."""
+    """Return whether a name, such as `LayerNorm` or `torch.nn.LayerNorm`, means one of torch's module classes."""
     may_be_module = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
     return may_be_module and isinstance(getattr(torch.nn, name, None), type)
 
@@ -196,7 +196,7 @@ def get_op(key: SpellingKey) -> str:
 
 
 def find_or_none(op: str) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name with their owners, or an empty dictionary if no rule can apply to the name."""
+    """Return the spellings of a name with their owners: none if torch lacks the op, or if no rule can apply to it."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -217,7 +217,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Like `find_spellings`, for a name in a package other than torch."""
+    """Do as `find_spellings`, for a name in a package other than torch."""
     if owner_name.partition(".")[0] == "torch":
         hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(NAMESPACES)}.{hint}")
@@ -230,7 +230,7 @@ def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: boo
 
 
 def find_deferred(op: str) -> object | None:
-    """Return the owner of a deferred op, which is in a package outside torch; None if a later import may define the op.
+    """Return the owner of an op in a package outside torch, or None if a later import may define the op.
 
     Raises OpListError, without a location, if no import can define it any more. Imports nothing.
     """

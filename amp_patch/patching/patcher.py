@@ -112,11 +112,11 @@ class Patcher:
         return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build all replacements, then write them. If anything raises, also KeyboardInterrupt, none stays in force."""
+        """Build all replacements, then write them. After any exception, also KeyboardInterrupt, none stays in force."""
         self._apply([_plan(patch) for patch in patches])
 
     def redirect(self, exchanges: Iterable[Exchange]) -> None:
-        """Write the new value of each slot. If anything raises, also KeyboardInterrupt, all earlier values return."""
+        """Write the new value of each slot. Any exception, also KeyboardInterrupt, brings all earlier values back."""
         self._apply(exchanges)
 
     def _apply(self, exchanges: Iterable[Exchange]) -> None:
@@ -177,9 +177,10 @@ class Patcher:
                 exchange.slot.write(value)
 
     def cover(self, make: CoverFactory) -> None:
-        """Put a cover on each replacement, in all its slots: `make(owner, name, replacement)`, which must call it.
+        """Put a cover on each replacement that is a plain function, in all its slots.
 
-        If `make` returns None, the replacement gets no cover. If anything raises, all covers are removed.
+        `make(owner, name, replacement)` returns the cover, which must call the replacement, or None for no cover. After
+        any exception, all covers are removed.
         """
         try:
             for exchange in self._exchanges:

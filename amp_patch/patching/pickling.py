@@ -32,7 +32,7 @@ def retire(replacement: Any) -> None:
     """
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
-        # without dots, because pickle reads a dot in a name as an attribute of an attribute
+        # without dots, because pickle looks up the parts of a dotted name one by one
         patched_name = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
         replacement.__module__, replacement.__qualname__ = __name__, f"{patched_name}:{next(_numbers)}"
         _functions[replacement.__qualname__] = weakref.ref(replacement)

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd"
 
 
 class _Replacement:
-    """The replacement of a built-in function. Like a builtin, it is not bound to instances as a class attribute.
+    """The replacement of a built-in function. As a class attribute it is not bound to instances, like a builtin.
 
     OSErrors name the path that the script passed, not the redirected one. If a disk is full, the error names the
     redirected path, because that is on the full disk.
@@ -149,7 +150,7 @@ def _swap_defaults(function: Any, defaults: tuple[Any, ...], undo: contextlib.Ex
 
 
 def _find_holders() -> Iterator[Any]:
-    """Yield the imported modules whose globals are to be replaced: all but those that need the original functions."""
+    """Yield the imported modules in whose globals functions are replaced: all but modules that need the originals."""
     for name, module in list(sys.modules.items()):
         needs_originals = name in _WITH_ORIGINALS or name.startswith(f"{__package__}.")
         if isinstance(getattr(module, "__dict__", None), dict) and not needs_originals:
@@ -163,12 +164,12 @@ def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
     except ImportError:  # the script has started the Python of another environment, without wrapt
         return
     # wrapt keeps a hook until its package is imported, which may be after `undo`; then the hook must do nothing
-    is_undone: list[bool] = []
-    undo.callback(is_undone.append, True)
+    undone = threading.Event()
+    undo.callback(undone.set)
 
     def make_hook(find_functions: Callable[[], list[PathFunction]]) -> Callable[[object], None]:
         def replace_functions(_: object) -> None:
-            if not is_undone:
+            if not undone.is_set():
                 for path_function in find_functions():
                     _replace_path_function(path_function, view, undo)
 

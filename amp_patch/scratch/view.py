@@ -1,4 +1,5 @@
-"""`View`: the file system as a repeated run of a script sees it: its own files in front of the files from before it.
+"""`View`: the file system as a repeated run of a script sees it: the files that it has written, and behind them the
+files from before the run.
 
 It works like overlayfs. Files that the run writes go to the folder `files` (the *upper layer*), under the paths that
 the script used: the script's `/data/log.txt` is `files/data/log.txt`. Files from before the run (the *lower layer*) are
@@ -374,7 +375,7 @@ def is_special(path: str) -> bool:
 
 
 def lexists(path: str) -> bool:
-    """Return whether a path exists, as os.path.lexists does, which would call the replacement of os.lstat."""
+    """Do as os.path.lexists, which cannot be used because it would call the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -383,7 +384,7 @@ def lexists(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those around it, as os.makedirs does, which would call the replacement of os.mkdir."""
+    """Do as os.makedirs, which cannot be used because it would call the replacement of os.mkdir."""
     if lexists(path):
         return
     make_folders(os.path.dirname(path))
