@@ -62,7 +62,7 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 HOT_PATH_ATTRIBUTES = frozenset({"_version"})
 """Private attributes that hot paths in other modules read themselves, because a call of a function would cost time.
 
-`Tensor._version` is the version counter. Edits in place raise it, except edits by fused optimizers and edits of `.data`.
+`Tensor._version` is the version counter. Edits in place raise it, except edits of `.data` and by fused optimizers.
 Without it, every use of a weight would make a new copy.
 """
 
