@@ -61,7 +61,9 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
     for patch in planned:
         yield patch
         for owner, second in _SECOND_PLACES:
-            if patch.owner is owner and vars(owner).get(patch.name) is vars(second).get(patch.name, owner):
+            if patch.owner is not owner or patch.name not in vars(second):
+                continue
+            if vars(owner).get(patch.name) is vars(second)[patch.name]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
@@ -122,8 +124,7 @@ class DeferredOps:
     def patch_module(self, module_name: str) -> None:
         """Patch the deferred ops of a module that was imported.
 
-        Runs inside the user's import, so it raises nothing. It warns once of an op that does not exist or cannot be
-        patched.
+        Runs inside the user's import. So an op that does not exist or cannot be patched causes a warning, and no error.
         """
         if os.getpid() != self._process_id:
             return  # a fork ends the session, so nothing is patched in the child
@@ -138,7 +139,7 @@ class DeferredOps:
                 try:
                     owner = op_lists.find_owner(spelling)
                     if owner is None:
-                        continue  # a submodule may define it, which is imported later
+                        continue  # a submodule that is imported later may define it
                     functions |= self._patch(spelling, owner)
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
@@ -156,8 +157,8 @@ class DeferredOps:
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Return its replacement by the id of the original. Return nothing for an op that is left
-        alone.
+        """Patch an op. Return its replacement, by the id of the original. For an op that is left alone, the dictionary
+        is empty.
         """
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
@@ -212,9 +213,11 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
         seen.add(id(kind))
         waiting += kind.__subclasses__()
         if issubclass(kind, torch.nn.Module):
-            forward_owner, backward_owner = kind if "forward" in vars(kind) else None, None
+            forward_owner = kind if "forward" in vars(kind) else None
+            backward_owner = None
         else:
-            forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
+            forward_owner = _find_static(kind, "forward")
+            backward_owner = _find_static(kind, "backward")
         forward = None if forward_owner is None else vars(forward_owner)["forward"]
         requested = find_cast_inputs(getattr(forward, "__func__", forward))
         if requested is None or requested[0] != casts.device_type:

@@ -143,18 +143,18 @@ class OpCasts:
 
     def _replace(self, rule: OpRule, original: OpFunction, name: str, public: PublicOp) -> OpFunction:
         """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
-        function = original
+        op = original  # the function that replacements call, which the lines below wrap
         if self.autocast is not None:
-            original = self.autocast.run_without(original, self.switch)
+            op = self.autocast.run_without(op, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
-            kernel, original = original, self.in_float32.run_low_in_float32(original)
+            kernel, op = op, self.in_float32.run_low_in_float32(op)
             if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
-                prepare = self.in_float32.round_operands(kernel, original, self._in_region)
-                return replace(original, prepare, self.switch, public, NEVER)
-        if rule is OpRule.BLACKLIST and original is _LAYER_NORM:
-            original = layer_norm
+                prepare = self.in_float32.round_operands(kernel, op, self._in_region)
+                return replace(op, prepare, self.switch, public, NEVER)
+        if rule is OpRule.BLACKLIST and op is _LAYER_NORM:
+            op = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
-            original = run_in_region(original, Mode.OFF, self.switch)
+            op = run_in_region(op, Mode.OFF, self.switch)
         # each rule's method, and its `no_cast_dtype` (see `replace`)
         make_prepare, no_cast_dtype = {
             OpRule.WHITELIST: (self._whitelist, self.low),
@@ -165,11 +165,11 @@ class OpCasts:
             OpRule.BANNED: (self._banned, torch.float32),
             OpRule.NEUTRAL: (_prepare_nothing, None),
         }[rule]
-        general = replace(original, make_prepare(original), self.switch, public, no_cast_dtype)
+        general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
-            return self._replace_weighted(original, general)
+            return self._replace_weighted(op, general)
         if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
-            return _replace_set_item(function, general)
+            return _replace_set_item(original, general)
         return general
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ class View:
         if not text:
             return Location(text, path, True)  # the original function raises FileNotFoundError for it
         is_valid_outside = dir_fd is None  # whether the script's path means the same to the original functions
+        # `to_script_path` returns a path outside of the upper layer itself, which `is` tests below
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
             is_valid_outside = is_valid_outside and self.to_script_path(folder) is folder
