@@ -107,7 +107,7 @@ def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
     """Return the message that torch imitates 16-bit products, because the user has chosen `compute="native"`."""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"this {device_type.upper()} has no fast {name} products, and compute='native' has torch imitate them, on most"
+        f"this {device_type.upper()} has no fast {name} products. With compute='native', torch imitates them, on most"
         " CPUs 8 to 30 times slower than float32: leave compute out, or pass compute='float32'"
     )
 

@@ -276,7 +276,9 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
         missing_space = _explain_missing_space(code)
         if missing_space:
             return missing_space, number + 1, len(code) - len(code.lstrip()) + 1
-    if begin and ("escape" in problem or ("simple key" in context and lines[begin.line].lstrip().startswith("-"))):
+    is_in_text = "escape" in problem
+    is_in_item = "simple key" in context and lines[begin.line if begin else mark.line].lstrip().startswith("-")
+    if begin and (is_in_text or is_in_item):
         mark = begin  # the parser noticed the fault only after the text or the item in which it is
     line, column = _to_position(mark)
     message = f"{context} {problem}".strip()

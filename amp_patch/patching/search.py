@@ -92,7 +92,7 @@ class Search:
             is_home, is_passed_over = package in self._homes, package in PASSED_OVER
             if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
                 continue
-            if is_home:
+            if is_home:  # a module of torch, or of a package that defines one of the functions
                 evidence.add(id(module))
             if not is_passed_over:
                 packages.setdefault(package, []).append((name, module))
