@@ -15,7 +15,7 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 # change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-BOLD, RED = "1", "1;31"
+BOLD, RED = "1", "1;31"  # as in the escape sequence `\x1b[1m`
 
 
 def wants_colour(stream: TextIO) -> bool:

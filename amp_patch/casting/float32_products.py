@@ -1,12 +1,13 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
 bits, multiplied and added in float32, and the result is rounded to 16 bits.
 
-With `compute="auto"`, all products are computed in this way on hardware without instructions for 16-bit products. On a
-CPU with such instructions, only short attention is, because torch's 16-bit kernels for it take several times as long.
+With `compute="float32"`, all products are computed in this way; with `compute="auto"`, only on hardware without
+instructions for 16-bit products. On an x86 CPU with such instructions, "auto" computes short attention in this way,
+because that is faster than torch's 16-bit kernels.
 
 The casts are ordinary casts that autograd records. So gradients are rounded when they leave a product, as with a 16-bit
 kernel, and whatever supports casts (compilers, function transforms, double backward, checkpoints) supports these. For
-backward, autograd saves the float32 operands.
+backward, autograd saves the float32 operands; only short attention saves 16-bit values where it can (see `Attention`).
 """
 
 import sys
@@ -133,16 +134,16 @@ class Float32Products:
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and not _RESULT_OPTIONS.isdisjoint(kwargs):
                 return original, args, kwargs
-            operands = 0
+            operand_count = 0
             for value in (*args, *kwargs.values()):
                 for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                     if tensor.dtype is low:
                         if is_opaque(tensor) or tensor.device.type != device_type:
                             return original, args, kwargs
-                        operands += 1
+                        operand_count += 1
                     elif tensor.is_floating_point() or tensor.is_complex():
                         return original, args, kwargs
-            if operands < min_operands:
+            if operand_count < min_operands:
                 return original, args, kwargs
             return compute, args, kwargs
 
@@ -223,8 +224,8 @@ class Float32Products:
         support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
 
         Args:
-            original: torch's function.
-            low_op: the op that takes 16-bit operands.
+            original: the op as torch computes it.
+            low_op: the op that computes 16-bit operands in float32.
             in_region: prepares a call of the op in a region.
         """
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)

@@ -50,7 +50,8 @@ class Exchange:
     Attributes:
         before: the earlier value. ABSENT for an attribute that its owner inherits, or provides by `__getattr__`.
         after: the value that replaces it.
-        original: the function that is replaced; in a patch, it may be a static or class method.
+        original: the function that is replaced, or the container of functions. In a patch, it may be a static or class
+            method.
         is_patch: `install` made the exchange; False for `redirect`.
     """
 
