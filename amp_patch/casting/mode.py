@@ -153,7 +153,8 @@ class Switch:
     def turn_off(self) -> None:
         """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed.
 
-        Closes the regions of this thread, without enabling autocast again.
+        Closes the regions of this thread. Does not enable autocast again, because the blocks of torch.autocast around
+        the regions may be over.
         """
         self.on = False
         for region in reversed(self._local.regions):

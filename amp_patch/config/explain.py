@@ -51,8 +51,9 @@ class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
     `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
-    module rule, `op` is "modules" and its chooser, `spellings` is empty, and `left` and `right` are dtypes. If only the
-    order of module rules differs, `op` is "modules", and `left` and `right` are the rules in order.
+    module rule, `op` is "modules" and its chooser, `spellings` is empty, and `left` and `right` are dtypes, or
+    "unlisted" where the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and
+    `right` are the rules in order.
     """
 
     op: str
@@ -142,10 +143,11 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     yield from differences
     for name, inplace in inplace_by_name.items():
         only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
-        if not (differences and only_follow_op):
-            if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
-                name = op
-            yield from _compare_keys(name, inplace, left, right)
+        if differences and only_follow_op:
+            continue  # they differ only because their op differs
+        if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
+            name = op
+        yield from _compare_keys(name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
