@@ -25,8 +25,8 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
-# The function that gives the bytes of a file or of another process to a tensor, with its owner. It is patched while a
-# script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+# Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
+# a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
 

@@ -31,8 +31,8 @@ def make_device_test(device_type: str) -> Callable[[Tensor], bool]:
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Return whether a tensor is compressed sparse (such as CSR), float32 and on a CPU. Ops on it run in float32,
-    because torch has no 16-bit products of such tensors on CPUs.
+    """Return whether a tensor is compressed sparse (such as CSR), float32 and on a CPU. Whitelisted ops on it run in
+    float32, because torch has no 16-bit products of such tensors on CPUs.
     """
     return tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32
 
@@ -125,9 +125,9 @@ def cast_tree(value: Any, cast: TensorCast) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
-    copied, and the copy is filled. Other containers are made by calling their class with the cast items; if the class
-    takes other arguments, the container is returned as it is. A generator becomes a generator of cast values. All other
-    objects, such as modules, arrays and text, are returned as they are.
+    copied, and the copy is filled. Other containers are made by calling their class with the cast items. If that fails,
+    a set or a tuple is returned as it is, and the error of an immutable mapping is raised. A generator becomes a
+    generator of cast values. All other objects, such as modules, arrays and text, are returned as they are.
 
     If no tensor in a container changes, the container itself is returned, so a model can still fill a container of its
     caller.
@@ -164,6 +164,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
             result = kind._make(items)
         else:
             result = kind(items)
+        # a class that takes other arguments may make another container of the items
         holds_items = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
     except Exception:  # the class may be the user's, and may raise anything
         return value
