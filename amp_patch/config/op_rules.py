@@ -1,4 +1,4 @@
-"""The rules for ops, one row for each rule. List files, messages, recordings and casts take its properties from here.
+"""The rules for ops, one row for each. List files, messages, recordings and casts take properties of rules from here.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""`Search`: finds references to functions in models and in the imported modules, without running code of either.
+"""`Search`: finds references to functions in models and in the imported modules, without running their code.
 
 It searches every imported module outside torch, this package and the standard library:
 - globals, class attributes, and the default arguments of functions and methods that are defined there;
@@ -150,10 +150,10 @@ class Search:
         if not self.result.is_first_visit(table):
             return
         self.result.append_keys(table)
-        for index, value in list(dict.items(table)):
+        for key, value in list(dict.items(table)):
             kind = type(value)
             if id(value) in self._wanted:
-                self.result.append(Entry(table, index), value)
+                self.result.append(Entry(table, key), value)
             elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
                 continue  # a class is searched with the module that defines it, and a module by itself
             elif kind is types.FunctionType:
@@ -161,7 +161,7 @@ class Search:
             elif issubclass(kind, nn.Module):
                 self._search_layer(value)
             elif not self.result.append_partial(value):
-                self._unsearched.append(Unsearched(prefix, name, value, table, index))
+                self._unsearched.append(Unsearched(prefix, name, value, table, key))
 
     # ---- classes and functions ---------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Search:
     def _search_function(self, function: Any) -> None:
         """Search the default arguments of a function, and of the functions that it decorates."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
-            # a decorator has the function that it decorates in its closure
+            # a wrapper that a decorator has made holds the decorated function in its closure
             may_hold_functions = function.__defaults__ or function.__kwdefaults__ or function.__closure__
             if not may_hold_functions or not self.result.is_first_visit(function):
                 return
