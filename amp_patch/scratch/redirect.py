@@ -137,7 +137,9 @@ def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) ->
             if id(held) in by_original:
                 _swap(owner, name, by_original[id(held)], undo)
     closer = getattr(sys.modules.get("tempfile"), "_TemporaryFileCloser", None)
-    for function in vars(closer).values() if closer is not None else ():
+    if closer is None:
+        return
+    for function in vars(closer).values():
         defaults = getattr(function, "__defaults__", None)
         if defaults:  # such as `unlink=os.unlink`
             redirected = tuple(by_original.get(id(value), value) for value in defaults)
