@@ -46,7 +46,7 @@ class Autocast:
         return entry.path in self._torch_list_paths
 
     def pause(self) -> bool:
-        """Disable autocast in this thread. Return whether there is something to `resume`."""
+        """Disable autocast in this thread, if this is a region in which the session casts. Return whether it is."""
         if not self.is_here():
             return False
         torch.set_autocast_enabled(self.device_type, False)

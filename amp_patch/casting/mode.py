@@ -39,7 +39,7 @@ class AutocastRegions(Protocol):
         """Return whether this thread is in such a region."""
 
     def pause(self) -> bool:
-        """Disable autocast in this thread. Return whether there is something to `resume`."""
+        """Disable autocast in this thread, if this is such a region. Return whether it is."""
 
     def resume(self) -> None:
         """Enable autocast again."""
