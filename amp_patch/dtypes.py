@@ -73,7 +73,7 @@ def is_castable(tensor: Tensor) -> bool:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor reports a castable dtype, but stores its values in another form, as torchao's do.
+    """Return whether a tensor reports a castable dtype but stores its values in another form, as torchao's tensors do.
 
     The class of such a tensor handles every op itself (`__torch_dispatch__`), so a cast may return anything. Classes
     that handle no op, such as subclasses of Parameter, are not opaque. Classes of torch itself, such as DTensor, are
@@ -84,9 +84,9 @@ def is_opaque(tensor: Tensor) -> bool:
         return False
     for base in kind.__mro__:
         if vars(base).get("__torch_dispatch__", disabled_torch_dispatch) is not disabled_torch_dispatch:
+            is_of_torch = base.__module__.partition(".")[0] == "torch"
+            if not is_of_torch or issubclass(kind, torch.sparse.SparseSemiStructuredTensor):
+                return True
             inner = get_local_tensor(tensor)
-            is_of_torch = base.__module__.partition(".")[0] == "torch" and not issubclass(
-                kind, torch.sparse.SparseSemiStructuredTensor
-            )
-            return not is_of_torch or (isinstance(inner, Tensor) and is_opaque(inner))
+            return isinstance(inner, Tensor) and is_opaque(inner)
     return False

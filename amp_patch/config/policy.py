@@ -1,4 +1,4 @@
-"""`Policy`: the properties of a run, how their values are read, who may set them, and which contradict each other."""
+"""`Policy`: the properties of a session, how values are read, who may set them, and which contradict each other."""
 
 import math
 import os
@@ -60,8 +60,8 @@ class DynamicScale:
         init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts at that
             bound.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row without an overflow.
-        backoff_factor: the scale is multiplied by this at each overflow but the first `hysteresis` - 1, counted from
-            the start and again each time the scale has grown.
+        backoff_factor: the scale is multiplied by this at an overflow.
+        hysteresis: the scale backs off from this overflow on. The count of overflows starts again when the scale grows.
     """
 
     init: float = _setting(INIT_SCALE, is_scale, "a finite positive number")
@@ -187,7 +187,7 @@ def _property(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run. Models with equal policies can share a session.
+    """The properties of one session. Models with equal policies can share a session.
 
     `presets.yaml` explains the properties that a presets file may state. Each field says how its value is read, who may
     set it, and whether it is printed. To add a property, add a field.
@@ -278,21 +278,25 @@ class Policy:
         if self.low_dtype is None:
             without_effect.add("compute")
         described = []
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.metadata["is_described"] and known.name not in without_effect and value not in (None, ()):
-                described.append((known.name, _in_words(value)))
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if declared.metadata["is_described"] and declared.name not in without_effect and value not in (None, ()):
+                described.append((declared.name, _in_words(value)))
         return described
 
     @classmethod
     def get_overrides(cls) -> dict[str, ParseValue]:
         """Return the properties that arguments of `initialize` override, each with its parser."""
-        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["is_override"]}
+        return {
+            declared.name: declared.metadata["parse"] for declared in fields(cls) if declared.metadata["is_override"]
+        }
 
     @classmethod
     def get_preset_properties(cls) -> dict[str, ParseValue]:
         """Return the properties that a presets file may state, each with its parser."""
-        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["in_presets"]}
+        return {
+            declared.name: declared.metadata["parse"] for declared in fields(cls) if declared.metadata["in_presets"]
+        }
 
 
 def _in_words(value: Any) -> str:
@@ -321,8 +325,8 @@ def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy
 def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.cast_model_type not in (None, torch.float32):
         yield (
-            f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
-            " use O2, O3 or O5"
+            f"cast_model_type={given['cast_model_type']}: {level} casts the arguments of functions and keeps the"
+            " model float32; use O2, O3 or O5"
         )
     for name in ("keep_batchnorm_fp32", "master_weights"):
         if given.get(name) is not None:
@@ -333,7 +337,7 @@ def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Po
 
 def _find_at_level_without_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.patch_torch_functions:
-        yield f"patch_torch_functions=True: {level} patches no functions; use O1 or O4 to cast at functions"
+        yield f"patch_torch_functions=True: {level} patches no functions; use O1 or O4, which do"
     if (dtype := given.get("patch_torch_functions_type")) is not None:
         yield f"patch_torch_functions_type={dtype}: {level} patches no functions; use cast_model_type, or O1 or O4"
     if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
