@@ -25,7 +25,7 @@ class Level:
         patches_functions: functions of torch are patched to cast their arguments by op lists; weights stay float32.
         has_masters: the optimizer steps on float32 copies of 16-bit weights.
         has_dynamic_scale: the loss scale grows and backs off, and a step with an overflow is skipped.
-        lists: the names of the op lists, separated by commas; empty for a shipped level that patches no functions.
+        lists: the names of the op lists, separated by commas; empty if there are none.
     """
 
     name: str

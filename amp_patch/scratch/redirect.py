@@ -18,7 +18,7 @@ from .view import View, make_folders
 _TEMPORARY = "temp"
 """The name of the folder for temporary files, in the folder of a run.
 
-Such files are always new, so they need no view, and other programs find them under their real paths.
+Such files are always new, so they need no layers (see `view`), and other programs find them under their real paths.
 """
 
 _WITH_ORIGINALS = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
@@ -56,6 +56,7 @@ class _Replacement:
             raise
 
     def __reduce__(self) -> str:
+        # pickle stores it as the name of a global, as it stores the original
         return str(self.__name__)
 
     def __repr__(self) -> str:

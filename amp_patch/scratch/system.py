@@ -209,7 +209,7 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        source = self._path_to_change(src, src_dir_fd, follow=False)  # as on Linux, whatever `follow_symlinks` says
+        source = self._path_to_change(src, src_dir_fd, follow=False)  # a link itself, as on Linux, whatever `follow_symlinks` says
         self._os["link"](source, self._view.path_to_write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
