@@ -209,7 +209,8 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        source = self._path_to_change(src, src_dir_fd, follow=False)  # a link itself, as on Linux, whatever `follow_symlinks` says
+        # as on Linux, a link at the end of the path is not followed, whatever `follow_symlinks` says
+        source = self._path_to_change(src, src_dir_fd, follow=False)
         self._os["link"](source, self._view.path_to_write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
