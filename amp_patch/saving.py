@@ -8,7 +8,7 @@ from .session import current as _current
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
+    """Return amp's state for a checkpoint: the loss scales. If amp is disabled, there are none.
 
     The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
     The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. `torch.load` can read the result
@@ -39,8 +39,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, of this package or of Apex. Does nothing if amp is disabled.
 
-    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
-    cases nothing is loaded. Raises SessionError before `initialize`.
+    Raises ArgumentTypeError if it is not a mapping, CheckpointError if it does not fit the loss scales or cannot be
+    read, and SessionError before `initialize`. Then nothing is loaded.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)

@@ -74,7 +74,7 @@ class Installer:
             if self._casts is not None and self._oplists is not None:
                 tag += [self._oplists.digest, str(self._casts.low)]
             if self._products is not None:
-                tag += ["products", str(self._products.low), str(self._products.longest_attention)]
+                tag += ["products", str(self._products.low), str(self._products.max_scores)]
             compiling.tag_cache_key(":".join(tag), undo)
         # registered before the first patch, so that an interrupt leaves no patch behind
         undo.callback(self._remove)

@@ -318,7 +318,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     if autocast is not None:
         return RegionCache(low, device_type, is_rounded=is_rounded)
     # the first uses of a small weight take a plain cast, because a look-up costs as much
-    smallest = SMALL_ON_CPU if policy.get_longest_attention(device_type) else 0
+    smallest = SMALL_ON_CPU if policy.get_max_attention_scores(device_type) else 0
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 
 
@@ -329,8 +329,8 @@ def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) 
         return None
     if policy.computes_in_float32(device_type):
         return Float32Products(low, device_type, cache)
-    longest_attention = policy.get_longest_attention(device_type)
-    return Float32Products(low, device_type, None, longest_attention) if longest_attention else None
+    max_scores = policy.get_max_attention_scores(device_type)
+    return Float32Products(low, device_type, None, max_scores) if max_scores else None
 
 
 def _make_casts(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
-from ..reporting import log_warning, say, tells_parameters, warn
+from ..reporting import log_warning, reports_parameters, say, warn
 from .loss_scaler import LossScaler
 from .step_was_skipped import set_step_was_skipped
 
@@ -85,7 +85,7 @@ def is_capturing() -> bool:
 
 def waits_for_each() -> bool:
     """Return whether each step is to wait for its flags, so that messages can name the parameters."""
-    return tells_parameters() and not is_capturing()
+    return reports_parameters() and not is_capturing()
 
 
 class StepLog:
