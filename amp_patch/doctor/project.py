@@ -18,6 +18,7 @@ from . import (  # noqa: F401 - registers their rules
     scaler_checks,
     setup_checks,
     update_checks,
+    value_checks,
 )
 from .documents import Document
 from .rules import RULES, Finding, Selection

@@ -1,6 +1,6 @@
 """The doctor finds what 16 bits lose in real shapes of code, and is silent about the healthy neighbour of each.
 
-Guards: doctor/precision_checks, doctor/region_checks, doctor/flow, doctor/script.
+Guards: doctor/value_checks, doctor/precision_checks, doctor/region_checks, doctor/flow, doctor/script.
 """
 
 from pathlib import Path
