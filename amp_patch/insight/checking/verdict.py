@@ -134,7 +134,7 @@ def describe_move(pair: Moved) -> str:
     before, after = pair
     parts = []
     if pair.has_other_dtypes:
-        parts.append(f"{describe_dtypes(before)} was promised, {describe_dtypes(after)} ran")
+        parts.append(f"{describe_dtypes(before)}, now {describe_dtypes(after)}")
     if before.rule != after.rule:
         parts.append(f"rule: {_describe_rule(before)} -> {_describe_rule(after)}")
     elif pair.has_other_dtypes and before.given != after.given:
