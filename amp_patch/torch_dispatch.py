@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

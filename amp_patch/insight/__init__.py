@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .quiet_record import QuietRecord as QuietRecord
     from .quiet_text import find_level as find_level
     from .quiet_text import format_quiet as format_quiet
+    from .raised_record import RaisedRecord as RaisedRecord
+    from .raised_text import find_base as find_base
+    from .raised_text import format_raised as format_raised
     from .recorder import explain as explain
     from .recorder import recording as recording
     from .recordings import Recording as Recording
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "FaultRecord": "fault_record",
     "QuietRecord": "quiet_record",
+    "RaisedRecord": "raised_record",
     "Recording": "recordings",
     "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
@@ -43,10 +47,12 @@ _HOMES = {
     "describe_further": "fault_text",
     "describe_search": "fault_text",
     "explain": "recorder",
+    "find_base": "raised_text",
     "find_level": "quiet_text",
     "find_remedy": "causes",
     "format_fault": "fault_text",
     "format_quiet": "quiet_text",
+    "format_raised": "raised_text",
     "format_recording": "text",
     "recording": "recorder",
     "trace": "tracer",

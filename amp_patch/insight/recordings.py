@@ -15,6 +15,7 @@ from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
 from .quiet_record import QuietRecord
+from .raised_record import RaisedRecord
 from .record_checks import find_problem
 from .records import (
     SCHEMA,
@@ -41,6 +42,7 @@ Record = (
     | StepRecord
     | FaultRecord
     | QuietRecord
+    | RaisedRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -105,6 +107,11 @@ class Recording:
     def quiet(self) -> list[QuietRecord]:
         """What 16 bits lose although every value is finite."""
         return self.of(QuietRecord)
+
+    @property
+    def raised(self) -> list[RaisedRecord]:
+        """The exception that ended the run, if dtypes or the use of a GradScaler explain it."""
+        return self.of(RaisedRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""
