@@ -19,7 +19,7 @@ class Trial(Enum):
 
     WIDEST = "widest"  # all to the widest dtype among them
     FLOAT32 = "float32"  # 16 bits to float32
-    FIRST = "first"  # all to the dtype of the first
+    WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
     SINGLE = "single"  # float64 to the widest of the other dtypes
     WEIGHT = "weight"  # all to the dtype of a weight
 
@@ -81,8 +81,9 @@ def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool]) -> d
         plan[Trial.FLOAT32] = {castable[0]: torch.float32}
     if castable and torch.float64 in kinds:
         plan[Trial.SINGLE] = dict.fromkeys([*castable, torch.float64], widest)
-    if len(kinds) > 1 and tensors[0].dtype in kinds:
-        plan[Trial.FIRST] = dict.fromkeys(kinds, tensors[0].dtype)
+    target = tensors[0] if call.written is None else call.written
+    if len(kinds) > 1 and target.dtype in kinds:
+        plan[Trial.WRITTEN] = dict.fromkeys(kinds, target.dtype)
     of_weights = {tensor.dtype for tensor, is_weight in zip(tensors, weights, strict=True) if is_weight}
     if len(kinds) > 1 and len(of_weights) == 1:
         plan[Trial.WEIGHT] = dict.fromkeys(kinds, of_weights.pop())

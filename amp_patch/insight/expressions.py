@@ -18,8 +18,10 @@ UNKNOWN = object()
 
 _VIEWS = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
 _PURE_METHODS = frozenset(
-    {"detach", "cpu", "contiguous", "flatten", "squeeze", "unsqueeze", "t", "view", "reshape", "permute", "transpose"}
+    {"clone", "float", "half", "bfloat16", "double", "detach", "cpu", "contiguous", "flatten", "squeeze", "unsqueeze", "t", "view", "reshape", "permute", "transpose"}
 )
+
+_CASTS = frozenset({"float", "half", "bfloat16", "double"})
 
 
 class Source:
@@ -126,6 +128,8 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
+        if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
+            return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):
             return UNKNOWN
         try:

@@ -73,12 +73,18 @@ class Level:
 class Levels:
     """The frames of an exception, the innermost last."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.all: list[Level] = []
-        trace = error.__traceback__
+    def __init__(self, error: BaseException | None, levels: Sequence[Level] = ()) -> None:
+        self.all: list[Level] = list(levels)
+        trace = None if error is None else error.__traceback__
         while trace is not None:
             self.all.append(Level(trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
             trace = trace.tb_next
+
+    @property
+    def caller(self) -> "Levels | None":
+        """The frames without the innermost one; None if the user's code is in none of them."""
+        outer = Levels(None, self.all[:-1])
+        return None if outer.innermost is None else outer
 
     @property
     def of_user(self) -> list[Level]:
@@ -169,7 +175,8 @@ class FailingCall:
         name: its name, as lists have it, or the name of the function.
         operands: the tensors among its arguments, each with its name.
         run: calls it again with each tensor cast. Raises what the call raises.
-        writes_first: whether it writes to its first operand.
+        written: the operand that it writes to; None for none.
+        has_out: whether that is its argument `out`.
         is_kernel: whether it is an op as torch dispatches it, not a call of Python.
         forward: the call of the forward pass, if it is an op of the backward pass.
         is_reached: whether lists act where it runs; None: not known.
@@ -180,7 +187,8 @@ class FailingCall:
     name: str
     operands: Sequence[tuple[str, Tensor]]
     run: Callable[[Cast], Any]
-    writes_first: bool = False
+    written: Tensor | None = None
+    has_out: bool = False
     is_kernel: bool = False
     forward: OpCall | None = None
     is_reached: bool | None = None
@@ -231,11 +239,18 @@ def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
         overload.name,
         operands,
         functools.partial(_call_again, function, args, kwargs or {}),
-        writes_first=bool(overload.written),
+        written=next(tensors_in(_find_written(function, overload.written, args, kwargs or {})), None),
+        has_out="out" in (kwargs or {}),
         is_kernel=True,
         forward=None if where is None else where.forward,
         is_reached=None if where is None else where.is_reached,
     )
+
+
+def _find_written(function: Any, places: frozenset[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to. In its schema, `out` comes after the positional arguments."""
+    names = [argument.name for argument in function._schema.arguments]
+    return [args[place] if place < len(args) else kwargs.get(names[place]) for place in sorted(places)]
 
 
 def _call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], cast: Cast) -> Any:
@@ -252,6 +267,8 @@ def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | No
         return None
     node, source = found
     reader = Reader(level.frame, stand_in)
+    if isinstance(source.parents.get(node), ast.Assert):
+        return _read_check(source.parents[node], source, level)
     match node:
         case ast.Call():
             return _read_function(node, reader)
@@ -260,12 +277,12 @@ def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | No
             return _make_call(name, function, [(node.left, reader), (node.right, reader)])
         case ast.AugAssign() if type(node.op) in _OPERATORS:
             name, _, function = _OPERATORS[type(node.op)]
-            return _make_call(name, function, [(node.target, reader), (node.value, reader)], writes_first=True)
+            return _make_call(name, function, [(node.target, reader), (node.value, reader)], writes=True)
         case ast.Subscript(ctx=ast.Store()):
             return _read_item_assignment(node, source, reader)
         case ast.Attribute(ctx=ast.Store(), attr="grad"):
             return _read_grad_assignment(node, source, reader)
-        case ast.Raise() | ast.Assert():
+        case ast.Raise():
             return _read_check(node, source, level)
     return None
 
@@ -273,9 +290,7 @@ def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | No
 Parts = Sequence[tuple[ast.expr, Reader]]
 
 
-def _make_call(
-    name: str, function: Callable[..., Any], parts: Parts, *, writes_first: bool = False
-) -> FailingCall | None:
+def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:
     """Return the call of a function with positional arguments, if all of them can be read."""
     values = [reader.read(node) for node, reader in parts]
     if any(value is UNKNOWN for value in values):
@@ -286,7 +301,7 @@ def _make_call(
         for tensor in tensors_in([value])
     ]
     run = functools.partial(_call_again, function, values, {})
-    return FailingCall(name, operands, run, writes_first=writes_first)
+    return FailingCall(name, operands, run, written=operands[0][1] if writes and operands else None)
 
 
 def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
@@ -318,9 +333,11 @@ def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
         operands += list(function.named_parameters())
         function = functools.partial(_call_module, function)
     args = [value for given in values for value in given]
-    writes_first = "out" in keywords or (name.endswith("_") and not name.endswith("__"))
+    written = keywords.get("out")
+    if name.endswith("_") and not name.endswith("__") and operands:
+        written = operands[0][1]
     run = functools.partial(_call_again, function, args, keywords)
-    return FailingCall(name, operands, run, writes_first=writes_first)
+    return FailingCall(name, operands, run, written=next(tensors_in([written]), None), has_out="out" in keywords)
 
 
 def _read_argument(node: ast.expr, reader: Reader) -> Sequence[Any]:
@@ -365,7 +382,7 @@ def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -
         "__setitem__",
         operator.setitem,
         [(part, reader) for part in (node.value, node.slice, assignment.value)],
-        writes_first=True,
+        writes=True,
     )
 
 
@@ -378,10 +395,10 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
     def assign(parameter: Tensor, gradient: Tensor) -> None:
         parameter.detach().clone().grad = gradient
 
-    return _make_call(f"{node.attr} =", assign, [(node.value, reader), (assignment.value, reader)], writes_first=True)
+    return _make_call(f"{node.attr} =", assign, [(node.value, reader), (assignment.value, reader)], writes=True)
 
 
-def _read_check(node: ast.Raise | ast.Assert, source: Source, level: Level) -> FailingCall | None:
+def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
     """Return the condition about dtypes by which the code has decided to raise, as a call that fails."""
     test: ast.AST | None = node
     expects = False

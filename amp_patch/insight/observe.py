@@ -251,7 +251,9 @@ class Observer:
 
     def note_failure(self, node: Any) -> None:
         """Note where an op ran that raises: the dispatch mode runs it now. `node` is the node of the backward pass."""
-        forward = None if node is None else self._by_node.get(get_node_number(node))
+        forward = None
+        if node is not None and not is_backward_of_user(node):
+            forward = self._by_node.get(get_node_number(node))
         with restore_caller_state():
             self.failed_in = FailedIn(forward, self._is_reached())
 

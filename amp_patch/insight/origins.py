@@ -81,6 +81,7 @@ class Origins:
         if call.target is dtype or call.rule not in _FOLLOWED_RULES:
             return None
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
+        like.sort(key=lambda tensor: tensor.dim() < 2)  # a bias says less than a weight
         known = [(tensor, self.find(tensor)) for tensor in like]
         # The call itself has cast some of its inputs. What it was given says more.
         for tensor, made in known:

@@ -26,7 +26,7 @@ from .origins import Made
 from .placing import name_all
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
-from .scaler_errors import ScalerWatch
+from .scaler_errors import ScalerWatch, describe_optimizer
 from .tensors import storage_of
 
 _METHODS = {
@@ -39,7 +39,7 @@ _SIMPLE = re.compile(r"[A-Za-z_][\w.]*")
 _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")
 _MAX_MESSAGE = 500
 _MAX_OPERANDS = 6
-_EDIT_ORDER = (Trial.WEIGHT, Trial.WIDEST, Trial.FLOAT32, Trial.SINGLE, Trial.FIRST)
+_EDIT_ORDER = (Trial.WEIGHT, Trial.WIDEST, Trial.FLOAT32, Trial.SINGLE, Trial.WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,10 @@ class Operands:
         """Return whether a tensor is a parameter or buffer of a model, or a view of one."""
         return isinstance(tensor, nn.Parameter) or storage_of(tensor) in self._weights
 
+    def name_weight(self, tensor: Tensor) -> str:
+        """Return the name of a parameter or buffer; "" for another tensor."""
+        return self._weights.get(storage_of(tensor), ("", None))[0]
+
     def describe(self, name: str, tensor: Tensor, *, is_stand_in: bool = False) -> Operand:
         """Return the operand for a tensor."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
@@ -144,6 +148,8 @@ class Operands:
         if made is None or storage in self._weights:
             return self._describe_outside(name, dtype, storage, tensor)
         root = made.find_root()
+        if root.call is None and made.call is not None:
+            return self._describe_taken_over(name, dtype, made.call, root)
         if root.call is None:
             return self._describe_outside(name, dtype, root.storage, None)
         return self._describe_call(name, dtype, root.call, root)
@@ -153,8 +159,21 @@ class Operands:
         if weight is not None:
             return self.describe_weight(name, *weight)
         variable, site = self._levels.find_variable(storage, tensor)
+        rule = "" if tensor is None else casts.find(tensor)
+        if rule:
+            return Operand(name, dtype, OperandOrigin.WEIGHT, name, "", "", rule)
         origin = OperandOrigin.INPUT if variable else OperandOrigin.UNKNOWN
         return Operand(name, dtype, origin, variable, "", site)
+
+    def _describe_taken_over(self, name: str, dtype: str, call: OpCall, root: Made) -> Operand:
+        """Return the operand for a tensor that an op made in the dtype of a tensor from outside."""
+        source = self._describe_outside("", dtype, root.storage, None)
+        rule = ""
+        if source.made_by:
+            rule = f"in the dtype of {source.made_by}"
+            rule += f", cast by {source.rule or source.entry}" if source.rule.startswith(".") or source.entry else ""
+        op = call.op.removeprefix("aten.")
+        return Operand(name, dtype, OperandOrigin.OP, op, call.module, call.site.place, rule)
 
     def describe_weight(self, name: str, weight_name: str, weight: Tensor) -> Operand:
         """Return the operand for a parameter, a buffer or a gradient of the models."""
@@ -206,8 +225,13 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         return None
     covered = levels.find_covered()
     forward = call.forward
+    if call.is_check and levels.caller is not None:  # the line that passed the operands is the one to change
+        levels = levels.caller
+        case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
     texts = _find_texts_of_forward(case, forward) if forward is not None else find_texts(levels, case.tensors)
-    names = [text or name for text, (name, _) in zip(texts, call.operands, strict=True)]
+    names = [
+        text or operands.name_weight(tensor) or name for text, (name, tensor) in zip(texts, call.operands, strict=True)
+    ]
     described = [
         operands.describe(name, tensor, is_stand_in=tensor is call.stand_in)
         for name, tensor in zip(names, case.tensors, strict=True)
@@ -227,8 +251,10 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
             site=forward.site.place or None,
             raised_at=empty.site,
         )
-    elif scene.scalers.is_stepping(levels):
-        record = replace(record, phase=Phase.STEP)
+    described_optimizer = describe_optimizer(levels, scene.session)
+    if described_optimizer is not None:
+        lines, edit = described_optimizer
+        return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
     entries = tuple(_choose_entries(case, trials, listed, covered))
     edits = tuple(_choose_edits(record, case, trials, names, texts, weights))
     return replace(
@@ -299,10 +325,12 @@ def _choose_entries(case: _Case, trials: Trials, listed: str, covered: OpCall | 
     if not listed or not case.scene.has_lists or not _is_reached(case, covered) or not kinds <= set(CASTABLE):
         return
     # In place, a rule of promotion casts the other arguments to the dtype of the first.
-    promoting = Trial.FIRST if case.call.writes_first else Trial.WIDEST
+    promoting = Trial.WIDEST if case.call.written is None else Trial.WRITTEN
+    if case.call.has_out:
+        return  # no rule acts on a call with out=
     if trials.is_mixed and promoting in trials.targets:
         yield f"promote: [{listed}]"
-    elif Trial.FLOAT32 in trials.targets and not case.call.writes_first:
+    elif Trial.FLOAT32 in trials.targets and case.call.written is None:
         yield f"blacklist: [{listed}]"
 
 
@@ -323,16 +351,18 @@ def _choose_edits(
     record: RaisedRecord, case: _Case, trials: Trials, names: Sequence[str], texts: Sequence[str], weights: list[bool]
 ) -> Iterator[str]:
     """Yield the edit of the script that casts the operands which are in the way."""
-    order = (Trial.FIRST, *_EDIT_ORDER) if case.call.writes_first else _EDIT_ORDER
+    order = _EDIT_ORDER if case.call.written is None else (Trial.WRITTEN, *_EDIT_ORDER)
     trial = next(each for each in order if each in trials.targets)
     targets, parts = trials.targets[trial], []
-    first = texts[0]
-    for index, (tensor, target) in enumerate(zip(case.tensors, targets, strict=True)):
-        if tensor.dtype is target or weights[index]:
-            continue
+    written = next((text for text, tensor in zip(texts, case.tensors, strict=True) if tensor is case.call.written), "")
+    changed = [index for index, tensor in enumerate(case.tensors) if tensor.dtype is not targets[index]]
+    if trial is not Trial.WRITTEN:
+        changed = [index for index in changed if not weights[index]]
+    for index in changed:
+        tensor, target = case.tensors[index], targets[index]
         method = _METHODS[target]
-        if trial is Trial.FIRST and _SIMPLE.fullmatch(first) and index:
-            method = f".to({first}.dtype)"
+        if trial is Trial.WRITTEN and _SIMPLE.fullmatch(written):
+            method = f".to({written}.dtype)"
         if texts[index]:
             parts.append(f"{_enclose(texts[index])}{method} in place of {texts[index]}")
         else:

@@ -79,7 +79,8 @@ def _describe_cast(operand: Operand) -> str:
 
 
 def _describe_op(operand: Operand) -> str:
-    return f"made by {operand.made_by}{_where(operand)}"
+    text = f"made by {operand.made_by}{_where(operand)}"
+    return f"{text} ({operand.rule})" if operand.rule else text
 
 
 def _describe_weight(operand: Operand) -> str:

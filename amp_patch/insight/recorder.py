@@ -73,7 +73,7 @@ class Recorder(Probe):
     @property
     def is_recording(self) -> bool:
         """Whether ops are recorded now."""
-        return self._observer is not None
+        return self._observer is not None and self._before is None
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""

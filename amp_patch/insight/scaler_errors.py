@@ -88,10 +88,6 @@ class ScalerWatch:
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
 
-    def is_stepping(self, levels: Levels) -> bool:
-        """Return whether an optimizer was taking a step."""
-        return any(_OPTIMIZERS in level.file for level in levels.within())
-
     def explain(
         self, error: BaseException, levels: Levels, empty: RaisedRecord, session: Session
     ) -> RaisedRecord | None:

@@ -266,6 +266,9 @@ class Tracer(Recorder):
         leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
         return super().note_raised(error)
 
+    def _is_before_window(self) -> bool:
+        return False  # faults before the first step are not asked for
+
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()
 
