@@ -18,7 +18,24 @@ UNKNOWN = object()
 
 _VIEWS = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
 _PURE_METHODS = frozenset(
-    {"clone", "float", "half", "bfloat16", "double", "detach", "cpu", "contiguous", "flatten", "squeeze", "unsqueeze", "t", "view", "reshape", "permute", "transpose"}
+    {
+        "clone",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "detach",
+        "cpu",
+        "contiguous",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "t",
+        "view",
+        "reshape",
+        "permute",
+        "transpose",
+    }
 )
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import cast_tree
+from ..torch_dispatch import OpOverload, get_argument_names
 from .expressions import UNKNOWN, Reader, Source, find_expression
-from .observe import Observer, OpCall
+from .folding import OpCall
+from .observe import Observer
 from .ops import find_overload
 from .sites import describe_line, is_of_user
 from .tensors import storage_of, tensors_in
@@ -226,9 +228,9 @@ def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
     """Return the op that a dispatch mode of this package was running."""
     known = level.frame.f_locals
     function, args, kwargs = known.get("func"), known.get("args"), known.get("kwargs")
-    if not isinstance(function, torch._ops.OpOverload) or not isinstance(args, tuple):
+    if not isinstance(function, OpOverload) or not isinstance(args, tuple):
         return None
-    names = [argument.name for argument in function._schema.arguments]
+    names = get_argument_names(function)
     operands: list[tuple[str, Tensor]] = []
     for name, value in (*zip(names, args, strict=False), *(kwargs or {}).items()):
         tensors = list(tensors_in([value]))
@@ -249,7 +251,7 @@ def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
 
 def _find_written(function: Any, places: frozenset[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an op writes to. In its schema, `out` comes after the positional arguments."""
-    names = [argument.name for argument in function._schema.arguments]
+    names = get_argument_names(function)
     return [args[place] if place < len(args) else kwargs.get(names[place]) for place in sorted(places)]
 
 
@@ -321,13 +323,9 @@ def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
     is_whole = len(keywords) == len(node.keywords)
     if not is_whole or any(value is UNKNOWN for value in (*(v for vs in values for v in vs), *keywords.values())):
         return None
-    operands = [
-        (text, tensor) for (text, _), given in zip(parts, values, strict=True) for tensor in tensors_in(given)
-    ]
+    operands = [(text, tensor) for (text, _), given in zip(parts, values, strict=True) for tensor in tensors_in(given)]
     operands += [
-        (ast.unparse(item.value), tensor)
-        for item in node.keywords
-        for tensor in tensors_in([keywords[item.arg or ""]])
+        (ast.unparse(item.value), tensor) for item in node.keywords for tensor in tensors_in([keywords[item.arg or ""]])
     ]
     if isinstance(function, nn.Module):
         operands += list(function.named_parameters())

@@ -257,16 +257,16 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
     entries = tuple(_choose_entries(case, trials, listed, covered))
     edits = tuple(_choose_edits(record, case, trials, names, texts, weights))
-    return replace(
-        record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits
-    )
+    return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
 
 
 def _keep_floating(described: Sequence[Operand], tensors: Sequence[Tensor]) -> Iterator[Operand]:
     """Yield the floating operands: all, or of many the first of each dtype and origin."""
     kept = [operand for operand, tensor in zip(described, tensors, strict=True) if tensor.is_floating_point()]
     if len(kept) > _MAX_OPERANDS:
-        kept = list({(operand.dtype, operand.origin, operand.rule): operand for operand in reversed(kept)}.values())[::-1]
+        kept = list({(operand.dtype, operand.origin, operand.rule): operand for operand in reversed(kept)}.values())[
+            ::-1
+        ]
     yield from dict.fromkeys(kept)
 
 

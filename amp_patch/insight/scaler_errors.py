@@ -114,9 +114,8 @@ class ScalerWatch:
 
     def _explain_order(self, method: str, optimizer: int, empty: RaisedRecord) -> RaisedRecord:
         """Return the record of a method that was called twice, or after another one that comes later."""
-        earlier = [
-            f"{name}() at {self._lines[optimizer, name]}" for name in ("unscale_", "step") if (optimizer, name) in self._lines
-        ]
+        called = [name for name in ("unscale_", "step") if (optimizer, name) in self._lines]
+        earlier = [f"{name}() at {self._lines[optimizer, name]}" for name in called]
         here = empty.site
         if method == "unscale_" and (optimizer, "step") not in self._lines:
             first = self._lines.get((optimizer, "unscale_"), "the first line")
@@ -126,8 +125,8 @@ class ScalerWatch:
             )
             if first == here:
                 edit = (
-                    f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here} only"
-                    " before the step"
+                    f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here}"
+                    " only before the step"
                 )
         elif method == "unscale_":
             edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
@@ -140,9 +139,7 @@ class ScalerWatch:
             edits=(edit,),
         )
 
-    def _explain_no_gradients(
-        self, optimizer: Optimizer, empty: RaisedRecord, session: Session
-    ) -> RaisedRecord | None:
+    def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord | None:
         weights = list(_weights_of(optimizer))
         if any(weight.grad is not None for weight in weights):
             return None
@@ -167,8 +164,8 @@ class ScalerWatch:
         if not loss.has_graph:
             return (
                 [f"no op made the loss at {loss.site}: it is a tensor of its own, from which no gradient flows"],
-                f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or torch.tensor(...)"
-                " on the way",
+                f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
+                " torch.tensor(...) on the way",
             )
         if not any(id(weight) in loss.leaves for weight in weights):
             of_models = {id(weight) for model in session.models() for weight in model.parameters()}
@@ -251,7 +248,7 @@ def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str
         lines.append(f"{name} of {type(optimizer).__name__}: {', '.join(described)}")
     weights = kinds.get("weights", {})
     if len(weights) > 1:
-        return lines, "a parameter group, or an optimizer, for each dtype; or all weights in float32 under torch.autocast"
+        return lines, "an optimizer for each dtype, or all weights in float32 and the forward under torch.autocast"
     return lines, "the optimizer made after the last .half(), .bfloat16() or .to(dtype) of its model, not before"
 
 
