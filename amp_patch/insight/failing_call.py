@@ -393,7 +393,7 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
     def assign(parameter: Tensor, gradient: Tensor) -> None:
         parameter.detach().clone().grad = gradient
 
-    return _make_call(f"{node.attr} =", assign, [(node.value, reader), (assignment.value, reader)], writes=True)
+    return _make_call("assignment of .grad", assign, [(node.value, reader), (assignment.value, reader)], writes=True)
 
 
 def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
@@ -438,7 +438,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor]) -> list[str]:
     if level is None or found is None:
         return [""] * len(tensors)
     node, source = found
-    if isinstance(node, ast.Subscript) and isinstance(source.parents.get(node), ast.Assign):
+    if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(source.parents.get(node), ast.Assign):
         node = source.parents[node]
     reader = Reader(level.frame)
     known: list[tuple[str, Tensor]] = []

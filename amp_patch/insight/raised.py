@@ -91,7 +91,9 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    with current.without_casts():
+    # Its regions have ended, so a script with torch.autocast runs without casts already.
+    is_plain = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
+    with contextlib.nullcontext() if is_plain else current.without_casts():
         empty = _make_record(error, levels, scene)
         record = scene.scalers.explain(error, levels, empty, scene.session)
         if record is not None:
@@ -145,7 +147,7 @@ class Operands:
         """Return the operand for a tensor."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
-        if made is None or storage in self._weights:
+        if made is None or storage in self._weights or casts.find(tensor):
             return self._describe_outside(name, dtype, storage, tensor)
         root = made.find_root()
         if root.call is None and made.call is not None:
@@ -298,7 +300,7 @@ def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -
     forward = call.forward or covered
     candidates = [name for name, is_torch in levels.find_names() if is_torch]
     if forward is not None:
-        candidates = [forward.listed, forward.op.removeprefix("aten.")]
+        candidates = [forward.op.removeprefix("aten."), forward.listed]
     if call.forward is None:
         candidates.append(call.name)
     for name in candidates:

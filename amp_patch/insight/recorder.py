@@ -241,6 +241,9 @@ def recording() -> Iterator[Recording]:
     with in_block(recorder):
         try:
             yield recording
+        except Exception as error:
+            note_raised(recorder, error)  # before its records are copied
+            raise
         finally:
             if recorder.run is not None:
                 recording.run, recording.records[:] = recorder.run, recorder.recording.records

@@ -4,6 +4,7 @@ Guards: insight/raised, insight/raised_record, insight/raised_text, insight/fail
 Guards: insight/dtype_trials, insight/origins, insight/scaler_errors, insight/module_casts, cli/trace_raised.
 """
 
+import functools
 import gc
 import linecache
 import traceback
@@ -120,15 +121,19 @@ class Head(torch.nn.Module):
         return torch.linalg.svd(x.reshape(1, 3, 4))[1]
 
 
+def _multiply(layer, buffer):
+    return torch.mm(layer(torch.randn(3, 4)), torch.eye(4), out=buffer)
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_session_names_its_list_and_the_module(level):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Head())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.functions_off() if hasattr(amp, "functions_off") else torch.no_grad():
-        recording = insight.trace(
-            lambda: torch.mm(model[0](torch.randn(3, 4)), torch.eye(4), out=torch.empty(3, 4)), on_fault="record"
-        )
+    buffer = torch.empty(3, 4)
+    with torch.no_grad():
+        step = functools.partial(_multiply, model[0], buffer)
+        recording = insight.trace(step, on_fault="record")
     (raised,) = recording.raised
     assert raised.cause == "mixed dtypes" and "whitelist" in str(raised)
 
