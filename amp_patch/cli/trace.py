@@ -388,6 +388,9 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: _Tr
         fault, with_fault = runs[-1].faults[0]
         print(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", flush=True)
         return FAULT
+    if not runs[-1].watched.code and not any(runs[-1].watched.steps):  # there are no losses to compare
+        print(f"{path.name} is enough: the script runs to its end with it", flush=True)
+        return 0
     return _report_fixed(runs[-1], path, arguments)
 
 

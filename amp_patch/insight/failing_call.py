@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import cast_tree
+from ..config import op_names
 from ..torch_dispatch import OpOverload, get_argument_names
 from .expressions import UNKNOWN, Reader, Source, find_expression
 from .folding import OpCall
@@ -166,7 +167,8 @@ def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
         return False
     if isinstance(getattr(value, "__self__", None), Tensor):
         return True
-    return (getattr(value, "__module__", None) or "torch").startswith("torch")
+    spellings = op_names.find_or_none(_name_function(function))
+    return any(getattr(owner, name, None) is value for (_, name), owner in spellings.items())
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ out.float().sum().backward()
         ("model.half()\n", ""),
     ),
     "gradients are gone": Raising(
-        f"{SCALED}loss = model(x).mean()\nscaler.scale(loss).backward()\noptimizer.zero_grad()\nscaler.step(optimizer)\n",
+        f"{SCALED}loss = model(x).mean()\nscaler.scale(loss).backward()\noptimizer.zero_grad()\n"
+        "scaler.step(optimizer)\n",
         NONE,
         ("zero_grad() came after it",),
         "",
