@@ -86,33 +86,34 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision at an optimization level.
 
-    Call it after the models are on their device and the optimizers exist. Shard parameters before (`fully_shard`,
-    tensor parallelism, FullyShardedDataParallel), and wrap in DistributedDataParallel after.
+    Call it after the models are on their device and sharded (`fully_shard`, tensor parallelism,
+    FullyShardedDataParallel), and the optimizers exist. Wrap in DistributedDataParallel after it.
 
     Args:
-        models: a torch.nn.Module or a sequence of them, float32 (any precision at O3). Changed in place.
+        models: a torch.nn.Module or a sequence of them, in float32. Frozen weights may be in 16 bits at O1 and O4, and
+            all weights at O3. Changed in place.
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
-        enabled: False (or "False") makes this and every other function of the package do nothing.
+        enabled: False (or "False") turns amp off: nothing is cast, and `scale_loss` yields the loss itself.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, patch_torch_functions_type:
-            override one property of the level, as do the next two; `lists/presets.yaml` explains them.
-        loss_scale: a positive number, "dynamic", or a mapping of some of `init`, `growth_factor`, `backoff_factor`,
-            `growth_interval` and `hysteresis` for a dynamic scale.
-        compute: "auto", "native" or "float32".
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
+            of the same name. `lists/presets.yaml` explains them.
+        patch_torch_functions_type, compute: likewise.
+        loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
+            `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
             else unchanged.
-        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later call with another
-            optimizer starts dynamic scales anew, as in Apex.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later `initialize` with
+            another optimizer starts dynamic scales anew, as in Apex.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
-        lists: op lists for O1 and O4: a shipped name, a path, or a sequence of them. Later ones win.
+        lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
         presets: path of a presets file to use instead of the shipped one. Default: the environment variable
             AMP_PATCH_PRESETS.
         replace: close a session that is still in use instead of raising an error.
         overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
-            reduce a few numbers in each step. None: the ranks that hold shards of the models. False, or no shards:
-            each rank decides for itself, which is right under DistributedDataParallel.
+            reduce a few numbers in each step. None: the ranks that hold shards of the models, if any. Without shards,
+            or with False, each rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them.
@@ -120,8 +121,8 @@ def initialize(
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
-            changed.
-        SessionError: models of another policy are still alive.
+            changed, except that with `replace`, an earlier session may have been closed.
+        SessionError: models of another policy are still alive, or a `scale_loss` block is open.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
@@ -184,10 +185,7 @@ def _announce(session: Session, *, is_joined: bool) -> None:
 
 
 def _find_valid_optimizers(optimizers: Any) -> Sequence[Any]:
-    """Return the optimizers in an argument, or none if the argument is not valid.
-
-    While amp is disabled, arguments are not checked.
-    """
+    """Return the optimizers in an argument, or none if it is not valid: a disabled amp checks no arguments."""
     with contextlib.suppress(ArgumentTypeError):
         return as_optimizers(optimizers)
     return ()
@@ -205,7 +203,7 @@ def scale_loss(
 
     After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
     as usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped,
-    and the scale halves.
+    and the scale falls (to half, by default).
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
@@ -255,9 +253,10 @@ def scale_loss(
 def scale(tensors: Any, loss_id: int = 0) -> Any:
     """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
-    The product is float32 and differentiable. For a gradient penalty, scale the output, take gradients with
-    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
-    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number.
+    The product is float32 and differentiable. If the scale is always 1, or amp is disabled, returns `tensors` itself.
+    For a gradient penalty, scale the output, take gradients with `create_graph=True`, `unscale` them, and add the
+    penalty to the loss that you pass to `scale_loss`. If the product overflows, that loss overflows too, so the scale
+    falls as usual. Raises ArgumentTypeError for a number.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -266,14 +265,14 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")
+    tell(contextlib.nullcontext(), "values_scaled")  # listeners compute nothing, so casts may stay on
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable, and has the dtype of the gradients.
+    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -325,7 +324,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Context manager and decorator: run the body as in plain torch, in this thread.
+    """Context manager and decorator: run the body without casts, in this thread.
 
     It has no effect at levels that patch no functions.
 
@@ -354,12 +353,12 @@ def session(
     """Context manager: cast by the lists of a level, for code without a model.
 
     Args:
-        opt_level: a level that patches functions, such as "O1" or "O4".
+        opt_level: a level that patches functions, such as "O1" or "O4". "O0" casts nothing.
         device: the device whose tensors are cast. Default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError inside another session, PolicyError at a level that patches no functions, and ArgumentValueError
-    for an unknown device.
+    Raises SessionError inside another session, PolicyError at a level that casts models, and ArgumentValueError for an
+    unknown device.
 
     Examples:
         >>> with amp.session(opt_level="O4", device="cpu"):
@@ -418,8 +417,10 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 
 
 def reset() -> None:
-    """Undo `initialize`: restore torch's functions and the optimizers, and make the models float32 with their trained
-    weights.
+    """Undo `initialize`: restore torch's functions and the optimizers. Weights keep their trained values.
+
+    Weights that were cast become float32, with the values of the masters; at levels without masters they return to
+    their earlier dtype.
 
     Examples:
         >>> original = torch.matmul
@@ -434,7 +435,8 @@ def reset() -> None:
 def refresh() -> None:
     """Recast every cached weight, and copy masters to parameters, before their next use.
 
-    Call it after edits that torch cannot see, such as `p.data.mul_(2)`.
+    Call it after edits that torch cannot see, such as `p.data.mul_(2)`: of weights, or at levels with masters, of the
+    masters. There, such an edit of a weight itself is lost.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
@@ -470,9 +472,9 @@ def fsdp_policy(
     under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
 
     Args:
-        opt_level: a level of the shipped presets.
-        module: the module that is sharded. Shard batch normalization layers separately, to keep them in float32.
-            None: any other module.
+        opt_level: a level of the shipped presets, or of the file that AMP_PATCH_PRESETS names.
+        module: the module that is sharded. Pass it for batch normalization layers that are sharded separately, which
+            stay float32 at O2 and O5. Other modules make no difference.
         reduce_dtype: the dtype in which gradients are summed over the ranks. None: the low dtype. float32 is more exact
             and doubles the traffic.
 

@@ -1,4 +1,4 @@
-"""Names of dtypes, and the tests whether a tensor may be cast."""
+"""Names of dtypes, and tests of whether a tensor may be cast."""
 
 import ctypes
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def is_castable(tensor: Tensor) -> bool:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor must not be cast although it has a castable dtype, as the quantized weights of torchao.
+    """Return whether a tensor must not be cast although it has a castable dtype, such as quantized weights of torchao.
 
     Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
     (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,

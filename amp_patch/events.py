@@ -12,7 +12,8 @@ from typing import Any
 class Watcher:
     """Base class of watchers. It has a method for each event, which does nothing.
 
-    An exception in such a method propagates to the caller of `tell`. A *bound* optimizer was passed to `initialize`.
+    An exception in such a method propagates to the caller of `tell`. A *bound* optimizer was passed to `initialize`, or
+    steps in a script that `amp_patch.native` observes.
     """
 
     def session_opened(self, session: Any) -> None:
@@ -22,7 +23,9 @@ class Watcher:
         """Called when a session is about to undo its changes."""
 
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
-        """Called when a `scale_loss` block begins. `scaled_loss` is the value that `as` binds."""
+        """Called when a `scale_loss` block begins. In a script that `amp_patch.native` observes: when the script scales
+        a loss, or lets one go backward. `scaled_loss` is the value that goes backward.
+        """
 
     def values_scaled(self) -> None:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""

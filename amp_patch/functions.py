@@ -14,6 +14,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def half_function(function: Function) -> Function:
     """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions.
 
+    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
+
     Examples:
         >>> @amp.half_function
         ... def mix(x, y):
@@ -27,6 +29,8 @@ def half_function(function: Function) -> Function:
 
 def float_function(function: Function) -> Function:
     """Decorator: run the function, and everything it calls, in float32 while a session patches functions.
+
+    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.float_function
@@ -86,9 +90,10 @@ def _decorate(function: Any, rule: OpRule) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in the low dtype from the next `initialize` or `session` on, whatever the lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
+    ArgumentValueError if `module` has no attribute of this name.
 
     Examples:
         >>> import types
@@ -102,9 +107,9 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in float32 from the next `initialize` or `session` on, whatever the lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises the errors of `register_half_function`.
 
     Examples:
         >>> import types
@@ -118,9 +123,10 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest dtype of its arguments from the next `initialize` on, whatever the lists say.
+    """Run `module.name` in the widest dtype of its arguments from the next `initialize` or `session` on, whatever the
+    lists say.
 
-    Raises ArgumentTypeError if `module` is text, and ArgumentValueError if it has no such function.
+    Raises the errors of `register_half_function`.
 
     Examples:
         >>> import types
@@ -167,7 +173,7 @@ def _register(module: Any, name: str, rule: OpRule) -> None:
 def is_patched(owner: Any, name: str) -> bool:
     """Return whether `owner.name`, such as `(torch, "matmul")`, is patched now.
 
-    Raises ArgumentTypeError if `owner` is text.
+    Raises ArgumentTypeError if `owner` is text, or if `name` is not.
 
     Examples:
         >>> with amp.session(opt_level="O4", device="cpu"):
@@ -182,7 +188,7 @@ def is_patched(owner: Any, name: str) -> bool:
 def get_original(owner: Any, name: str) -> Any:
     """Return `owner.name` as it is without the patches of a session.
 
-    Raises ArgumentTypeError if `owner` is text, and ArgumentValueError if it has no such name.
+    Raises ArgumentTypeError if `owner` is text or `name` is not, and ArgumentValueError if `owner` has no such name.
 
     Examples:
         >>> original = torch.matmul

@@ -35,7 +35,8 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
-    """Return up to which size attention is faster in float32 than in 16-bit kernels, with the backward pass and casts.
+    """Return the size up to which attention is faster in float32 than in 16-bit kernels, with the backward pass and
+    casts.
 
     The size is the number of queries times the number of keys. 0 if 16 bits are always faster, or on hardware that was
     not measured.

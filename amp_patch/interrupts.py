@@ -21,7 +21,7 @@ class UndoStack:
 
     `contextlib.ExitStack` removes a callback before it runs it, so an interrupt in a callback loses the rest of it.
     Here, a callback that an interrupt cut short runs again at the next `close`. Register a callback before the change
-    that it undoes. It must be harmless if it runs twice, or if the change was never made.
+    that it undoes. A callback must be harmless if it runs twice, or if the change was never made.
     """
 
     def __init__(self) -> None:

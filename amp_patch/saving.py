@@ -10,9 +10,10 @@ from .session import current as _current
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
 
-    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
+    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale,
+    which also holds `hysteresis_tracker` if the scale has a `hysteresis` above 1.
     `torch.load` can read it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination`, to
-    which the entries are added, is not a dictionary.
+    which the entries are added, is not a dictionary, and SessionError before `initialize`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
@@ -32,10 +33,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict`, of this package or of Apex.
+    """Load the result of `state_dict`, of this package or of Apex. Does nothing if amp is disabled.
 
     Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
-    cases nothing is loaded.
+    cases nothing is loaded. Raises SessionError before `initialize`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)

@@ -1,4 +1,4 @@
-"""The level and the lists of a command, which override the arguments of the script's own call of `amp.initialize`."""
+"""The level and the lists of a command (or of `apex.install`), which override the script's own `amp.initialize`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     lists: tuple[str, ...] = ()
 
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not.
+        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not fit.
 
         Properties of a level do not fit another level.
         """

@@ -1,7 +1,8 @@
-"""The private names of torch's dispatcher and autograd with which `insight` observes ops.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops a name. All names exist in torch 2.6.0,
-and in 2.13.0 to 2.15.0. If one is missing, the import of this module fails, and the commands that use `insight` fail.
+`native` uses some of these names to keep a script in float32. As in `torch_private`, a sentence with "would" says what
+happens if torch drops a name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports
+of this module, of `insight` and of `native` fail, and so do the commands that use either package.
 """
 
 import operator
@@ -10,8 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -22,6 +25,10 @@ _aten = torch.ops.aten
 get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+# The function that gives the bytes of a file or of another process to a tensor, with its owner. It is patched while a
+# script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
 
 def restore_caller_state() -> AbstractContextManager[None]:
@@ -102,7 +109,7 @@ def is_random(function: Any) -> bool:
 def leave_mode(mode: TorchDispatchMode) -> bool:
     """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
 
-    torch itself always takes the topmost mode off. That may be a mode of the user, who has entered it later.
+    torch itself always takes the topmost mode off. The topmost mode may be the user's, who has entered it later.
     """
     if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False
@@ -116,3 +123,18 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
     for other_mode in reversed(above):
         TorchDispatchMode.__enter__(other_mode)
     return True
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
+
+    Without it, the mode that a script has entered last would be taken off instead.
+    """
+    above = []
+    for _ in range(_len_torch_function_stack()):
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
+    for other_mode in reversed(above):
+        _push_mode(other_mode)

@@ -1,9 +1,9 @@
 """The private names of torch that the package uses. Others are in `torch_distributed` and `torch_dispatch`. No other
 module may use private names of torch.
 
-Each comment says what a name is for, and, in a sentence with "would", what happens if torch drops the name: what the
-package would lose, or what a maintainer could use instead. All names exist in torch 2.6.0, 2.13.0, 2.14.1 and 2.15.0. A
-missing name makes the import of this module fail, unless its comment or docstring says otherwise.
+Comments and docstrings say what a name is for. A sentence with "would" says what happens if torch drops the name: what
+the package would lose, or what a maintainer could use instead. All names exist in torch 2.6.0, 2.13.0, 2.14.1 and
+2.15.0. A missing name makes the import of this module fail, unless its comment or docstring says otherwise.
 """
 
 import functools
@@ -59,17 +59,17 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
-READ_IN_PLACE = frozenset({"_version"})
+HOT_PATH_ATTRIBUTES = frozenset({"_version"})
 """Private attributes that hot paths in other modules read themselves, because a call of a function would cost time.
 
-`Tensor._version` counts edits in place, except edits by fused optimizers. Without it, every use of a weight would make
-a new copy.
+`Tensor._version` is the version counter. Every edit in place raises it, except edits by fused optimizers. Without it,
+every use of a weight would make a new copy.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 # The reference counts of the storage at an address, and of a tensor. They show whether an autograd graph still needs a
-# copy of a weight. Without them, a copy would never be refreshed in place, but always replaced.
+# copy of a weight. Without them, copies would never be refreshed in place, but always replaced.
 get_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -84,8 +84,8 @@ def get_storage_address(tensor: Tensor) -> int:
 
 
 view_negated: Callable[[Tensor], Tensor] = torch._neg_view
-"""Returns a view with the opposite sign. For a tensor that torch negates only when it is read (`is_neg()`), this is a
-view of the memory as it is. Without it, a copy of such a gradient would be scaled, and copied back.
+"""Returns a view of the memory of a gradient that torch negates only when it is read (`is_neg()`), so that the gradient
+can be scaled in place. Without it, a copy of the gradient would be scaled, and copied back.
 """
 
 
@@ -102,7 +102,8 @@ def get_sparse_values(gradient: Tensor) -> Tensor:
 # read.
 without_overrides = torch._C.DisableTorchFunctionSubclass
 
-# The `__torch_dispatch__` of classes that handle no op. Without it, subclasses of Parameter would count as opaque.
+# The `__torch_dispatch__` of classes that handle no op. Without it, subclasses of Parameter would count as opaque
+# (`dtypes.is_opaque`).
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
@@ -122,15 +123,15 @@ get_own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.
 # The forward pre-hooks of a module. Without them, a copied module would keep the module rules of its original.
 get_forward_pre_hooks: Callable[[nn.Module], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
 
-# The code that runs every call of a module. Without it, a rule for the module that enters the first region of
-# torch.autocast would act only from its second call on.
+# The code of the frame in which torch runs a module. It identifies the calls of modules that are under way. Without it,
+# a rule for the module whose forward enters the first region of torch.autocast would act from its second call on.
 MODULE_CALL: types.CodeType = nn.Module._call_impl.__code__
 
 
 def is_replica(module: nn.Module) -> bool:
     """Return whether DataParallel made a module for one call. Such a copy shares the hooks of its original.
 
-    Without it, each call would add hooks. If torch drops the name, this returns False.
+    If torch drops the name, this returns False, and each call adds hooks.
     """
     return bool(getattr(module, "_is_replica", False))
 
@@ -138,8 +139,8 @@ def is_replica(module: nn.Module) -> bool:
 def get_call_kwargs(frame: types.FrameType) -> dict[str, Any]:
     """Return the keyword arguments of a module call, from the frame that runs its hooks.
 
-    Changes of the dictionary reach `forward`. Without it, keyword arguments would keep their dtype in the first call
-    under a rule. If torch renames its variable, this returns an empty dictionary.
+    Changes of the dictionary reach `forward`. If torch renames its variable, this returns an empty dictionary, and
+    keyword arguments keep their dtype in the first call under a rule.
     """
     return cast("dict[str, Any]", frame.f_locals.get("kwargs", {}))
 
@@ -190,16 +191,16 @@ check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_chan
 def get_first_weight(layer: nn.RNNBase) -> Tensor | None:
     """Return the weight whose dtype a recurrent layer compares with the dtype of its input.
 
-    Without it, the first parameter would usually be the same.
+    Without it, the package would take the first parameter, which is usually the same tensor.
     """
     return cast("list[Tensor | None]", layer._flat_weights)[0]
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
-# The hooks around the steps of all optimizers. A fused step that is skipped on the device runs them nevertheless, so
-# the host must decide if there are hooks. Without these names and the next function, every step under a dynamic scale
-# would wait for the device.
+# The hooks around the steps of all optimizers. A fused step that is skipped on the device runs them nevertheless, so if
+# there are any, the host must decide whether to skip. Without these names and `get_step_hooks`, every step under a
+# dynamic scale would wait for the device.
 GLOBAL_PRE_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_pre_hooks
 GLOBAL_POST_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_post_hooks
 
@@ -213,7 +214,7 @@ def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
     """Make a hook that was just registered run before the others in the table `hooks` of `owner`.
 
-    Without it, other hooks would see weights of the previous step, or rename keys that this hook looks for.
+    Without it, a hook after a step would see weights of the step before, and a state_dict hook renamed keys.
     """
     getattr(owner, hooks).move_to_end(handle.id, last=False)
 
@@ -380,14 +381,14 @@ def has_proxies() -> bool:
 
 
 def mark_constant(function: Callable[[], Any]) -> None:
-    """Do as `torch.compiler.assume_constant_result`, which would import Dynamo."""
+    """Mark a function as `torch.compiler.assume_constant_result` does, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_tracing_graph() -> bool:
     """Return whether Dynamo is compiling in this thread.
 
-    Without it, patching at such a time would make the compilation fail. If torch drops the name, this returns False.
+    If torch drops the name, this returns False, and patching at such a time makes the compilation fail.
     """
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
@@ -396,9 +397,9 @@ def is_tracing_graph() -> bool:
 IDLE_DEVICE_TYPES = ("ipu", "maia")
 """Device types that torch no longer runs on, although they still have an autocast state.
 
-The package uses such a state as a flag that Dynamo guards, so that code which was compiled with the flag set is not run
-without it. Without them, `IDLE_KEYS` would serve instead. Without either, code that was compiled inside a region of
-amp_patch would also run outside of it.
+The package uses the autocast state of such a type as a flag. Dynamo guards the flag, so code that was compiled with it
+set is not run without it. Without these types, `IDLE_KEYS` would serve instead. Without types and keys, code that was
+compiled inside a region of amp_patch would also run outside of it.
 """
 
 IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
@@ -435,7 +436,7 @@ def set_keys(*are_set: bool) -> None:
 
 
 def get_forced_setting(config: Any, name: str) -> object:
-    """Return the value with which `force_setting` restores a setting of one of torch's config modules."""
+    """Return the value to pass to `force_setting` later, to restore a setting of one of torch's config modules."""
     value: object = getattr(*_find_setting(config, name))
     return value
 

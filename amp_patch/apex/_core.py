@@ -1,7 +1,8 @@
-"""The only connection of the stand-in to the other wings.
+"""The connection of the stand-in to the other wings.
 
-The other modules of the stand-in import from here and from the ground modules (`errors`, `dtypes`, `reporting`). They
-call methods of sessions and loss scalers. Only this file uses the objects that a session holds.
+The other modules of the stand-in import from here, from the public names (`api`) and from the ground modules
+(`errors`, `dtypes`, `torch_private`, ...). They call methods of sessions and loss scalers. Of the objects that a
+session holds, they use only its switch, its bindings and its scalers.
 """
 
 import contextlib
@@ -96,7 +97,8 @@ def open_session(
     replace: bool,
     accept_low: bool,
 ) -> Session:
-    """Replace the session in force. If it has the same policy, add to it instead, and restart its loss scalers.
+    """Return the session in force with the models and optimizers added and its loss scalers restarted, if it has this
+    policy. Otherwise open a session in its place, and return it.
 
     The lists of a command (`amp-patch run --lists`) are added after the lists of the policy.
 

@@ -1,8 +1,8 @@
 """`amp_C`, a compiled extension of Apex, rebuilt on `torch._foreach_*`.
 
-Tensors may be on any device, of any floating dtype, contiguous or not. Every function takes a chunk size (ignored), a
-flag (one integer element) and lists of tensors, and writes its results into the lists. The flag becomes 1 if a checked
-tensor holds inf or NaN, and is never cleared. Docstrings begin with the lists in brackets, in their order.
+Tensors may be on any device, of any floating dtype, contiguous or not. The functions named `multi_tensor_...` take a
+chunk size (ignored), a flag (one integer element) and lists of tensors, and write their results into the lists. The
+flag becomes 1 if a checked tensor holds inf or NaN, and is never cleared. Docstrings begin with the lists in brackets.
 
 Functions of Apex's `amp_C` that only its own optimizers called are left out. Unlike Apex's, `multi_tensor_lamb` does
 not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.

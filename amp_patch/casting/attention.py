@@ -32,9 +32,11 @@ class Attention:
     enable_gqa: bool = False
 
     def can_use_float32(self, low: torch.dtype, max_scores: int) -> bool:
-        """Return whether `compute_in_float32` supports this call and is faster. All operands must be plain 4-dim
-        tensors of dtype `low` on a CPU, with the same number of heads and the same head size. There may be at most
-        `max_scores` scores (queries times keys) for each head, no dropout and no additive mask.
+        """Return whether `compute_in_float32` supports this call and is faster.
+
+        All operands must be plain 4-dim tensors of dtype `low` on a CPU, with the same head size; queries and keys must
+        have the same number of heads. There may be at most `max_scores` scores (queries times keys) for each head, no
+        dropout, and no mask but a bool one.
         """
         if self.dropout_p or self.enable_gqa:
             return False

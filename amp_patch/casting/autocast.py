@@ -1,9 +1,9 @@
 """`Autocast`: the regions of `torch.autocast`, for a session whose lists act inside them.
 
 The state stays in torch: whether autocast is enabled in a thread, and in which dtype. So torch's own functions report
-it as they do without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
-`torch.set_autocast_enabled` need no code here. If the lists give an op the same rule as torch, torch casts it. An op
-with another rule casts by that rule, and runs with autocast disabled.
+this state as they do without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
+`torch.set_autocast_enabled` need no code here. If torch's own rule decides about an op, torch casts it. An op with a
+rule of the session's lists casts by that rule, and runs with autocast disabled.
 """
 
 import functools

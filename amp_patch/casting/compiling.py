@@ -61,19 +61,19 @@ def prime() -> None:
 
 
 def run_eagerly() -> Callable[[], object]:
-    """Run compiled functions uncompiled. Return a function that ends this."""
+    """From now on, run compiled functions uncompiled. Return a function that ends this."""
     stance = torch.compiler.set_stance("force_eager")
     return lambda: stance.__exit__(None, None, None)
 
 
 def forget_compiled_code() -> None:
-    """Drop the code that torch.compile has made in this process. It holds casts that may no longer be active."""
+    """Drop the code that torch.compile has made in this process, because its casts may no longer be active."""
     if DYNAMO in sys.modules:
         torch.compiler.reset()
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Give this process its own on-disk caches of compiled code, until `undo` is closed."""
+    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))

@@ -1,8 +1,8 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
 bits, multiplied and added in float32, and the result is rounded to 16 bits.
 
-On hardware without instructions for 16-bit products, all products are computed in this way. On a CPU with such
-instructions, only short attention is, because torch's 16-bit kernels for it take several times as long.
+With `compute="auto"`, all products are computed in this way on hardware without instructions for 16-bit products. On a
+CPU with such instructions, only short attention is, because torch's 16-bit kernels for it take several times as long.
 
 The casts are ordinary casts that autograd records. So gradients are rounded when they leave a product, as with a 16-bit
 kernel, and whatever supports casts (compilers, function transforms, double backward, checkpoints) supports these. For
@@ -114,8 +114,8 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its operands have the low dtype.
 
-        A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. A product
-        with a single operand does, too: an einsum of one operand multiplies nothing, and may return a view.
+        A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. So does a
+        product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
         """
         if self.longest_attention is not None:
             return self._run_short_attention(original, self.longest_attention, public)
@@ -167,8 +167,8 @@ class Float32Products:
         """Return a function that applies `cast` to every tensor, converts low tensors to float32, calls `original`, and
         rounds the result.
 
-        Products that `original` itself calls run unchanged. That may be `original` once more, because torch.export
-        calls an op again by its public name.
+        Products that `original` itself calls run unchanged. One of them may be `original` once more, because
+        torch.export calls an op again by its public name.
         """
         low, to_float32, thread = self.low, self._to_float32, self._thread
 

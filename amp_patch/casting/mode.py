@@ -25,8 +25,8 @@ class Mode(Enum):
 
     OFF = "as plain torch"
     BY_LISTS = "as the op lists say"
-    LOW = "every listed op in the low dtype"
-    FLOAT32 = "every listed op in float32"
+    LOW = "whitelisted and blacklisted ops in the low dtype, other ops as the op lists say"
+    FLOAT32 = "whitelisted and blacklisted ops in float32, other ops as the op lists say"
 
 
 _MODES = {mode.name: mode for mode in Mode}
@@ -151,7 +151,10 @@ class Switch:
         self.on = True
 
     def turn_off(self) -> None:
-        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed."""
+        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed.
+
+        Closes the regions of this thread.
+        """
         self.on = False
         for region in reversed(self._local.regions):
             region.has_paused = False
@@ -203,7 +206,7 @@ class Switch:
         return regions[-1] if regions else None
 
     def _is_in_force(self, region: Region) -> bool:
-        """Return whether the innermost region applies here. It does not inside a nested `autocast(enabled=False)`."""
+        """Return whether a region applies here: not inside an `autocast(enabled=False)` that was entered after it."""
         if self.autocast is None or self.autocast.is_here():
             return True
         return region.is_active and region.depth == get_autocast_depth()
@@ -227,8 +230,9 @@ class Switch:
         return Region(self, mode, pauses=pauses)
 
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module. Return whether to cast the inputs: True if casts are active, and
-        the mode differs from the mode outside of the region.
+        """Open a region for the forward of a module: in the given mode, or without casts if the outer region has none.
+
+        Return whether to cast the inputs: True if casts are active, and the mode differs from the outer region's.
 
         Args:
             owner: identifies the region for `close_for_module`.
@@ -312,7 +316,7 @@ code would be lost."""
 
 
 def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
-    """Return a function that returns the name of the mode in this thread. It does not keep the switch alive."""
+    """Return a function that returns the name of the mode in this thread, and that does not keep the switch alive."""
 
     def get_name() -> str:
         switch = reference()

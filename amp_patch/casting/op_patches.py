@@ -30,12 +30,15 @@ Registration = tuple[Any, str, str]
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, or for the user's registration of the same name."""
+    """Yield a patch for every listed spelling, or for the user's registration of the same name.
+
+    Under torch.autocast, also yield patches that keep torch from casting ops that none of these rules names.
+    """
     decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
-            yield plan_op(spelling.owner, spelling.name, spelling.kind, chosen, spelling.entry.location)
+            yield plan_op(spelling.owner, spelling.name, spelling.rule, chosen, spelling.entry.location)
     for owner, name, rule in registered:
         if rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list, so it is not patched
             yield plan_op(owner, name, rule, casts)
@@ -162,7 +165,7 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.kind, casts, spelling.entry.location)])
+        self._patcher.install([plan_op(owner, name, spelling.rule, casts, spelling.entry.location)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
@@ -229,7 +232,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are defined during the session. They cast only during the session."""
+    """Return a `custom_fwd` for functions that are defined during the session, and that cast only during it."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -310,7 +313,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache. It would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache, because a tracer would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():

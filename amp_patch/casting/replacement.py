@@ -113,7 +113,7 @@ class PublicOp:
 
     Args:
         name: the name of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
-        original: torch's function, or None for a function that is not torch's. That has no overrides.
+        original: torch's function. None for a function that is not torch's, and so has no overrides.
         takes_lists: whether the op takes lists of tensors, which may have overrides, too.
 
     Attributes:
@@ -150,9 +150,8 @@ class PublicOp:
 
 
 def _dispatches_by_name(original: OpFunction) -> bool:
-    """Return whether torch's function, when it calls overrides, looks up its own public name and passes them the
-    function
-    that it finds there: the replacement.
+    """Return whether torch's function, when it calls overrides, looks up its own public name, and passes them the
+    function that the name holds: the replacement.
 
     Methods in C and undecorated functions in Python do so. Then `hand_over` simply calls them, and torch decides how
     the arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).
@@ -165,6 +164,7 @@ def _dispatches_by_name(original: OpFunction) -> bool:
 # ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
+    | {"__setitem__"}
     | {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack", "block_diag"}
 )
 

@@ -38,14 +38,17 @@ def is_compressed(tensor: Tensor) -> bool:
 
 
 def is_uncastable(tensor: Tensor) -> bool:
-    """Return whether a tensor of a castable dtype is never cast to float32. Ops on it run in its own dtype."""
+    """Return whether ops run in the dtype of a tensor, because the tensor is never cast from it to float32."""
     return is_opaque(tensor) or is_compressed(tensor)
 
 
 def make_plain_cast(
     dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
 ) -> TensorCast:
-    """Return a function that casts castable tensors on such devices to `dtype`, and returns any other as it is.
+    """Return a function that casts castable tensors on one type of device to `dtype`, and returns others as they are.
+
+    A tensor of that dtype is returned without a call of its method: tracers would record the call, and a write to its
+    result.
 
     Args:
         is_for_kernels: whether 16-bit kernels get the result. If so, compressed sparse tensors on a CPU are left as
@@ -57,7 +60,8 @@ def make_plain_cast(
     convert = get_conversion(dtype)
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CASTABLE:
+        given = tensor.dtype
+        if given is dtype or given not in CASTABLE:
             return tensor
         is_plain = tensor.__class__ in PLAIN_CLASSES  # tests of a subclass may run its own, slow code
         if not is_plain and not takes_opaque and is_opaque(tensor):

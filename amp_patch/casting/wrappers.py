@@ -49,6 +49,9 @@ _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
 
+# The classes of an index that names a view. A bool is not among them.
+_VIEW_INDEXES = (int, slice, type(None), type(Ellipsis))
+
 _BY_LISTS = Mode.BY_LISTS
 
 _NO_ENTRIES: Mapping[int, Any] = {}
@@ -141,6 +144,7 @@ class OpCasts:
 
     def _replace(self, rule: OpRule, original: OpFunction, name: str, public: PublicOp) -> OpFunction:
         """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
+        function = original
         if self.autocast is not None:
             original = self.autocast.run_without(original, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
@@ -165,6 +169,8 @@ class OpCasts:
         general = replace(original, make_prepare(original), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
             return self._replace_weighted(original, general)
+        if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
+            return _replace_set_item(function, general)
         return general
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
@@ -283,8 +289,8 @@ class OpCasts:
         """Cast the arguments of a function that is not torch's, and run the ops in its body in the same dtype, as
         `torch.amp.custom_fwd(cast_inputs=...)` does.
 
-        If such functions call each other, each body follows its own rule. So it does in every region, except where
-        casts are off. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
+        Each body follows its own rule, also if such functions call each other, and in every region in which casts are
+        on. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -405,7 +411,7 @@ class OpCasts:
             target = args[0] if args else kwargs.get("input")
             if not isinstance(target, Tensor) or target.dtype not in CASTABLE or target.device.type != self.device_type:
                 return original, args, kwargs
-            # a cast to its own dtype returns the target itself
+            # the target, which has that dtype, stays itself
             return (original, *cast_arguments(args, kwargs, make_plain_cast(target.dtype, self.device_type)))
 
         return prepare
@@ -413,7 +419,7 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError on any 16-bit tensor."""
+        """Raise BannedOpError on any 16-bit tensor on a device of the session's type."""
         name = getattr(original, "__name__", str(original))
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
@@ -428,6 +434,29 @@ class OpCasts:
             return original, args, kwargs
 
         return prepare
+
+
+def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
+    """Return a replacement of `x[index] = values`, which scripts call often. It leaves the usual calls to torch, and
+    the others to `general`, the replacement by `replace`.
+
+    An index of numbers and slices names a view, to which torch copies in any dtype. In torch's own code, overrides get
+    the public name, as they get it from `general`.
+    """
+
+    def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
+        if (
+            index.__class__ in _VIEW_INDEXES
+            or not isinstance(values, Tensor)  # torch makes a tensor of the same dtype of a number, a list or an array
+            or has_torch_function((tensor, values))
+            or tensor.dtype is values.dtype
+        ):
+            return original(tensor, index, values)
+        if index.__class__ is tuple and all(item.__class__ in _VIEW_INDEXES for item in index):
+            return original(tensor, index, values)
+        return general(tensor, index, values)
+
+    return set_item
 
 
 def _prepare_nothing(original: OpFunction) -> PrepareCall:

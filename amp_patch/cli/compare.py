@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
         if asked is not None and reference not in asked:
             reference = asked[0]
     if arguments.everywhere:
-        asked = asked or [config.levels.find_plain_level().name, config.levels.find_patching_level("bfloat16").name]
-        for level in (name.split("+")[0] for name in [*asked, reference]):
+        for level in (name.split("+")[0] for name in [*(asked or ()), reference]):
             # a run in float32 casts nothing, so any script can take it
-            if level != "as-is" and not get_level(level).is_plain:
+            if level not in ("as-is", "script") and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     named = [name for run_name in [*(asked or ()), reference] for name in run_name.split("+")[1:]]
     check_lists(arguments.parser, "--runs", *named)
-    plan = plan_runs(asked, reference, arguments.steps, seeds, describe_command(arguments))
+    command = describe_command(arguments)
+    plan = plan_runs(asked, reference, arguments.steps, seeds, command, everywhere=arguments.everywhere)
     prefix = arguments.parser.prog
     runner = ScriptRunner(arguments, is_quiet=True, is_repeated=True)
     campaign = Campaign(runner, plan, lambda line: print(f"{prefix}: {line}", file=sys.stderr))
@@ -115,6 +115,6 @@ def _runs(text: str) -> list[str]:
 def _run(text: str) -> str:
     """Return the name of a run, such as `O4+my_lists.yaml` or `as-is`, checked and with absolute paths of its lists."""
     level, *lists = text.split("+")
-    if level != "as-is":
+    if level not in ("as-is", "script"):
         level = opt_level(level)
     return "+".join([level, *map(oplist, lists)])

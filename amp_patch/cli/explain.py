@@ -11,7 +11,7 @@ from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
 from .ranks import name_for_node
-from .scripts import ScriptRunner, add_script, describe_command, write_all
+from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
@@ -66,34 +66,22 @@ def run(arguments: argparse.Namespace) -> int:
     # Ctrl-C came before an op was recorded, so there is nothing to print
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
-    has_ops = bool(recordings) and bool(recordings[0].ops)
-    if not has_ops and code and not any(recording.raised for recording in recordings):
-        raise SessionError(
-            f"nothing to explain: the script ended with exit code {code} before a step was recorded"
-            f"{_hint_at_steps(watched.steps, first)}"
-        )
-    if not recordings:
-        raise SessionError("nothing to explain: the script called no model and no amp.initialize")
+    _check_ops(watched, first, last)
     if arguments.json is not None:
         write_all(recordings, arguments.json)
     # of several ranks, the one that raised is of interest
     recording = next((each for each in recordings if each.raised), recordings[0])
-    if not recording.ops and recording.raised:
+    if not recording.ops:
         print_report(format_raised(recording.raised[0], recording.run))
         return 1
-    if not has_ops:
-        taken = watched.steps[0]
-        if taken > last:
-            raise SessionError(
-                f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
-                f" {taken}:{taken + 1}"
-            )
-        raise SessionError(
-            f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
-            f" {first}:{last} were to be recorded; give --steps 0:1"
-        )
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
-    if recording.run.is_native and not recording.run.low:
+    if recording.run.script_low:
+        low = recording.run.script_low
+        print(
+            f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and"
+            " lists do not act on them; `amp-patch compare` shows what this loses"
+        )
+    elif recording.run.is_native and not recording.run.low:
         print(
             "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
             " --everywhere --opt-level O4 shows what it would run in bfloat16"
@@ -107,6 +95,31 @@ def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     # The steps were recorded before the script failed, so this is no error of the command, but the exit code shows it.
     return int(code != 0)
+
+
+def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
+    """Raise SessionError, with the reason, for a run of which no op and no exception was recorded."""
+    code, recordings = watched.code, watched.recordings
+    has_ops = bool(recordings) and bool(recordings[0].ops)
+    if has_ops or any(recording.raised for recording in recordings):
+        return
+    if code:
+        raise SessionError(
+            f"nothing to explain: the script ended with exit code {code} before a step was recorded"
+            f"{_hint_at_steps(watched.steps, first)}"
+        )
+    if not recordings:
+        raise SessionError("nothing to explain: the script called no model and no amp.initialize")
+    taken = watched.steps[0]
+    if taken > last:
+        raise SessionError(
+            f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
+            f" {taken}:{taken + 1}"
+        )
+    raise SessionError(
+        f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
+        f" {first}:{last} were to be recorded; give --steps 0:1"
+    )
 
 
 def _hint_at_steps(taken: list[int], first: int) -> str:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(name: str, report: "config.op_lists.Diagnostics") -> str:
-    """Return a line about a list without faults. It names the files that the list extends."""
+    """Return a line about a list without faults, with the files that the list extends."""
     bases = [path.name for path in report.files][1:]
     if bases:
         return f"{name}: no faults; it extends {', '.join(bases)}"

@@ -13,7 +13,8 @@ SUMMARY = "print every entry of the merged lists, with its reason, file and line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     parser.add_argument("lists", nargs="+", metavar="NAME|FILE", help=f"{LIST}; of several, later ones win")
-    parser.add_argument("--spellings", action="store_true", help="also print every patched name of torch")
+    about_spellings = "also print, below each entry, the names that it decides"
+    parser.add_argument("--spellings", action="store_true", help=about_spellings)
     parser.add_argument("--json", action="store_true", help="print JSON, which has all spellings")
 
 
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the lists. Return 0."""
     lists = config.load_oplists(arguments.lists, may_be_overlay=True)
     if arguments.json:
-        print_json(_as_data(lists))
+        print_json(_lists_as_data(lists))
     else:
         print_lines(_show(lists, arguments.spellings))
     return 0
@@ -37,7 +38,7 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
     )
     yield from _show_rules(lists, with_spellings)
     if lists.modules:
-        yield ("\nmodules: run in this dtype, whatever the rules above say; the last rule that matches wins")
+        yield ("\nmodules: run in the dtype shown, whatever the rules above say; the last rule that matches wins")
         rows = align((rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules)
         yield from (f"  {row}" for row in rows)
     without_effect = (
@@ -53,7 +54,9 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
 
 
 def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
-    """Yield each rule with its entries, and the spellings of an entry that later files have put elsewhere."""
+    """Yield each rule with its entries. After `except` come the spellings that an entry names, but that an entry of a
+    later file decides.
+    """
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:
         entries = [entry for entry in by_entry if entry.rule is rule]
@@ -61,15 +64,15 @@ def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
         rows = align((entry.op, entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
-            overridden = _find_overridden(entry, by_entry[entry])
-            if overridden:
-                row += f"  except {', '.join(overridden)}"
+            lost = _find_lost(entry, by_entry[entry])
+            if lost:
+                row += f"  except {', '.join(lost)}"
             yield f"  {row}"
             if with_spellings:
                 yield f"    {', '.join(_name(spelling) for spelling in by_entry[entry])}"
 
 
-def _as_data(lists: "config.OpLists") -> dict[str, object]:
+def _lists_as_data(lists: "config.OpLists") -> dict[str, object]:
     import torch
 
     entries = []
@@ -89,7 +92,7 @@ def _as_data(lists: "config.OpLists") -> dict[str, object]:
 
 def _spelling_as_data(spelling: "config.op_lists.Spelling") -> dict[str, object]:
     name = f"{spelling.owner_name}.{spelling.name}"
-    return {"name": name, "kind": spelling.kind, "overridden": [as_data(entry) for entry in spelling.overridden]}
+    return {"name": name, "kind": spelling.rule, "overridden": [as_data(entry) for entry in spelling.overridden]}
 
 
 def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
@@ -104,19 +107,20 @@ def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[co
     return by_entry
 
 
-def _find_overridden(entry: "config.op_lists.OpEntry", spellings: "list[config.op_lists.Spelling]") -> list[str]:
+def _find_lost(entry: "config.op_lists.OpEntry", decided: "list[config.op_lists.Spelling]") -> list[str]:
     """Return the spellings that an entry names, but that an entry of a later file decides.
 
-    `spellings` are the ones that the entry decides.
+    Args:
+        decided: the spellings that the entry decides.
     """
-    decided = {(spelling.owner_name, spelling.name) for spelling in spellings}
+    keys = {(spelling.owner_name, spelling.name) for spelling in decided}
     named = config.op_lists.find_spellings(entry.op, may_be_missing=True)
-    return [".".join(key) for key in named if key not in decided]
+    return [".".join(key) for key in named if key not in keys]
 
 
 def _name(spelling: "config.op_lists.Spelling") -> str:
     """Return the dotted name of a spelling, with its rule if that differs from the rule of its entry."""
     name = f"{spelling.owner_name}.{spelling.name}"
-    if spelling.kind != spelling.entry.rule:
-        name += f" ({spelling.kind})"
+    if spelling.rule != spelling.entry.rule:
+        name += f" ({spelling.rule})"
     return name

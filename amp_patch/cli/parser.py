@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments. Unlike in argparse, unknown ones are an error here too."""
+        """Parse all arguments. Unlike argparse's method, this one reports unknown arguments as an error."""
         if args is None:
             args = sys.argv[1:]
         self._given = list(args)

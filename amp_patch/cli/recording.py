@@ -24,11 +24,12 @@ from ..insight.runs import Probe, Run, make_probe, seed_when_imported
 from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
-NO_REGION, WAITING, ERROR, PROGRESS = "no-region", "waiting", "error", "progress"
+NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
 """Files by which the script's process tells the command about the run. They are in the folder of the run.
 
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
+WIDENED: a note that a script which failed had got float32 where it asks for 16 bits.
 """
 
 _PROGRESS_SECONDS = 1.0
@@ -224,12 +225,21 @@ def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
+            _note_widened(folder)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
                 # the mode "x" keeps the error of the process that failed first: others may fail because of it
                 file.write(_shorten(error))
             starter.note_raised(error)
 
     return report
+
+
+def _note_widened(folder: str) -> None:
+    """Make the file `WIDENED` if this process got float32 where it asked for 16 bits."""
+    native = sys.modules.get("amp_patch.native")
+    script = None if native is None else native.find_float32_script()
+    if script is not None and script.has_acted:
+        Path(folder, WIDENED).touch()
 
 
 def _shorten(error: BaseException) -> str:
@@ -264,7 +274,6 @@ def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -
 
 def _note_casts_of_models(_: types.ModuleType) -> None:
     """Note the lines that cast models, from the import of torch on."""
-    from ..insight.module_casts import casts
-    from ..interrupts import UndoStack
+    from ..insight import note_casts
 
-    casts.install(UndoStack())
+    note_casts()

@@ -156,6 +156,7 @@ def prepare(
     force: bool,
     everywhere: bool = False,
     needs_region: bool = False,
+    in_float32: bool = False,
     is_quiet: bool = False,
     watch: dict[str, object] | None = None,
     scratch: dict[str, object] | None = None,
@@ -166,6 +167,7 @@ def prepare(
         command: the script, or `-m` and a module, followed by the arguments of the script.
         needs_region: wait for the script to use amp or torch.autocast. Nothing is recorded before that, and a script
             that never does fails at its end.
+        in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         is_quiet: do not print to stderr how the script was changed.
         watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing.
         scratch: the arguments of `scratch.redirect`, which `sitecustomize` calls; None redirects no files.
@@ -194,6 +196,7 @@ def prepare(
             "lists": lists,
             "everywhere": everywhere,
             "needs_region": needs_region,
+            "in_float32": in_float32,
             "folder": None if watch is None else watch["folder"],
         }
     # the options with which this Python was started, such as -W and -X

@@ -19,7 +19,7 @@ from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as runs
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION, PROGRESS, WAITING
+from .recording import ERROR, NO_REGION, PROGRESS, WAITING, WIDENED
 from .values import check_lists, get_level
 
 if TYPE_CHECKING:
@@ -41,11 +41,13 @@ class WatchedRun(NamedTuple):
     Attributes:
         code: the exit code of the script.
         steps, recordings: the number of steps and the recording of each process that opened a session, by rank.
+        was_widened: whether the script failed, and had got float32 where it asked for 16 bits.
     """
 
     code: int
     steps: list[int]
     recordings: "list[Recording]"
+    was_widened: bool = False
 
     @property
     def is_interrupted(self) -> bool:
@@ -158,10 +160,12 @@ class ScriptRunner:
             reason = "took no step"
             if watched.code:
                 reason = f"ended with exit code {watched.code}"
-            raise RunFailedError(f"the script {reason}{output}")
+            raise RunFailedError(f"the script {reason}{output}", was_widened=watched.was_widened)
         recording = watched.recordings[0]
         if watched.code:
-            raise RunFailedError(f"the script ended with exit code {watched.code}{output}", recording)
+            raise RunFailedError(
+                f"the script ended with exit code {watched.code}{output}", recording, was_widened=watched.was_widened
+            )
         return recording
 
     def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> WatchedRun:
@@ -183,6 +187,7 @@ class ScriptRunner:
                 force=self._force,
                 everywhere=self._everywhere and has_casts,
                 needs_region=self._is_quiet and not self._everywhere,
+                in_float32=run.in_float32,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,
             )
@@ -212,11 +217,12 @@ class ScriptRunner:
                 self._last_output = error.read_text(encoding="utf-8").splitlines()
             elif log is not None:
                 self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-            recorded = _read(folder)
+            recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
             # no error if another process of the script made a recording: one of them may well train in float32
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
-        return WatchedRun(code, [steps for steps, _ in recorded], [recording for _, recording in recorded])
+        steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
+        return WatchedRun(code, steps, recordings, was_widened)
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:

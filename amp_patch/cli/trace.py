@@ -104,7 +104,10 @@ class _TracedRun:
 
     @property
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
-        """What 16 bits lose although every value is finite, each with its recording. Ranks lose the same."""
+        """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
+
+        The first recording is enough, because all ranks lose the same.
+        """
         return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
 
     @property
@@ -134,7 +137,7 @@ class _TracedRun:
             print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
 
     def print_quiet(self) -> None:
-        """Print what is lost quietly."""
+        """Print the quiet losses."""
         from ..insight import format_quiet
 
         for lost, recording in self.quiet:
@@ -158,6 +161,9 @@ class _TracedRun:
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0
+        elif self.quiet:  # weights may be changed by hand, without an optimizer
+            self.print_quiet()
+            return FAULT
         if self.is_interrupted:
             raise KeyboardInterrupt
         print_error(self._prog, "failed", self._describe_end())
@@ -188,9 +194,10 @@ def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the faults. Return 0 if there are none, 1 for a fault, 2 if nothing could be checked.
+    """Run the script, and print the faults and quiet losses. Return an exit code.
 
-    An error of this command returns 2 as well, because 1 would mean that the script has a fault.
+    0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit, or is lost quietly.
+    2 (`TROUBLE`): the script could not be checked, or this command failed.
     """
     try:
         return _trace(arguments)
@@ -314,7 +321,7 @@ def _fix(runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecor
 
 
 def _locate(name: str, lists: list[str], folder: Path) -> str:
-    """Return what to write after `extends` in a list in `folder`: the name of a shipped list, or the path of a file.
+    """Return the value of `extends` for a list in `folder`: the name of a shipped list, or the path of a file.
 
     Args:
         name: the list that the run used: the name of a shipped list, or a file, of which recordings may have no folder.
@@ -395,7 +402,7 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: _Tr
 
 
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:
-    """Run the script at the level that keeps what is lost quietly. Return 0 if that level is enough."""
+    """Run the script at the level that keeps the values that are lost quietly. Return 0 if that level is enough."""
     from ..insight import find_level, format_quiet
 
     levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
@@ -425,7 +432,7 @@ def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Name
 
     Args:
         name: the name of the repair, for messages.
-        settings: what it changes.
+        settings: the settings that apply it.
     """
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError

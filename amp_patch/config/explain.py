@@ -7,7 +7,7 @@ from ..errors import OpListError
 from .list_file import OpEntry
 from .module_rules import ModuleRule
 from .op_lists import OpLists
-from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twin, is_augmented, is_inplace
+from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
 
@@ -17,9 +17,9 @@ class Ruling:
 
     Attributes:
         spellings: dotted names.
-        kind: the rule that they follow.
+        kind: the rule that they follow. For spellings that write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
-        overridden: the entries of earlier files that `entry` overrides, the earliest first.
+        overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
         package: the package that is not imported yet, so that the rule has no effect yet; else None.
     """
 
@@ -180,10 +180,10 @@ def _find_rulings(lists: OpLists) -> _Rulings:
     rulings: _Rulings = {}
     for spelling in (*lists.spellings, *lists.neutral):
         key = spelling.owner_name, spelling.name
-        rulings[key] = Ruling((), spelling.kind, spelling.entry, spelling.overridden)
+        rulings[key] = Ruling((), spelling.rule, spelling.entry, spelling.overridden)
     for spelling in lists.deferred:
         key = spelling.owner_name, spelling.name
-        rulings[key] = Ruling((), spelling.kind, spelling.entry, package=_package_of(key))
+        rulings[key] = Ruling((), spelling.rule, spelling.entry, package=_package_of(key))
     return rulings
 
 
@@ -194,7 +194,7 @@ def _package_of(key: SpellingKey) -> str:
 def _is_named(op: str, entry: OpEntry) -> bool:
     """Return whether an entry may mean the op: the names are equal, or become equal without the namespace of either.
 
-    The names are compared as text, because torch lacks the op of the entry.
+    The names are compared as text, because torch may lack the op of the entry.
     """
     return op in (entry.op, entry.op.rpartition(".")[2]) or entry.op == op.rpartition(".")[2]
 
@@ -203,7 +203,6 @@ def _with_twins(keys: dict[SpellingKey, object | None]) -> dict[SpellingKey, obj
     """Return spellings with their owners, and the in-place twins of these spellings."""
     with_twins = dict(keys)
     for key, owner in keys.items():
-        twin = inplace_twin(key)
-        if twin is not None:
+        for twin in inplace_twins(key):
             with_twins[twin] = owner
     return with_twins

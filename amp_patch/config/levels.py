@@ -25,7 +25,7 @@ class Level:
         patches_functions: functions of torch are patched to cast their arguments by op lists; weights stay float32.
         has_masters: the optimizer steps on float32 copies of 16-bit weights.
         has_dynamic_scale: the loss scale grows and backs off, and a step with an overflow is skipped.
-        lists: the name of the op list; empty for a level that patches no functions.
+        lists: the names of the op lists, separated by commas; empty for a shipped level that patches no functions.
     """
 
     name: str
@@ -47,7 +47,10 @@ class Level:
 
     @property
     def fits_autocast(self) -> bool:
-        """Whether a script with torch.autocast can run at the level: regions cast ops, and never a whole model."""
+        """Whether a script with torch.autocast can run at the level.
+
+        Regions cast ops, so a level that casts the model does not fit. float32 needs no casts, so it does.
+        """
         return self.is_plain or self.patches_functions
 
     @property
@@ -57,7 +60,9 @@ class Level:
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether a script without mixed precision, which scales no loss, can run in one region at this level."""
+        """Whether one region around a whole script that scales no loss gives the script this level's casts: the level
+        patches functions, and needs no loss scale.
+        """
         return self.patches_functions and not self.needs_loss_scale
 
 
@@ -69,7 +74,7 @@ def read_levels() -> tuple[Level, ...]:
 
 
 def find_plain_level() -> Level:
-    """Return the level that runs in float32."""
+    """Return the first level that runs in float32."""
     return next(level for level in read_levels() if level.is_plain)
 
 
@@ -84,7 +89,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level as text: its own, and for the others those of the level that it extends."""
+    """Return the properties of a level, scalars as text. A property that it does not state is that of its base."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}
@@ -95,7 +100,7 @@ def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
 
 
 def _make_level(name: str, properties: Mapping[str, Any]) -> Level:
-    """Return a level of the shipped file. That file writes values in one way: `true`, never `True`; `float16`."""
+    """Return a level of the shipped file, which writes booleans as `true` and `false`, and dtypes by their names."""
     patches_functions = properties["patch_torch_functions"] == "true"
     low = properties["patch_torch_functions_type" if patches_functions else "cast_model_type"]
     if low == "float32":

@@ -186,7 +186,7 @@ def read_choice(node: Node, path: Path, meaning: str, allowed: tuple[str, ...]) 
 
 
 def is_null(node: Node | None) -> bool:
-    """Return whether a value is the word `null`."""
+    """Return whether a value is the word `null`, without quotes."""
     return node is not None and node.value == "null" and not node.quoted
 
 

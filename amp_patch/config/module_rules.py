@@ -115,7 +115,7 @@ def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
 
 
 def _translate(glob: str) -> str:
-    """Return a regular expression for a glob. It matches a name with a dot after every part, as in `encoder.0.norm.`.
+    """Return a regular expression for a glob, to match names with a dot after every part, as in `encoder.0.norm.`.
 
     The dot at the end lets `**` match any number of parts, also none.
     """

@@ -25,7 +25,8 @@ from .op_names import (
     SpellingKey,
     find_deferred,
     find_warning,
-    inplace_twin,
+    get_name_of_op,
+    inplace_twins,
     is_augmented,
     is_inplace,
 )
@@ -49,7 +50,7 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        kind: the rule.
+        rule: the rule that it follows. For a spelling that writes in place, it may differ from the rule of the entry.
         entry: the entry of a list that decides.
         overridden: the entries of earlier files for the same function, the earliest first.
     """
@@ -57,7 +58,7 @@ class Spelling:
     owner: object | None
     owner_name: str
     name: str
-    kind: OpRule
+    rule: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
 
@@ -209,7 +210,7 @@ def find_owner(spelling: Spelling) -> object | None:
 class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
-    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `kind` of each spelling is the rule of
+    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `rule` of each spelling is the rule of
     its entry. A `with self._diagnostics` block encloses code that makes no sense after an error in it: when errors are
     collected, reading goes on after the block.
 
@@ -316,7 +317,7 @@ class Overlay:
         return owners
 
     def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
-        """Return the spelling that an entry names. It lists the entries of earlier files that the entry overrides."""
+        """Return the spelling that an entry names, with the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()
         if earlier is not None:
@@ -324,23 +325,24 @@ class Overlay:
         return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
-        """Return the merged lists. Adds in-place twins, and gives spellings that write to an argument their rule.
+        """Return the merged lists. Adds in-place twins, and gives each spelling the rule that it follows.
 
         `names`: the lists as the caller named them.
         """
         spellings = dict(self._spellings)
         for key, spelling in self._spellings.items():
-            if spelling.entry.rule.covers_twins:
-                twin = inplace_twin(key)
+            if not spelling.entry.rule.covers_twins:
+                continue
+            for twin in inplace_twins(key):
                 # a twin that has an entry of its own follows that entry
-                if twin is not None and twin not in spellings:
+                if twin not in spellings:
                     spellings[twin] = replace(spelling, name=twin[1])
         live: list[Spelling] = []
         deferred: list[Spelling] = []
         neutral: list[Spelling] = []
         for spelling in spellings.values():
-            spelling = replace(spelling, kind=_find_rule(spelling.name, spelling.entry.rule))
-            if spelling.kind is OpRule.NEUTRAL:
+            spelling = replace(spelling, rule=_find_rule(spelling.name, spelling.entry.rule))
+            if spelling.rule is OpRule.NEUTRAL:
                 neutral.append(spelling)
             elif spelling.owner is None:
                 deferred.append(spelling)
@@ -360,7 +362,7 @@ class Overlay:
 
     def _digest(self, spellings: Iterable[Spelling]) -> str:
         # the order of module rules matters, the order of op rules does not
-        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.kind}" for spelling in spellings)
+        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.rule}" for spelling in spellings)
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -388,7 +390,7 @@ class Overlay:
         if self._may_be_overlay and not self._spellings:
             return  # the file extends no other one: the user may put it on top of lists that are unknown here
         listed = {**self._spellings, **named}
-        if not any(key in listed or _without_underscore(key) in listed for key in keys):
+        if not any(key in listed or _get_key_of_op(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
 
     def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
@@ -411,9 +413,9 @@ class Overlay:
             return None
         if earlier:
             return f"by {earlier.entry.op!r} at {earlier.entry.location}"
-        op_key = _without_underscore(key)
+        op_key = _get_key_of_op(key)
         op = named.get(op_key) or self._spellings.get(op_key)
-        if op is None or op.entry.rule is not rule or not rule.covers_twins or inplace_twin(op_key) != key:
+        if op is None or op.entry.rule is not rule or not rule.covers_twins or key not in inplace_twins(op_key):
             return None
         return f"as the in-place twin of {op.entry.op!r} at {op.entry.location}"
 
@@ -464,9 +466,9 @@ def _identify(path: Path) -> str:
         return str(path)
 
 
-def _without_underscore(key: SpellingKey) -> SpellingKey:
+def _get_key_of_op(key: SpellingKey) -> SpellingKey:
     """Return the spelling of the op whose in-place twin a spelling may be."""
-    return key[0], key[1].removesuffix("_")
+    return key[0], get_name_of_op(key[1])
 
 
 def _error_of(entry: OpEntry, problem: str) -> OpListError:

@@ -155,16 +155,27 @@ def get_names(op: str) -> tuple[str, ...]:
     return ALIASES_OF.get(op, (op,))
 
 
-def inplace_twin(key: SpellingKey) -> SpellingKey | None:
-    """Return the spelling of an op's in-place twin (`exp_` for `exp`), or None if it has none, as operators have."""
+def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
+    """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
+
+    Operators have none.
+    """
     owner_name, name = key
     if owner_name not in NAMESPACES or name.endswith("_"):
-        return None
-    twin = f"{name}_"
-    value = getattr(NAMESPACES[owner_name], twin, None)
-    if value is None or explain_non_op(value, twin):
-        return None
-    return owner_name, twin
+        return ()
+    twins: list[SpellingKey] = []
+    for twin in get_names(f"{name}_"):
+        value = getattr(NAMESPACES[owner_name], twin, None)
+        if value is not None and not explain_non_op(value, twin):
+            twins.append((owner_name, twin))
+    return tuple(twins)
+
+
+def get_name_of_op(name: str) -> str:
+    """Return the name of the op whose in-place twin may have this name: `exp` for `exp_`, and for `exp` itself."""
+    if name == SET_ITEM:
+        name = "index_put_"
+    return name.removesuffix("_")
 
 
 def get_op(key: SpellingKey) -> str:
@@ -175,11 +186,11 @@ def get_op(key: SpellingKey) -> str:
     owner_name, name = key
     candidates = [name]
     if is_inplace(name):
-        candidates = [name.removesuffix("_"), name]
+        candidates = [get_name_of_op(name), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
         spellings = find_or_none(op)
-        if key in spellings or any(inplace_twin(spelling) == key for spelling in spellings):
+        if key in spellings or any(key in inplace_twins(spelling) for spelling in spellings):
             return op
     return f"{owner_name}.{name}"
 
@@ -206,7 +217,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Do as `find_spellings` for a name in a package other than torch."""
+    """Like `find_spellings`, for a name in a package other than torch."""
     if owner_name.partition(".")[0] == "torch":
         hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
         raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(NAMESPACES)}.{hint}")

@@ -29,7 +29,7 @@ BARE_NAME_NAMESPACES = ("torch", "torch.nn.functional", "torch.Tensor", "torch.s
 RNN_OPS = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell"))
 
 SET_ITEM = "__setitem__"
-"""The operator of `x[index] = values`. torch runs it by `index_put_` or `copy_` in C++, so patching these misses it."""
+"""The operator of `x[index] = values`. torch runs it by `index_put_` or `copy_` in C++, so patches of these miss it."""
 
 # Aliases: names of the same op. An entry for one of them applies to all. Two names are aliases if they compute the same
 # function of the same arguments. Order and defaults of the arguments may differ, because a rule looks at dtypes only.
@@ -79,6 +79,8 @@ ALIAS_GROUPS = (
     "mvlgamma multigammaln",
     "igamma gammainc",
     "igammac gammaincc",
+    # `x[index] = values`, which is `x.index_put_((index,), values)` if the index holds a tensor or a list
+    f"index_put_ {SET_ITEM}",
 )
 ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in group.split()}
 """All names of an op, by each of them. Ops with one name are left out."""
@@ -107,7 +109,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def explain_non_op(value: Any, name: str) -> str | None:
-    """Return why an attribute of a namespace of torch is not an op, as "a class", or None if it is one.
+    """Return why an attribute of a namespace of torch is not an op, such as "a class", or None if it is an op.
 
     `value` may also be the replacement of an op, which amp_patch or another package has installed.
     """

@@ -187,7 +187,8 @@ def _property(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run. `presets.yaml` explains each. Models with equal policies can share a session.
+    """The properties of one run. `presets.yaml` explains those that it may state. Models with equal policies can share
+    a session.
 
     Each field says how it is read, who may set it, and whether it is printed. To add a property, add a field.
     """
@@ -205,6 +206,7 @@ class Policy:
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
     min_loss_scale: float | None = _property(_parse_number, None, in_presets=False, is_described=False)
     max_loss_scale: float = _property(_parse_number, 2.0**24, in_presets=False, is_described=False)
+    # whether listed functions that are not torch's also run their bodies by their rule (see `OpCasts`); not under apex
     casts_inside: bool = _property(None, True, in_presets=False, is_override=False, is_described=False)
 
     @property
@@ -235,7 +237,7 @@ class Policy:
     def computes_in_float32(self, device_type: str) -> bool:
         """Return whether products of 16-bit values (matrix products, convolutions, ...) are computed in float32.
 
-        Under `compute="auto"`, this is so on devices of a type that has no instructions for them.
+        Under `compute="auto"`, they are computed in float32 on types of devices that have no instructions for them.
         """
         low = self.low_dtype
         if low is None:
@@ -245,7 +247,7 @@ class Policy:
         return self.compute == "float32"
 
     def get_longest_attention(self, device_type: str) -> int:
-        """Return up to which size attention is computed in float32 on devices of this type, for speed; 0 for never.
+        """Return the size up to which attention is computed in float32 on this type of device, for speed; 0 for never.
 
         The size is the number of queries times the number of keys. It matters only where other products are computed
         in 16 bits.
@@ -267,7 +269,7 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the name and the value, as text, of each property that has an effect."""
+        """Return the name and the value, as text, of each property that has a value and an effect, for messages."""
         without_effect = set()
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")

@@ -6,7 +6,7 @@ Where the hardware has no 16-bit instructions, a session computes both in float3
 import functools
 from collections.abc import Iterator
 
-from .op_names import find_spellings, get_names, inplace_twin
+from .op_names import find_spellings, get_names, inplace_twins
 
 PRODUCTS = (
     *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
@@ -69,7 +69,7 @@ def find_float32_spellings(device_type: str) -> Iterator[tuple[object, str]]:
     seen = set()
     for op in (*PRODUCTS, *(WITHOUT_CPU_KERNEL if device_type == "cpu" else ())):
         for key, owner in find_spellings(op, may_be_missing=True).items():
-            for spelling in (key, inplace_twin(key)):
-                if owner is not None and spelling is not None and spelling not in seen:
+            for spelling in (key, *inplace_twins(key)):
+                if owner is not None and spelling not in seen:
                     seen.add(spelling)
                     yield owner, spelling[1]

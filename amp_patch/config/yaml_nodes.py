@@ -44,7 +44,7 @@ class Node:
     """One value of a file, and the line and column where it starts, counted from 1.
 
     Attributes:
-        quoted: the value is text in quotes.
+        quoted: the value is text in quotes, or a block (`|` or `>`).
         key_positions: the line and column of each key; empty unless the value is a mapping.
     """
 
@@ -197,7 +197,7 @@ class _Reader:
         return Node(values, line, column, key_positions=key_positions)
 
     def _refuse_look_alikes(self, text: str, line: int, column: int) -> None:
-        """Raise an error if the text has a character that looks like another. It names the column of the character."""
+        """Raise an error, with the column of the character, if the text has a character that looks like another."""
         look_alike = find_look_alike(text)
         if look_alike is not None:
             index_in_text, problem = look_alike

@@ -1,11 +1,10 @@
-"""`Names`: the dotted names that the names in a script mean, by its imports (`import torch.nn as nn`) and its aliases
-(`relu = nn.ReLU`).
+"""`Names` resolves a name in a script to the dotted names that it may stand for: `relu` to `torch.nn.ReLU`, after
+`import torch.nn as nn` and `relu = nn.ReLU`.
 """
 
 import ast
 
 _SPELLINGS = (
-    ("amp_patch.apex.amp.", "apex.amp."),
     ("amp_patch.apex.", "apex."),
     ("amp_patch.amp.", "amp."),
     ("amp_patch.", "amp."),
@@ -14,14 +13,15 @@ _SPELLINGS = (
     ("apex.amp.", "amp."),
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
 )
-"""Prefixes of dotted names, each with the prefix that the rules use instead.
+"""Prefixes of dotted names, each with its replacement in the spelling of the doctor's rules.
 
-The functions of Apex's amp and of amp_patch both become `amp.name`.
+`canonical` replaces until no prefix fits. The first that fits counts, so the longer ones come first. The functions of
+Apex's amp and of amp_patch both become `amp.name`.
 """
 
 
 def canonical(dotted: str) -> str:
-    """Return a dotted name in the spelling that the rules use."""
+    """Return a dotted name in the spelling of the doctor's rules."""
     for prefix, spelling in _SPELLINGS:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
@@ -48,7 +48,7 @@ class Names:
                     self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
-        # after all imports, because an alias may come before the import of its name in the text, in another function
+        # imports first: an alias in one function may stand above the import that it uses in another
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 
@@ -61,5 +61,5 @@ class Names:
         return frozenset()
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names that a name or a chain of attributes may mean, in the spelling of the rules."""
+        """Return the dotted names that a name or a chain may mean, in the spelling of the doctor's rules."""
         return frozenset(canonical(name) for name in self.dotted(node))

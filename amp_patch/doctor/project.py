@@ -24,7 +24,7 @@ _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-pack
 _SUFFIXES = (".py", ".ipynb")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
 _MAY_HAVE_FAULTS = re.compile(r"amp|apex|autocast|backward\(|half|float16|[bf]p?16")
-"""The words of which one is in every script in which a rule can find a fault."""
+"""Every script in which a rule can find a fault has one of these words."""
 
 _EVERY_CODE = "*"
 """Stands for all codes, after `# amp-patch: ignore` without a code."""

@@ -204,7 +204,7 @@ def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
 
 
 class Expected(NamedTuple):
-    """What amp may do in a training, at any of the levels that it may run at.
+    """The effects that amp may have on a training, at any of the levels that it may run at.
 
     Attributes:
         scales: the loss may be multiplied by a scale other than 1.
@@ -216,7 +216,7 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return what amp may do after the calls of `initialize` in these scripts. Without a call, it may do everything."""
+    """Return the effects that amp may have after the calls of `initialize` in these scripts; all, without a call."""
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
         return Expected(scales=True, skips=True)
@@ -224,7 +224,7 @@ def expect(scripts: Sequence[Script]) -> Expected:
 
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
-    """Return what amp may do after one call of `initialize`."""
+    """Return the effects that amp may have after one call of `initialize`."""
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)

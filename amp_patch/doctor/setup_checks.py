@@ -42,7 +42,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
     """Return whether the last value of a name before a call is surely a model on the CPU.
 
-    This is so if a class or `from_pretrained` makes it. Other functions may move the model that they make.
+    A class or `from_pretrained` makes such a model. Other functions may move the model that they make.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):

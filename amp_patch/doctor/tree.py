@@ -102,8 +102,9 @@ class Tree:
         return node
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function, or the module, whose call runs a node. The body of a class runs at once, so a
-        class is none.
+        """Return the innermost function, or the module, whose call runs a node.
+
+        A class does not count, because its body runs at once.
         """
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .module_casts import note_casts as note_casts
     from .quiet_record import QuietRecord as QuietRecord
     from .quiet_text import find_level as find_level
     from .quiet_text import format_quiet as format_quiet
@@ -54,6 +55,7 @@ _HOMES = {
     "format_quiet": "quiet_text",
     "format_raised": "raised_text",
     "format_recording": "text",
+    "note_casts": "module_casts",
     "recording": "recorder",
     "trace": "tracer",
     "tune": "tuning.tuner",

@@ -121,7 +121,7 @@ def _advise_list(case: _Case) -> Iterator[str]:
 
 
 def _format_choice(remedy: Remedy) -> list[str]:
-    """Return the entries of a list, and before them those that suffice in their place, if there are any."""
+    """Return the entries of a list, after alternative ones that suffice in their place, if there are any."""
     entries = format_entries(remedy)
     if not remedy.alternative:
         return entries

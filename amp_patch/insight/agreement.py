@@ -11,7 +11,7 @@ _SHARE = 0.2  # of the way that the loss of float32 has moved
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:
-    """Return the losses of a run; none if no loss was seen."""
+    """Return the loss curves in a recording, without those of runs in which no loss was seen."""
     return [curve for curve in recording.of(CurveRecord) if curve.losses]
 
 

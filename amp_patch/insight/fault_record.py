@@ -31,7 +31,7 @@ class Phase(Word):
 
 
 class Value(Word):
-    """What does not fit."""
+    """The kind of values that do not fit."""
 
     INF = "inf"
     NAN = "nan"
@@ -40,7 +40,7 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """What decided in place of the op lists."""
+    """The region that decided in place of the op lists."""
 
     LOW = "low"
     FLOAT32 = "float32"
@@ -98,7 +98,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The numbers that tell the cause."""
+    """The numbers that show the cause."""
 
     largest: float | None = absent(math.nan)
     in_float32: float | None = absent(math.inf)
@@ -117,7 +117,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the fault did to its step."""
+    """The consequences of a fault in its step."""
 
     reach: Reach | None = absent("")
     gradients: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """What makes the values of the step fit."""
+    """The changes that make the values of the step fit."""
 
     regions: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -143,10 +143,10 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A value that does not fit into its dtype, and the op that produced it: the first fault of a step.
+    """A value that does not fit into its dtype, with the op that produced it, its cause, its effect and its fix.
 
-    The fields are grouped into parts. Each is also an attribute of the record itself, with the value that a
-    recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
+    The fields are grouped into parts. Each field of a part is also an attribute of the record itself, with the value
+    that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
 
     Attributes:
         step: the number of the step, from 0, counted by the optimizer that steps first.
@@ -165,7 +165,7 @@ class FaultRecord:
             `given`, `out`: dtypes of the inputs and of the output.
             `share`: the share of values in the output that do not fit, from 0 to 1.
             `parameter`: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
-        evidence: numbers that tell the cause:
+        evidence: numbers that show the cause:
             `largest`: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
             `trail`: the ops before it, latest first, with the largest magnitude in the result of each.

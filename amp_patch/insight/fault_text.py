@@ -25,7 +25,7 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the faults of a traced run, or how many steps had none, and what is lost quietly."""
+    """Return the faults of a traced run, or how many steps had none, and the quiet losses."""
     faults, searches = recording.faults, recording.searches
     quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
     quiet += [format_raised(raised, recording.run) for raised in recording.raised]

@@ -101,7 +101,7 @@ class FaultFinder:
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
         self.gradients = GradientWatch(self.findings)
-        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: of each module
+        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: the largest by module
         self._recent = Recent()
         self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
@@ -180,7 +180,7 @@ class FaultFinder:
             self._look_for_quiet(op, call, outputs, made)
 
     def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op for what is lost although every value fits."""
+        """Look at an op for values that are lost although every value fits."""
         with current.without_casts():
             if call.phase == "forward":
                 self.values.look(op, call, made)
@@ -268,7 +268,7 @@ class FaultFinder:
             self._enter_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
-        """Return whether an op is ignored, or was given the very number that it gives, except in a backward pass."""
+        """Return whether an op is ignored, or (not in a backward pass) was given the very number that it gives."""
         if self._is_ignored(output.op, call):
             return True
         return call.phase != "backward" and _has_such_number(output.op, output.written.largest)
@@ -328,7 +328,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs the op again that has given a fault in the forward pass. It needs no second entry.
+            # A checkpoint runs the op again that has given a fault in the forward pass. Its op needs no second entry.
             is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_seen_in_forward:
                 wanted.insert(0, written)

@@ -60,3 +60,8 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 casts = ModuleCasts()
 """The casts in this process. Nobody notes them before `install`."""
+
+
+def note_casts() -> None:
+    """Note the casts of models until the process ends."""
+    casts.install(UndoStack())

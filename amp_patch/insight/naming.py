@@ -59,7 +59,7 @@ class ModuleStack:
         running = self._find_running()
         return running[-1][0] if running else None
 
-    def names_of_like(self) -> list[str]:
+    def names_of_same_class(self) -> list[str]:
         """Return the names of all modules of the same class as the innermost one that is running in this thread."""
         here = type(self.module_here())
         return [name for module, name in self._names.values() if type(module) is here]
@@ -72,7 +72,10 @@ class ModuleStack:
         return self._local.modules
 
     def _find_running(self) -> list[tuple[nn.Module, str]]:
-        """Return the running modules; if a checkpoint runs a part of a module again, this module."""
+        """Return the running modules.
+
+        While a checkpoint recomputes during backward, no hook runs: then this returns the module that is recomputed.
+        """
         running = self._running()
         if not running and get_current_node() is not None:
             known = self._names.get(id(find_recomputed()))
@@ -88,14 +91,15 @@ class ModuleStack:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running()
-        while running and running.pop()[0] is not module:  # a forward that raised before its hooks were on
+        # until its entry: torch calls no forward hook of a module whose forward a KeyboardInterrupt has ended
+        while running and running.pop()[0] is not module:
             pass
 
     def _name(self, module: nn.Module, running: list[tuple[nn.Module, str]]) -> str:
         known = self._names.get(id(module))
         if known is not None:
             return known[1]
-        if running:  # a replica or copy has the name of the attribute of the module that calls it
+        if running:  # a replica or copy is named after its caller and the attribute that holds it there
             outer, name = running[-1]
             for key, child in outer.named_children():
                 if child is module:
@@ -104,7 +108,7 @@ class ModuleStack:
 
 
 def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of models, each under the name of its module and its own, and gradients."""
+    """Yield parameters and buffers, each with its qualified name, and after each its gradient, if it has one."""
     for module, prefix in dict(name_modules(list(models))).values():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = join_names(prefix, name)
@@ -114,7 +118,7 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
-    """Return the prefix of the module names of each model: its class, with a number if several models have the class.
+    """Return the prefix of the module names of each model: its class, with its position if several have the class.
 
     A single model has no prefix.
     """

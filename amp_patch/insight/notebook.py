@@ -1,4 +1,4 @@
-"""What `print` and notebooks show of recordings, faults and comparisons: plain tables, without style or script."""
+"""Shows recordings, faults and comparisons in `print` and in notebooks: as plain tables, without style or script."""
 
 from collections.abc import Iterable, Sequence
 

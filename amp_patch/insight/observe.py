@@ -193,7 +193,7 @@ class Observer:
         mode = self._switch.mode_here()
         if mode is Mode.OFF and self._switch.autocast is not None:
             return  # lists do not act outside of autocast
-        call.rule, call.entry = spelling.kind, self._rules.describe(spelling)
+        call.rule, call.entry = spelling.rule, self._rules.describe(spelling)
         call.listed = spelling.entry.op
         if mode is not Mode.BY_LISTS:
             call.region = mode.name.lower()
@@ -201,7 +201,7 @@ class Observer:
                 rule, entry = self._rules.find_module_rule(module)
                 if rule:
                     call.rule, call.entry = rule, entry
-        call.target = target = self._rules.target(spelling.kind, mode)
+        call.target = target = self._rules.target(spelling.rule, mode)
         if target is not None:
             for tensor in tensors_in(values):
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
@@ -275,7 +275,7 @@ class Observer:
         if low and exact:
             call = self.note(op._replace(result=exact[0].to(low[0])))
             if call is not None:  # the script ends before other modules of the same class run this line
-                self.finder.expect(op, call, low[0], self._running.names_of_like())
+                self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
         if cast is None:

@@ -37,7 +37,7 @@ class Overload(NamedTuple):
         is_copy: whether it copies, perhaps to another dtype.
         is_silent: whether it computes no number, like a view or an empty tensor.
         is_alias: whether its result has the storage of an argument.
-        is_in_bulk: whether it works on many tensors at once, or with other processes.
+        is_in_bulk: whether it works on many tensors at once, or is not one of `aten`, such as an op between processes.
         written: positions of the arguments that it writes.
         moves_statistics: whether it writes running statistics, which it does not return.
         is_overwriting: whether it only writes its first argument, and does not read it.

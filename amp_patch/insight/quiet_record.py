@@ -6,6 +6,9 @@ from typing import ClassVar
 from .fault_record import Word
 from .json_values import absent
 
+WEIGHTS, WEIGHT_DECAY, GRADIENTS = "weights", "weight decay", "gradients"
+"""Roles of what an optimizer loses. A state of the optimizer has its own name as its role."""
+
 
 class QuietCause(Word):
     """How it is lost. `quiet_text` describes each and has its remedy."""

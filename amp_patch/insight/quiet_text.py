@@ -1,10 +1,10 @@
 """A quiet loss as text: what is lost, where, how much is kept, and the remedy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ..config import levels
 from ..tables import align, count_of
-from .quiet_record import QuietCause, QuietRecord
+from .quiet_record import GRADIENTS, WEIGHT_DECAY, WEIGHTS, QuietCause, QuietRecord
 from .records import RunRecord
 from .short_dtypes import spell_out
 
@@ -13,11 +13,6 @@ def format_quiet(lost: QuietRecord, run: RunRecord | None) -> str:
     """Return a quiet loss as text. `run` says whether the script uses `amp.initialize`; None: unknown."""
     rows = [(f"  {name}", text) for name, text in describe_quiet(lost, run)]
     return "\n".join([entitle_quiet(lost), *align(rows)])
-
-
-def format_all_quiet(records: Sequence[QuietRecord], run: RunRecord | None) -> str:
-    """Return quiet losses as text, one after another."""
-    return "\n\n".join(format_quiet(lost, run) for lost in records)
 
 
 def entitle_quiet(lost: QuietRecord) -> str:
@@ -46,7 +41,7 @@ def describe_quiet(lost: QuietRecord, run: RunRecord | None) -> Iterator[tuple[s
 
 def _describe_call(lost: QuietRecord) -> str:
     call = "cast" if lost.op == "_to_copy" else lost.op or "a call"
-    if lost.role and lost.role != "gradients":
+    if lost.role and lost.role != GRADIENTS:
         call = f"{lost.op}.step()"
     if lost.cause is QuietCause.ZERO_GRADIENTS:
         call = f"the backward pass of {call}"
@@ -65,20 +60,15 @@ def _percent(share: float | None) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-_CHANGES = {
-    "weights": "updates of weights",
-    "weight decay": "the weight decay",
-    "gradients": "gradients that backward passes add up",
-}
-
-
 def _describe_update(lost: QuietRecord) -> str:
-    subject = f"changes of {lost.role}" if lost.role else "changes of a tensor that outlives the step"
-    subject = _CHANGES.get(lost.role or "", subject)
     low = spell_out(lost.dtype or "")
+    if lost.role == WEIGHT_DECAY:
+        return f"weight decay changes no element: 1 - lr * weight_decay is 1 in {low}"
+    subject = {"": "a tensor that outlives the step", GRADIENTS: "gradients that backward passes add up"}
+    of = f"of {subject.get(lost.role or '', lost.role)}, "
     if lost.kept == 0:
-        return f"{subject}: all are rounded away, smaller than the spacing of {low} numbers"
-    return f"{subject}: {_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
+        return f"{of}no element changes: each change is less than half the distance to the next {low} number"
+    return f"{of}{_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
 
 
 def _describe_collapsed(lost: QuietRecord) -> str:
@@ -128,10 +118,14 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     low = spell_out(lost.dtype or "")
     level = levels.find_master_level(low).name
     if not lost.role:
-        yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
         if lost.op and "batch_norm" in lost.op:
+            yield f"float32 for the module: .float() on {lost.module or 'it'} after the cast of the model to {low},"
             yield f'or opt_level="{level}", which keeps batchnorm in float32'
+        else:
+            yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
         return
+    if lost.role not in (WEIGHTS, WEIGHT_DECAY, GRADIENTS):
+        yield f"float32 for {lost.role}; torch's optimizers give their states the dtype of the weights, so:"
     if not _is_native(run):
         yield f'opt_level="{level}", which updates float32 masters'
         return

@@ -35,7 +35,7 @@ class _Kept(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """Which rounding made a result not fit.
+    """The rounding that made a result not fit.
 
     Attributes:
         exact: the result in float32, with nothing rounded before it; None if that does not fit better.

@@ -1,8 +1,16 @@
-"""Contradictions between the values of a recording. Its readers rely on there being none, and a file may be edited."""
+"""Finds contradictions between the values of a recording. Its readers rely on their absence, and users edit files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from .records import CLASSES, ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
+from .records import (
+    CLASSES,
+    ComparedRecord,
+    ComparisonRecord,
+    CurveRecord,
+    GradientRecord,
+    LayerRecord,
+    OpErrorRecord,
+)
 
 EXPONENTS = range(-1100, 1100)
 """More powers of two than float64 has."""
@@ -60,3 +68,5 @@ def _check_comparison(records: Sequence[object], comparisons: Sequence[Compariso
             yield f"a curve of {record.run!r}, which is not among the runs"
         if isinstance(record, LayerRecord) and record.run not in names:
             yield f"a layer of {record.run!r}, which is not among the runs"
+        if isinstance(record, OpErrorRecord) and record.run not in names:
+            yield f"an op of {record.run!r}, which is not among the runs"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
-from ..native import AS_IS, NativeSession, watch
+from ..native import AS_IS, NativeSession, find_float32_script, watch
 from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
@@ -30,11 +30,11 @@ from .scaler_errors import ScalerWatch
 
 
 class Recorder(Probe):
-    """Records the steps from `first` up to, but not including, `last` of each session that is opened.
+    """Records the steps from `first` up to, but not including, `last`, counted over all sessions that are opened.
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
-        on_end: called when step `last` begins.
+        on_end: called when the last of these steps has ended.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
 
@@ -200,9 +200,12 @@ class Recorder(Probe):
 def describe_run(session: Session) -> RunRecord:
     """Return the record of the run of a session."""
     low, oplists = session.policy.low_dtype, session.oplists
-    steps_before, needs_scaler = 0, False
+    steps_before, needs_scaler, script_low = 0, False, ""
     if isinstance(session, NativeSession):
         low, steps_before, needs_scaler = session.seen_low, session.steps_before, session.needs_scaler
+        if session.script_low is not None:
+            script_low = short(session.script_low)
+    float32_script = find_float32_script()
     name, digest = "", ""
     lists: tuple[str, ...] = ()
     if low is not None:
@@ -221,6 +224,9 @@ def describe_run(session: Session) -> RunRecord:
         prefixes=find_prefixes(session.models()),
         steps_before=steps_before,
         needs_scaler=needs_scaler,
+        script_low=script_low,
+        not_widened=() if float32_script is None else tuple(float32_script.not_widened),
+        is_timed=float32_script is None or float32_script.is_timed,
     )
 
 
@@ -229,8 +235,8 @@ def recording() -> Iterator[Recording]:
     """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
 
     The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
-    recorded. Blocks cannot be nested. Results are bitwise the same as without a recording; code of torch.compile runs
-    uncompiled.
+    recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
+    torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

@@ -27,6 +27,7 @@ from .records import (
     LayerRecord,
     LowOpRecord,
     ModulesRecord,
+    OpErrorRecord,
     OpRecord,
     RunRecord,
     SampleRecord,
@@ -47,6 +48,7 @@ Record = (
     | ComparedRecord
     | CurveRecord
     | LayerRecord
+    | OpErrorRecord
     | GradientRecord
     | SampleRecord
     | CheckedStepRecord

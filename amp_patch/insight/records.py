@@ -22,6 +22,9 @@ class RunRecord:
         prefixes: the prefix of the module names of each model, if there are several models.
         steps_before: the number of steps that the script took before its first region of autocast.
         needs_scaler: whether the script has no loss scale and would need one in float16.
+        script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
+        not_widened: what stayed in 16 bits in a run that was to be in float32.
+        is_timed: whether the run took as long as the script takes by itself in float32.
     """
 
     kind: ClassVar[str] = "run"
@@ -38,6 +41,9 @@ class RunRecord:
     prefixes: tuple[str, ...] = ()
     steps_before: int = 0
     needs_scaler: bool = False
+    script_low: str = ""
+    not_widened: tuple[str, ...] = ()
+    is_timed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class ComparisonRecord:
         steps, seeds: the number of steps from each seed, and the seeds.
         machine, command: the machine and the command line.
         left_out: which of the default runs were left out, and why; "" for none.
+        not_float32: why the reference is not in float32 although that was planned; "" if it is.
     """
 
     kind: ClassVar[str] = "comparison"
@@ -127,6 +134,7 @@ class ComparisonRecord:
     machine: str
     command: str
     left_out: str = ""
+    not_float32: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,11 @@ class ComparedRecord:
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step whose layers are compared; None if they are not.
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
+        gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
+        gradient_worst: the layer.
+        kept: the share of elements of 16-bit tensors whose change is stored, of the changes that are lost; None if none
+            is, or if not measured.
+        kept_worst, lost_by: the tensor that loses most, or its line; and "weights", "tensor" or "line", which it is.
         failed: why the run ended early; "" if it did not.
     """
 
@@ -152,6 +165,11 @@ class ComparedRecord:
     peak: int | None = None
     loss_scale: float | None = None
     has_equal_weights: bool = True
+    gradient_error: float | None = None
+    gradient_worst: str = ""
+    kept: float | None = None
+    kept_worst: str = ""
+    lost_by: str = ""
     failed: str = ""
 
 
@@ -165,6 +183,8 @@ class CurveRecord:
         skipped: numbers of the skipped steps.
         ms: the median time of a step.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
+        is_frozen: whether this is the run of the reference whose weights are put back after each step.
+        batches: the calls of the module that is called first in each step, up to the end of the last step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -176,6 +196,8 @@ class CurveRecord:
     skipped: tuple[int, ...]
     ms: float
     is_noise: bool = False
+    is_frozen: bool = False
+    batches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +214,32 @@ class LayerRecord:
     input: float | None
     output: float | None
     gradient: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpErrorRecord:
+    """The error that an op adds in 16 bits in one step, from inputs that are equal but for their rounding.
+
+    Attributes:
+        run: the run in which it ran in 16 bits; "" in the recording of a run.
+        low: the short name of the 16-bit dtype.
+        module, op, site: the innermost module that ran, the name of the function, and the line of the script.
+        error: the largest relative error (L2) of a result, or of the gradients of the inputs; 0 in the recording of a
+            run in 16 bits.
+        is_backward: whether it is the error of gradients.
+        is_random: whether it draws other numbers in 16 bits than in float32.
+    """
+
+    kind: ClassVar[str] = "op_error"
+
+    run: str
+    low: str
+    module: str
+    op: str
+    site: str
+    error: float = 0.0
+    is_backward: bool = False
+    is_random: bool = False
 
 
 CLASSES = 4
@@ -293,6 +341,8 @@ class LowOpRecord:
         error: largest relative error (L2) of a result.
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
+        backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
+            in 16 bits; 0 for products.
         effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
     """
 
@@ -307,6 +357,7 @@ class LowOpRecord:
     gradient_error: float
     gradient: float
     effect: float
+    backward_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def advise_script(*advice: str, may_need_list: bool = False) -> Remedy:
 
 
 def merge(remedy: Remedy, further: Remedy) -> Remedy:
-    """Return a remedy with the modules, ops and lines of another one added. It extends the list of the first."""
+    """Return `remedy` with the modules, ops and lines of `further` added. The result extends the list of `remedy`."""
     return replace(
         remedy,
         regions=_once([*remedy.regions, *further.regions]),

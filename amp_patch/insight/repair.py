@@ -35,7 +35,7 @@ class Needs(NamedTuple):
         is_scale_enough: whether this scale is enough without the ops.
         fitting: the largest loss scale under which all gradients fit, without the ops; None: all fit, or none does.
         scale_of_zeros: the smallest loss scale under which no more of the gradients is zero than is allowed; None if
-            it is so under the present one.
+            the present one is such a scale.
     """
 
     culprits: list[Culprit]
@@ -55,7 +55,7 @@ class Repair:
 
     Attributes:
         made: the results of the ops of the forward pass, in order.
-        rounding: ops that rounded to zero a value that float32 holds. The same lines do so in other modules.
+        rounding: ops that rounded to zero a value that float32 holds. Their lines round in other modules, too.
         beyond: the line of an op whose result float32 does not hold either, "" without one.
         beyond_backward: the same for the backward pass, where a later op may mask the result.
     """
@@ -69,9 +69,9 @@ class Repair:
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
         self._gradients: list[tuple[Written, float]] = []  # those that do not fit: see `fit_gradient`
-        self._scale_of_others = math.inf  # under which gradients fit whose forward op gave no 16 bits
-        self._scale: float | None = None  # the smallest of all that are not below 1
-        self._fitting = math.inf  # the smallest of all
+        self._scale_of_others = math.inf  # the largest under which gradients fit whose forward op gave no 16 bits
+        self._scale: float | None = None  # the smallest scale that `_lower_scale` has returned, of those not below 1
+        self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
         self._scale_of_zeros: float | None = None
         self.made: list[Written] = []
         self.rounding: list[Culprit] = []

@@ -1,6 +1,6 @@
 """Runs of a training that a probe watches. The runs here are of a function; `amp_patch.cli.scripts` runs scripts.
 
-This module imports no torch: a script imports it itself.
+This module imports no torch: the script that runs imports torch itself.
 """
 
 import abc
@@ -34,6 +34,7 @@ class Run:
         settings: settings that override the script's own.
         seed: the seed of random, numpy and torch when the run begins; None leaves them alone.
         name: the name of the folder that keeps the files which a script writes; "" keeps none.
+        in_float32: whether the script gets float32 wherever it asks for a 16-bit dtype.
     """
 
     probe: str
@@ -41,13 +42,14 @@ class Run:
     settings: Settings = Settings()
     seed: int | None = None
     name: str = ""
+    in_float32: bool = False
 
 
 class Probe(events.Watcher, abc.ABC):
     """Base class of watchers of a run. It counts steps as `StepCounter` does.
 
     Args:
-        on_end: called when the probe has seen enough. It does not return.
+        on_end: called when the probe has seen enough. In a run, it raises an exception that ends the run.
     """
 
     ends_alone: ClassVar[bool] = False
@@ -97,11 +99,17 @@ Runner = Callable[[Run], Recording]
 
 
 class RunFailedError(SessionError):
-    """A run ended before its probe had seen enough. `recording` has the records until then; None without any."""
+    """A run ended before its probe had seen enough.
 
-    def __init__(self, message: str, recording: Recording | None = None) -> None:
+    Attributes:
+        recording: the records until then; None without any.
+        was_widened: whether the script got float32 where it asked for 16 bits, which may be why it failed.
+    """
+
+    def __init__(self, message: str, recording: Recording | None = None, *, was_widened: bool = False) -> None:
         super().__init__(message)
         self.recording = recording
+        self.was_widened = was_widened
 
 
 def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
@@ -125,7 +133,7 @@ class _EnoughSeenError(BaseException):
 
 
 def check_function(function: object, name: str) -> None:
-    """Raise ArgumentTypeError unless this can be called. Users often pass the result of a call."""
+    """Raise ArgumentTypeError unless `function` can be called. Users often pass the result of a call."""
     if not callable(function):
         raise ArgumentTypeError(
             f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"
@@ -134,7 +142,7 @@ def check_function(function: object, name: str) -> None:
 
 
 def check_count(number: object, name: str, least: int = 1) -> None:
-    """Raise ArgumentTypeError unless this is a whole number, and ArgumentValueError if it is too small."""
+    """Raise ArgumentTypeError unless `number` is a whole number, and ArgumentValueError if it is below `least`."""
     if not isinstance(number, int):
         raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
     if number < least:
@@ -164,16 +172,19 @@ class FunctionRunner:
         self._train = train
 
     def __call__(self, run: Run) -> Recording:
-        """Run the function once, until the probe has seen enough. Exceptions of the function propagate.
+        """Run the function once, until the probe has seen enough.
 
-        Raises SessionError if the function opens no session and enters no `torch.autocast`. Steps before it does are
-        not watched.
+        Exceptions of the function propagate. But if the function had got float32 where it asked for 16 bits,
+        RunFailedError is raised from its exception. SessionError is raised if the function opens no session and enters
+        no `torch.autocast`. Steps before it does either are not watched.
         """
         from .. import native  # imports torch
         from ..session import current
 
         probe = make_probe(run, self._leave)
-        takeover = native.Takeover(run.settings.opt_level, run.settings.lists, needs_region=True)
+        takeover = native.Takeover(
+            run.settings.opt_level, run.settings.lists, needs_region=True, in_float32=run.in_float32
+        )
         with contextlib.ExitStack() as undo:
             # The last callback runs first: the probe stops before the session closes.
             undo.callback(current.reset)
@@ -184,9 +195,17 @@ class FunctionRunner:
             in_force.settings = run.settings
             if run.seed is not None:
                 seed_when_imported(run.seed)
-            with contextlib.suppress(_EnoughSeenError):
+            try:
                 self._train()
                 takeover.check_end()
+            except _EnoughSeenError:
+                pass
+            except Exception as error:
+                script = native.find_float32_script()
+                if script is None or not script.has_acted:
+                    raise
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise RunFailedError(reason, was_widened=True) from error
         return probe.recording
 
     def _leave(self) -> None:

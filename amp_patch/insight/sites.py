@@ -27,7 +27,7 @@ _ROLES_OF_TORCH = {  # the first that fits
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
-"""What runs a forward again: torch's checkpoints, and those that scripts write as autograd functions."""
+"""Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
 
 
@@ -66,7 +66,7 @@ def is_of_user(file: str) -> bool:
 def names_dtype() -> bool:
     """Return whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`.
 
-    Other lines cast to the dtype of a tensor.
+    Other lines cast to the dtype of a tensor. Returns True if there is no such line.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -230,7 +230,7 @@ def _of_weight(fault: FaultRecord) -> Culprit:
 def _is_harmless(fault: FaultRecord) -> bool:
     """Return whether a fault comes from the script itself, in float32 too, and changes neither loss nor gradients.
 
-    The logarithm of a mask is one.
+    An example is the logarithm of a mask.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

@@ -58,7 +58,7 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Note that the faults of its inputs explain all tensors of an op in bulk, whose values are not read."""
+        """For an op in bulk, whose values are not read, note that faults of its inputs explain all its tensors."""
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
         # Its inputs, too: optimizers and foreach ops write into them.

@@ -40,9 +40,13 @@ def _read_address(tensor: Tensor) -> int:
 
 
 def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the floating and complex tensors with values among `values`, and in containers of them."""
+    """Yield the floating and complex tensors with values among `values`, and in containers of them.
+
+    float8 is left out: torch has no kernels that read it.
+    """
     for tensor in tensors_in(values):
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and storage_of(tensor):
+        is_read = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+        if is_read and tensor.numel() and storage_of(tensor):
             yield tensor
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, get_args
 
+from ..config import OpRule
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
 from .raised_text import format_raised
@@ -98,7 +99,9 @@ def _is_of_interest(op: OpRecord) -> bool:
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
     if not floating:  # lists do not act on whole numbers
         return False
-    return bool(op.entry or op.casts or op.rule or len(floating) > 1 or floating & {"f16", "bf16"})
+    # scripts write to tensors all the time, as by `x[0] = 1`: without a cast, that is what plain torch does
+    is_listed = bool(op.entry or op.rule) and op.rule != OpRule.MATCH_SELF
+    return bool(is_listed or op.casts or len(floating) > 1 or floating & {"f16", "bf16"})
 
 
 def _is_computed_in_float32(op: OpRecord) -> bool:
@@ -113,7 +116,10 @@ def entitle_recording(recording: Recording) -> str:
         title = "torch.autocast"
         if run.opt_level != "autocast":  # a level or list that the command lays over the script
             title += f", {run.opt_level}"
-    title += f", {run.low or 'no casts'}"
+    dtype = run.low or "no casts"
+    if run.script_low:
+        dtype = f"{run.script_low} weights"
+    title += f", {dtype}"
     if run.device:  # "" if nothing ran
         title += f" on {run.device}"
     title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"

@@ -76,6 +76,7 @@ class Tracer(Recorder):
         self._faults: list[FaultRecord] = []
         self._searches: list[FaultRecord] = []  # of steps that were skipped while a dynamic scale came down
         self._unused: list[FaultRecord] = []  # in gradients that an optimizer may use in its next step
+        self._has_stepped = False  # the step that is reported as begun is over
         self._stepping: int | None = None  # id of the optimizer whose step has begun
         self._loss = _Growth()  # since it was smallest
         self._largest_weight = _Growth()  # since the first step
@@ -157,12 +158,14 @@ class Tracer(Recorder):
         if self.is_recording:
             self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
             self._look_at_size(optimizer)
-            self._quiet.begin_step(optimizer)
+            self._quiet.begin_step(optimizer, has_stepped=self._has_stepped)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Finish the faults of the step, and end the run if there are any."""
         if self._stepping != id(optimizer):  # a step with a closure reports only its end
+            self._has_stepped = True
             self.step_begun(optimizer)
+            self._has_stepped = False
         self._stepping = None
         if self.is_recording:
             self._quiet.end_step(optimizer, self._count + 1)

@@ -7,7 +7,7 @@ from ..torch_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that is counted while it is on: no code may run otherwise because of it."""
+    """A dispatch mode that is counted while it is on, so that code which reacts to other modes can leave it out."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -41,13 +41,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """An accelerate.Accelerator whose `prepare` initializes amp, and whose `backward` scales the loss.
 
     At levels with masters, clipping clips the gradients of masters. `optimizer_step_was_skipped` is true after a
-    skipped step. `save_state` and `load_state` include the loss scale. Gradients that several `backward` calls
-    accumulate between steps (`accumulate`) have one scale.
+    skipped step. `save_state` and `load_state` include the loss scale. While `backward` calls accumulate gradients
+    (`accumulate`), these stay scaled, and the last call before the step unscales them.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
         amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
-        args, kwargs: as for accelerate.Accelerator. Raises ArgumentTypeError if `mixed_precision` is among them.
+        args, kwargs: as for accelerate.Accelerator. Raises ArgumentTypeError if Accelerate's mixed precision is on.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.mixed_precision != "no":
             raise ArgumentTypeError(
-                f"mixed_precision={self.mixed_precision!r}: leave it out, since opt_level decides what runs in 16 bits"
+                f"mixed_precision={self.mixed_precision!r}: leave it out of the arguments, and of `accelerate launch`"
+                " and its config, since opt_level decides what runs in 16 bits"
             )
         # None after `adopt`: the caller initializes amp
         self._amp_options: dict[str, Any] | None = {"opt_level": opt_level, **(amp_options or {})}

@@ -23,14 +23,15 @@ STATE_NAME = "amp.pt"
 class AmpTrainerMixin:
     """A mixin: put it before a Trainer class of transformers in the bases of your class.
 
-    It scales losses. Gradients that accumulate between two steps have one scale. `max_grad_norm`, and `grad_norm` in
-    the logs, refer to unscaled gradients. The schedule does not advance after a skipped step. Checkpoints hold amp's
-    state in `amp.pt`, and saved models are float32.
+    It scales losses. While gradients accumulate, they stay scaled, and the last backward pass before the step unscales
+    them. `max_grad_norm`, and `grad_norm` in the logs, refer to unscaled gradients. The schedule does not advance after
+    a skipped step. Checkpoints hold amp's state in `amp.pt`, and saved models are float32.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
         amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
-        args, kwargs: as for the Trainer. Raises ArgumentTypeError if `fp16` or `bf16` is set in its arguments.
+        args, kwargs: as for the Trainer. Raises ArgumentTypeError if `fp16` or `bf16` is set in its arguments, or
+            Accelerate's mixed precision is on.
     """
 
     def __init__(

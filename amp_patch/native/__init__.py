@@ -9,11 +9,14 @@ or run `amp-patch run --lists my_lists.yaml train.py`.
 
 __role__ = ""  # in reports of `insight`: see its `sites`
 
+from .float32_script import as_written as as_written
+from .float32_script import find_float32_script as find_float32_script
 from .installation import check_not_installed as check_not_installed
 from .installation import install as install
 from .installation import remove as remove
 from .installation import start as start
 from .installation import watch as watch
+from .roots import calls_under_way as calls_under_way
 from .session import AS_IS as AS_IS
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover

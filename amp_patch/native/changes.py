@@ -1,4 +1,4 @@
-"""`Changes`: what a takeover changes in the regions of `torch.autocast` of a script. It makes the session for that."""
+"""`Changes`: the changes that a takeover makes to a script's regions of `torch.autocast`, and the session for them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ class Changes:
             )
 
     def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
-        """Return a session that makes these changes. It is not open yet.
+        """Return a session that makes these changes once it is opened.
 
         Args:
             low: the dtype of the region that is being entered, or None outside of regions.

@@ -42,9 +42,9 @@ def install(
             keeps the dtype of each region, and torch's rules for ops that `lists` do not name.
         lists: a shipped name, a path, or a sequence of them. Later lists win.
         compute: "auto", "native" or "float32". Needs a level.
-        everywhere: run this thread in one bfloat16 region. For scripts without regions.
+        everywhere: run each thread in one bfloat16 region, from its first call of a model. For scripts without regions.
 
-    Returns a handle whose `remove()` undoes everything. It also works as a `with` block. A later call replaces
+    Returns a handle whose `remove()` undoes everything. The handle also works as a `with` block. A later call replaces
     this installation.
 
     Raises:

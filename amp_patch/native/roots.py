@@ -54,7 +54,10 @@ def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
 
 
 def find_line() -> str:
-    """Return the line of the script that is running, as `train.py:12`. Empty if no line of a script is running."""
+    """Return the innermost line on the stack outside torch and this package, as `train.py:12`. Empty if there is none.
+
+    It is usually a line of the script.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back

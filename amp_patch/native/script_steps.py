@@ -1,4 +1,4 @@
-"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes none of them.
+"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes no result.
 
 Each step is checked by `StepChecks`, runs outside of the region of `WholeScript`, and is reported to the session and to
 the watchers of `events`.
@@ -55,6 +55,7 @@ class ScriptSteps:
         self._unscales_first = unscales_first
         self._scaler: weakref.ref[Any] | None = None  # the newest GradScaler
         self._scaler_step: _ScalerStep | None = None
+        self._open_session: Callable[[str], NativeSession | None] = lambda device_type: None
         self._scaled_loss: int | None = None  # id of the loss that a GradScaler returned last
 
     def install(self, undo: UndoStack) -> None:
@@ -71,8 +72,14 @@ class ScriptSteps:
         undo.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
         undo.callback(register_optimizer_step_post_hook(self._end_step).remove)
 
-    def watch_losses(self, undo: UndoStack) -> None:
-        """Report losses that no GradScaler scales, until `undo` is closed."""
+    def watch_losses(self, undo: UndoStack, open_session: Callable[[str], NativeSession | None]) -> None:
+        """Report losses that no GradScaler scales, until `undo` is closed.
+
+        Args:
+            open_session: opens a session, given a type of device: a script without any torch.nn.Module has called no
+                model before its first backward pass.
+        """
+        self._open_session = open_session
         patcher = Patcher()
         undo.callback(patcher.undo)
         patcher.install([Patch(torch.autograd, "backward", self._report_plain_loss)])
@@ -110,7 +117,11 @@ class ScriptSteps:
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             # inside a backward pass, it is a checkpoint that calls this, with gradients and not with a loss
-            if session is not None and isinstance(loss, Tensor) and get_backward_id() == -1:
+            if isinstance(loss, Tensor) and get_backward_id() == -1:
+                session = session or self._open_session(loss.device.type)
+            else:
+                session = None
+            if session is not None:
                 if id(loss) != self._scaled_loss:
                     events.tell(session.without_casts(), "loss_scaled", loss, loss)
                 self._scaled_loss = None

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from ..casting import Autocast, Mode, ModuleRulesSwitch, OpCasts
 from ..config import Policy
+from ..dtypes import LOW_DTYPES
 from ..errors import SessionError
 from ..session import Session, Stats, current
 from ..torch_private import get_autocast_depth
+from .float32_script import find_asked_dtype
 from .roots import find_root
 
 AS_IS = "as-is"
@@ -29,9 +31,21 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether the script called `amp.initialize` itself. If so, nothing in this subpackage does anything."""
+    """Return whether `amp.initialize` of the script decides: its session is in force, or it has disabled amp.
+
+    If so, nothing in this subpackage does anything.
+    """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
+
+
+def find_low_weights(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the first parameter of a model for which the script asked for 16 bits; None without one."""
+    for parameter in model.parameters():
+        dtype = find_asked_dtype(parameter)
+        if dtype in LOW_DTYPES:
+            return dtype
+    return None
 
 
 class NativeSession(Session):
@@ -64,6 +78,7 @@ class NativeSession(Session):
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
         self._steps_taken = self._steps_skipped = 0
         self._seen_low: torch.dtype | None = None
+        self._low_weights: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
         # ops that torch casts by itself are wrapped only to be observed, or because of module rules
         if autocast is not None and self.casts is not None and (observes_all or has_rules):
@@ -77,6 +92,7 @@ class NativeSession(Session):
         self._models = [reference for reference in self._models if reference() is not None]
         if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
+            self._low_weights = self._low_weights or find_low_weights(model)
             if self.oplists is not None and self.oplists.modules:
                 self.adopt([model], [])
         self._modules.update(model.modules())
@@ -155,6 +171,11 @@ class NativeSession(Session):
     def seen_low(self) -> torch.dtype | None:
         """The dtype of the first region of autocast, or None before it. If autocast is disabled: the policy's dtype."""
         return self._seen_low if self._autocast is not None else self.policy.low_dtype
+
+    @property
+    def script_low(self) -> torch.dtype | None:
+        """The 16-bit dtype in which a script without regions of autocast holds its weights; None if it does not."""
+        return self._low_weights if self._seen_low is None else None
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last step of an optimizer was skipped."""

@@ -22,9 +22,10 @@ from ..reporting import log_warning, say
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled
 from .changes import Changes, Kind
+from .float32_script import Float32Script
 from .roots import calls_under_way, find_line, find_root
 from .script_steps import ScriptSteps
-from .session import NativeSession, find_session, has_own_amp
+from .session import NativeSession, find_low_weights, find_session, has_own_amp
 from .step_checks import StepChecks
 from .whole_script import HAS_REGIONS, WholeScript
 
@@ -36,8 +37,9 @@ class Takeover:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
         compute: as for `amp.initialize`. Needs a level.
-        everywhere: from the first call of a model on, run this thread in one region. For scripts without regions.
+        everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
         needs_region: open no session before the first region, even if nothing would be changed.
+        in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         on_plain_step: called with a line of text if the script takes a step before the first region.
 
     Attributes:
@@ -52,10 +54,12 @@ class Takeover:
         *,
         everywhere: bool = False,
         needs_region: bool = False,
+        in_float32: bool = False,
         on_plain_step: Callable[[str], None] = log_warning,
     ) -> None:
         self._changes = Changes(opt_level, lists, compute)
         self._everywhere = everywhere
+        self._in_float32 = in_float32
         self._is_watching = False
         self._checks = StepChecks(
             needs_region=needs_region or self._changes.needs_region,
@@ -77,6 +81,8 @@ class Takeover:
         self._undo.callback(self._close_session)
         patcher = Patcher()
         self._undo.callback(patcher.undo)
+        if self._in_float32:
+            self._undo.callback(Float32Script().start())
         patcher.install([Patch(torch.autocast, "__enter__", self._adapt_region)])
         self._steps.install(self._undo)
         if self._everywhere:
@@ -90,7 +96,7 @@ class Takeover:
         undo.callback(setattr, self, "_is_watching", False)
         self._close_session()  # the next session is made for watchers (`observes_all`)
         self._is_watching = True
-        self._steps.watch_losses(undo)
+        self._steps.watch_losses(undo, self._require_session_at_loss)
         undo.callback(register_module_forward_pre_hook(self._note_call).remove)
         return undo.close
 
@@ -137,6 +143,12 @@ class Takeover:
         with current.state.lock:  # another thread may be opening a session
             return find_session() or self._open_session(device_type, low)
 
+    def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
+        """Return the session in force at a backward pass, or open one for a script that has called no module yet."""
+        if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
+            return find_session()
+        return self._require_session(device_type, None)
+
     def _acts_without_region(self) -> bool:
         """Return whether there is something to do or to watch outside of regions."""
         if self._changes.kind is Kind.NOTHING:
@@ -161,8 +173,10 @@ class Takeover:
             session = find_session()
             if session is not None:
                 session.begin_region()
-            if not is_region_enabled(region) or has_own_amp():
+            if not is_region_enabled(region):
                 return original(region)
+            if has_own_amp():
+                return self._enter_beside_amp(original, region)
             # inside a backward pass, it is a checkpoint that enters a region, and not the script
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
@@ -185,6 +199,16 @@ class Takeover:
                 enable_region(region, True)
 
         return enter
+
+    def _enter_beside_amp(self, original: Callable[..., Any], region: Any) -> Any:
+        """Enter a region of a script with its own amp. The region casts nothing in a run in float32."""
+        if not self._in_float32:
+            return original(region)
+        enable_region(region, False)
+        try:
+            return original(region)
+        finally:
+            enable_region(region, True)
 
     def _join_calls(self, session: NativeSession) -> None:
         """Apply module rules to calls that are under way, because the first region may begin inside a `forward`."""
@@ -225,6 +249,9 @@ class Takeover:
         self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:
             self._whole_script.enter(device_type)
+        is_watched = self._checks.is_waiting and self._is_watching and not self._changes.needs_region
+        if is_watched and find_low_weights(model) is not None:
+            self._checks.note_amp()  # the script is its own mixed precision, without a region
         session = find_session()
         if session is not None or device_type == "meta" or self._checks.is_waiting:
             return session

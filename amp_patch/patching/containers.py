@@ -69,7 +69,7 @@ class ContainerSearch:
                 self._search(entry.value, entry.holder, entry.key)
 
     def find_unreplaced(self) -> list[str]:
-        """Return the values that hold a function where it cannot be replaced, each as `module.name (its class)`."""
+        """Return the values that hold a function where it cannot be replaced, each as `prefix.name (its class)`."""
         if not self._holds_any:
             return []
         searched = set(self._exchanges.visited)

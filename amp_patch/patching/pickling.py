@@ -26,7 +26,10 @@ _numbers = itertools.count()
 
 
 def retire(replacement: Any) -> None:
-    """Make pickle look a removed replacement up in this module. It may also be a static or class method of one."""
+    """Make pickle look a removed replacement up in this module.
+
+    `replacement` may also be a static or class method around the function.
+    """
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
         # without dots, because pickle reads a dot in a name as an attribute of an attribute

@@ -209,11 +209,11 @@ class Search:
         defaults, keyword_defaults = function.__defaults__ or (), function.__kwdefaults__ or {}
         for value in (*defaults, *keyword_defaults.values()):
             self.result.append_partial(value)
-        found = [value for value in defaults if id(value) in self._wanted]
-        if found:
+        functions = [value for value in defaults if id(value) in self._wanted]
+        if functions:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
             # one slot for the whole tuple; the exchange belongs to one of the functions in it, whose patcher undoes it
-            self.result.append(WeakAttribute(function, "__defaults__"), found[0], after)
+            self.result.append(WeakAttribute(function, "__defaults__"), functions[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:
                 self.result.append(Entry(keyword_defaults, key), value)

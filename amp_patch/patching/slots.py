@@ -73,8 +73,8 @@ class Entry(Slot):
 
     Args:
         key: the key of the dict, the index in the list, or the member of the set.
-        is_key: the key of the dict is the function. A new key takes its position in the order of the dict.
-        module: the module whose namespace the dict is, if it is one.
+        is_key: the key of the dict is the function. A write replaces the key, and keeps its place in the dict's order.
+        module: the module whose namespace the dict is; None for any other dict.
     """
 
     __slots__ = ("_container", "_is_key", "_module")

@@ -413,7 +413,7 @@ class FolderEntry:
         return os.lstat(self._located).st_ino
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return what os.stat returns for the path."""
+        """Return the result of os.stat for the path."""
         return os.stat(self._located, follow_symlinks=follow_symlinks)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:

@@ -18,6 +18,7 @@ from ..training import ids_beside_opaque
 from .sharding import find_sharding_problem, is_instance_of
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""Parallel wrappers, which `initialize` refuses: users wrap the models that it returns."""
 
 
 def as_enabled(enabled: Any) -> bool:
@@ -37,7 +38,10 @@ def as_enabled(enabled: Any) -> bool:
 
 
 def as_models(models: Any) -> list[nn.Module]:
-    """Return the first argument of `initialize`, a module or an iterable, as a list. Raises ArgumentTypeError."""
+    """Return the first argument of `initialize`, a module or an iterable, as a list of modules.
+
+    Raises ArgumentTypeError if an item is no module.
+    """
     result = [models]
     # nn.Sequential is iterable, and a class may be, too
     if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
@@ -62,12 +66,12 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _name_kind(value: object) -> str:
-    """Return the name of an object's type, or advice if it is a class itself."""
+    """Return the name of an object's type; for a class, its own name, and the advice to make an instance."""
     return f"the class {value.__name__} (make an instance of it)" if isinstance(value, type) else type(value).__name__
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot train `model`. `accept_low`: 16-bit parameters are no reason."""
+    """Return the reasons why `policy` cannot train `model`. With `accept_low`, 16-bit parameters are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
@@ -99,7 +103,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
 
 
 def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of the 16-bit tensors of a model that should be float32."""
+    """Return the names of 16-bit parameters and buffers that have to be float32 under a policy."""
     low = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -107,7 +111,7 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
     }
     if not low:
         return []
-    left_alone = ids_beside_opaque(model)
+    left_alone = ids_beside_opaque(model)  # 16-bit tensors of quantized layers
     if policy.cast_model_type is None:  # weights keep their dtype, so only weights that are trained must be float32
         for module in model.modules():
             is_trained = False
@@ -126,7 +130,10 @@ def _list_some(names: Sequence[str]) -> str:
 
 
 def device_type_of(models: Sequence[nn.Module]) -> str:
-    """Return the device type of the models' parameters, such as "cuda". Raises ModelError if there are several."""
+    """Return the device type of the models' parameters and buffers, such as "cuda"; "cpu" if they have none.
+
+    Tensors on "meta" do not count. Raises ModelError if there are several types.
+    """
     types: set[str] = set()
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -193,9 +200,9 @@ def _wrong_optimizer(given: object) -> ArgumentTypeError:
 
 
 def as_optimizers(optimizers: Any) -> list[Optimizer]:
-    """Return the torch optimizers of an argument (None, an optimizer, or an iterable) as a list.
+    """Return the torch optimizers in an argument (None, an optimizer, or an iterable), without wrappers, as a list.
 
-    Raises ArgumentTypeError.
+    Raises ArgumentTypeError for anything else.
     """
     if optimizers is None:
         return []
@@ -209,7 +216,7 @@ def as_optimizers(optimizers: Any) -> list[Optimizer]:
 
 
 def find_optimizer_problems(optimizers: Sequence[Optimizer], policy: Policy) -> list[str]:
-    """Return the reasons, one sentence each, why these optimizers cannot be bound."""
+    """Return the reasons, one sentence each, why `policy` cannot be applied to these optimizers."""
     use_masters = bool(policy.master_weights)
     problems = []
     for index, optimizer in enumerate(optimizers):
@@ -257,7 +264,10 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
 def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
-    """Return the policy that the arguments ask for. Settings of a command (`amp-patch run`) take precedence."""
+    """Return the policy that the arguments ask for. Settings of a command (`amp-patch run`) take precedence over them.
+
+    Prints a line if a command replaces the level.
+    """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)
     is_replaced = level != opt_level  # a command runs the script at another level
@@ -278,8 +288,10 @@ def choose_policy(
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return the lists of a command to add to a policy. If the policy patches no functions, leave out lists without
-    module rules.
+    """Return those lists of a command that have an effect under a policy, to be added to its own.
+
+    A policy that patches functions takes all; one that casts models takes the lists with module rules; a float32 one
+    takes none.
     """
     if policy.patch_torch_functions:
         return in_force.settings.lists

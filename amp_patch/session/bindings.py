@@ -28,6 +28,9 @@ from ..training import (
 class Bindings:
     """Binds and releases models and optimizers.
 
+    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, and to replace
+    its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
+
     Args:
         rules: module rules for the models.
         sharded: the modules that `fully_shard` has sharded.
@@ -56,7 +59,7 @@ class Bindings:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
-        self._awaits_step = False  # whether `on_step` has yet to warn of unused rules
+        self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
@@ -97,7 +100,7 @@ class Bindings:
         )
 
     def warn_of_unused_rules(self) -> None:
-        """Warn of each module rule that has chosen no module so far."""
+        """Warn of each module rule that has chosen no module, unless it may still choose one."""
         used = {rule for binding in self._models for rule in binding.used_rules}
         if self.regions is not None:
             used |= self.regions.used
@@ -110,18 +113,18 @@ class Bindings:
     def _may_still_match(self, rule: ModuleRule) -> bool:
         """Return whether a rule may still choose a module that the script calls directly, such as a criterion.
 
-        Such modules are known once the first step ends.
+        Only rules for classes can. The script has called such modules when the first step ends.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: after the first step, warn of unused rules. By then the script has called all its modules."""
+        """Optimizer hook: after the first step, warn of unused rules."""
         if self._awaits_step:
             self._awaits_step = False
             self.warn_of_unused_rules()
 
     def _describe_names(self, rule: ModuleRule) -> str:
-        """Return advice about a rule: the names that it may contain, and the name that is probably meant."""
+        """Return the advice for an unused rule: which kind of name to write, and the name that is probably meant."""
         names, kinds = set(), set()
         for model in self.models():
             for name, module in model.named_modules():
@@ -139,17 +142,17 @@ class Bindings:
                 hint = f" Did you mean {ending!r}?"
                 break
             ending = ending.partition(".")[2]
-        which = "the model, without the name of its variable"
+        holder = "the model, without the name of its variable"
         if self._binds_at_calls:
-            which = "the module that the script calls"
-        return f"Write a name as in named_modules() of {which}.{hint}"
+            holder = "the module that the script calls"
+        return f"Write a name as in named_modules() of {holder}.{hint}"
 
     # ---- binding and letting go --------------------------------------------------------------------------------------
 
     def bind(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], float32_data: dict[int, Tensor]
     ) -> None:
-        """Bind models and optimizers. Fills `float32_data` as `ModelBinding.bind` does."""
+        """Bind models and optimizers. Fills `float32_data` with the values of tensors from before their cast, by id."""
         for model in models:
             rules = self._rules if self.regions is None else ()
             binding = ModelBinding(model, self._policy, self.masters, self._cache, rules)
@@ -178,13 +181,13 @@ class Bindings:
             )
         self._optimizers = [*self._optimizers, *added]
         self._connect_flags()
-        for bound, optimizer in zip(added, optimizers, strict=True):
-            bound.bind(float32_data)
-            self._watch(bound, optimizer, self.forget_optimizer, weakref.ref(bound))
+        for optimizer_binding, optimizer in zip(added, optimizers, strict=True):
+            optimizer_binding.bind(float32_data)
+            self._watch(optimizer_binding, optimizer, self.forget_optimizer, weakref.ref(optimizer_binding))
         self.masters.return_gradients()
-        for bound in added:
-            if not bound.groups.is_empty():
-                bound.flags.state = OptState.UNCHECKED
+        for optimizer_binding in added:
+            if not optimizer_binding.groups.is_empty():
+                optimizer_binding.flags.state = OptState.UNCHECKED
         self._warn_of_lost_updates(added)
 
     def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
@@ -208,9 +211,9 @@ class Bindings:
             f" {' and '.join(names)} steps on them without float32 masters. {remedy}."
         )
 
-    def _watch(self, binding: object, bound: Any, method: Callable[..., None], *args: Any) -> None:
-        """Call a method of this object when a bound model or optimizer is gone."""
-        finalizer = weakref.finalize(bound, _call_if_alive, weakref.WeakMethod(method), *args)
+    def _watch(self, binding: object, target: Any, method: Callable[..., None], *args: Any) -> None:
+        """Call `method(*args)`, a method of this object, when `target` (the bound model or optimizer) is gone."""
+        finalizer = weakref.finalize(target, _call_if_alive, weakref.WeakMethod(method), *args)
         # the end of the process releases everything anyway
         finalizer.atexit = False
         self._finalizers[binding] = finalizer
@@ -231,8 +234,8 @@ class Bindings:
         # a new list, because a caller may be iterating over the previous one
         self.gradients.all_flags = [binding.flags for binding in self._optimizers]
         model_parameters = {}
-        for bound in self._models:
-            for parameter in bound.parameters():
+        for model_binding in self._models:
+            for parameter in model_binding.parameters():
                 if parameter.is_leaf:  # inside functional_call, the model holds other tensors, with graphs
                     model_parameters[id(parameter)] = parameter
         self.gradients.model_parameters = list(model_parameters.values())
@@ -289,10 +292,10 @@ class Bindings:
 
     def _release(self, models: Sequence[ModelBinding], optimizers: Sequence[OptimizerBinding]) -> None:
         models, optimizers = list(models), list(optimizers)
-        for bound in reversed(optimizers):
-            bound.undo()
-        for binding in reversed(models):
-            binding.undo()
+        for optimizer_binding in reversed(optimizers):
+            optimizer_binding.undo()
+        for model_binding in reversed(models):
+            model_binding.undo()
         for released in (*models, *optimizers):
             finalizer = self._finalizers.pop(released, None)
             if finalizer is not None:
@@ -302,7 +305,7 @@ class Bindings:
         self._connect_flags()
 
     def prune(self) -> None:
-        """Release the parameters and masters of models and optimizers that are gone."""
+        """Forget models that are gone, and masters whose parameter no live model or optimizer holds."""
         for binding in self._models:
             if binding.model is None:
                 self._finalizers.pop(binding, None)
@@ -311,8 +314,8 @@ class Bindings:
         for model in self.models():
             held.update(map(id, model.parameters()))
             held.update(map(id, model.buffers()))
-        for bound in self.optimizers():
-            held.update(map(id, bound.groups.model_parameters()))
+        for optimizer_binding in self.optimizers():
+            held.update(map(id, optimizer_binding.groups.model_parameters()))
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
@@ -325,7 +328,7 @@ class Bindings:
             self._optimizers.remove(binding)
             self._connect_flags()
         if self._cache is not None:
-            remaining = [weight for bound in self._optimizers for weight in bound.groups.parameters()]
+            remaining = [weight for left in self._optimizers for weight in left.groups.parameters()]
             self._cache.keep_only(remaining)
 
     # ---- queries about all -------------------------------------------------------------------------------------------
@@ -360,8 +363,8 @@ class Bindings:
 def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
     """Return the trained 16-bit weights in an optimizer that have no master. Quantized weights do not count.
 
-    Only for torch's own `step`, which rounds each update to the weight's dtype. Other optimizers may keep masters, or
-    round stochastically.
+    Returns none unless `step` is torch's own, which rounds each update to the weight's dtype. Other optimizers may keep
+    masters of their own, or round stochastically.
     """
     step = getattr(type(binding.optimizer), "step", None)
     if not getattr(step, "__module__", "").startswith("torch.optim."):

@@ -35,7 +35,7 @@ class _State:
         self.lock = threading.RLock()
         self.session: Session | None = None
         self.is_disabled = False  # by initialize(enabled=False)
-        self.registered: list[Registration] = []
+        self.registered: list[Registration] = []  # the functions of register_half_function and the like
 
 
 state = _State()
@@ -54,12 +54,12 @@ def initialize(
 ) -> Session:
     """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
-    If the session in force has the same policy, it takes over the models and optimizers. If it has another policy, this
-    raises SessionError.
+    If the session in force has the same policy, device type and op lists, it takes over the models and optimizers.
+    Otherwise this raises SessionError. Returns the session that is in force afterwards.
 
     Args:
-        replace: replace the session in force in any case.
-        replace_other: replace it if it has another policy, instead of raising SessionError.
+        replace: open a new session in any case.
+        replace_other: open a new session instead of raising SessionError.
         accept_low: models may have 16-bit parameters already.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
@@ -98,7 +98,10 @@ class _Request:
             raise ModelError("; ".join(problems))
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-        """Raise OptimizerError for optimizers that cannot be bound; warn of those that own no parameter of models."""
+        """Raise OptimizerError for optimizers that the policy cannot be applied to.
+
+        Warn of an `eps` that is 0 in 16 bits, and of optimizers that own no parameter of `models`.
+        """
         problems = find_optimizer_problems(optimizers, self.policy)
         if problems:
             raise OptimizerError("; ".join(problems))
@@ -154,7 +157,7 @@ def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
 
 
 def _open(request: _Request) -> Session:
-    """Open a session in place of the one in force, which stays if the lists or the new models have an error."""
+    """Close the session in force, and open another. If the lists or the new models have an error, the first stays."""
     # plan: load lists, and change nothing
     previous = state.session
     bound_parameters: set[int] = set()
@@ -181,18 +184,18 @@ def _open(request: _Request) -> Session:
 
 def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Module]) -> str:
     """Return the error about a session in force with another policy: the reason, and the remedies."""
-    level, request = session.policy.opt_level, _describe_difference(session.policy, asked)
+    level, wanted = session.policy.opt_level, _describe_difference(session.policy, asked)
     alive = session.models()
     remedies = "call amp.reset() first, or pass replace=True"
     if not alive:
-        return f"opt_level {level} is in force for a session block, and {request} was asked for: leave the block first"
+        return f"opt_level {level} is in force for a session block, and {wanted} was asked for: leave the block first"
     if any(model in alive for model in given):
         return (
-            f"this {describe(given)} is initialized already, at {level}, and {request} was asked for: {remedies}."
+            f"this {describe(given)} is initialized already, at {level}, and {wanted} was asked for: {remedies}."
             " Calling it again with the same arguments is harmless."
         )
     conflict = (
-        f"opt_level {level} is in force for {describe(alive)}, still in use, and {request} was asked for. Pass"
+        f"opt_level {level} is in force for {describe(alive)}, still in use, and {wanted} was asked for. Pass"
         f" all models to one initialize call, or delete the old ones, or {remedies}."
     )
     if "get_ipython" in vars(sys.modules["__main__"]):
@@ -238,7 +241,10 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
 
 
 def check_that_none_is_open() -> None:
-    """Raise SessionError if a session is in force. The end of a `session` block would close that one, too."""
+    """Raise SessionError if a session is in force and in use.
+
+    A `session` or `scope` block may not join it, because the end of the block closes the session of the process.
+    """
     with state.lock:
         close_if_over()
         if state.session is not None:
@@ -275,7 +281,7 @@ def close(session: Session) -> None:
 
 
 def end_scope(session: Session | None, *, was_disabled: bool) -> None:
-    """End a `scope`: close its session, or restore `is_disabled` if it was `enabled=False`."""
+    """End a `scope`: close its session, if it opened one, and restore `is_disabled` as it was before the scope."""
     with state.lock:
         if session is not None:
             close(session)
@@ -284,10 +290,11 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
 
 
 def close_if_over(given: Sequence[nn.Module] = ()) -> None:
-    """Close the session in force if its models are gone, if an interrupt has cut it short, or if this process has
-    inherited it by a fork.
+    """Close the session in force if it is over.
 
-    To find out whether its models are gone, collect garbage first, unless one of them is in `given`.
+    It is over if its models are gone, if an interrupt has cut it short, if this process has inherited it by a fork, or
+    if it gives way to any other (`Session.gives_way`). To find out whether its models are gone, this collects garbage,
+    unless one of them is in `given`.
     """
     session = state.session
     if session is not None and not _is_in_use(session, given):
@@ -347,7 +354,7 @@ NOT_INITIALIZED = "amp.initialize has not been called yet, or amp.reset() has un
 
 
 def require() -> Session:
-    """Return the session in force. Raises SessionError if there is none."""
+    """Return the session in force. Raises SessionError if there is none, or if an interrupt has cut it short."""
     if state.session is not None and not state.session.is_whole:
         reset()  # an interrupt has cut this session short
     if state.session is None:

@@ -26,12 +26,13 @@ class Installer:
 
     Args:
         casts, oplists: make the replacements of listed ops. None at levels that patch no ops.
-        products: makes the replacements of products, or None if products are left alone.
-        registered: functions that the user registered.
+        products: makes the replacements of products (matrix products, convolutions, attention) that are computed in
+            float32. None if there are none.
+        registered: functions that the user registered, with their rules.
 
     Attributes:
         deferred: listed ops of packages that are not imported yet, or None.
-        patcher: the patches of ops.
+        patcher: the patches of ops, and of the functions around them (`torch_patches.plan_with_ops`).
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Installer:
         self._patches_ops = casts is not None or products is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Install everything. `undo` removes it, also after an error."""
+        """Install everything that the policy needs. `undo` removes it, also after an error."""
         if not (self._patches_ops or self._handles_gradients or self._model_dtype is not None):
             return
         planned: list[Patch] = []
@@ -135,7 +136,9 @@ class Installer:
         self._turn_on()
 
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
-        """Redirect references to patched functions to their replacements: in models, and in imported modules."""
+        """Redirect references to patched functions to their replacements, in models and (`with_modules`) in all
+        imported modules. Warn of references that cannot be written.
+        """
         with self._lock:
             patchers = (self.patcher, self._module_patcher)
             functions = [(patcher, references.functions_of(patcher)) for patcher in patchers]

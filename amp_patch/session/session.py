@@ -39,21 +39,22 @@ class Session:
     """One policy, the models and optimizers it was applied to, the scalers, and the patches.
 
     Args:
+        num_losses: the number of loss scalers.
         registered: functions of the user with a rule of their own.
         has_models: whether the session ends when its models are gone. If False, it lasts until it is closed.
         autocast: the regions of torch.autocast, if casts are active only there. None: casts are active everywhere.
 
     Attributes:
         bindings: the models and optimizers.
-        undo: the callbacks that `close` runs; empty after it.
+        undo: the callbacks that `close` runs. It is empty before `open` and after `close`.
         is_whole: True from the end of `open` to the beginning of `close`: everything is installed.
     """
 
     gives_way = False
-    """True if another session may replace it, because the user did not ask for this one by `initialize`."""
+    """True if any other session may replace this one, because the user did not ask for it by `initialize`."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
-    """Returns the model of a called module, for a session whose models are bound when the script first calls them."""
+    """Given a called module, returns the model to bind. Set if models are bound when the script first calls them."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Session:
     # ---- opening and closing -----------------------------------------------------------------------------------------
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
-        """Apply the policy. After an error, call `close`: it undoes the changes so far."""
+        """Apply the policy. After an error, the caller has to call `close`, which undoes the changes so far."""
         float32_data: dict[int, Tensor] = {}
         # `close` runs these callbacks from the last to the first
         self.undo.callback(self.gradients.local.warn_of_stale)  # last, when the models are restored
@@ -124,24 +125,26 @@ class Session:
         self._installer.patch_ops_again()
 
     def _decide_together(self, overflow_group: Any) -> None:
-        """Find the ranks that skip the same steps: from the shards, and `overflow_group` or the earlier one if None."""
+        """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
         given = self._overflow_group if overflow_group is None else overflow_group
         self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), given))
         self._overflow_group = given
         self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:
-        """Skip steps together with the ranks of a process group, unless `overflow_group` or shards have chosen a group.
-        All ranks take over the loss scales of the group's first rank.
+        """Let the ranks of a process group skip the same steps, and take over the loss scales of its first rank.
+
+        Does nothing if `overflow_group` or shards have chosen a group already.
         """
-        if self._overflow_group is None and not self.scale_updates.groups:
+        if self._overflow_group is None and not self.scale_updates.process_groups:
             self._decide_together(group)
             self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
-        """Undo everything. Harmless twice.
+        """Undo everything. Calling it twice is harmless.
 
-        After one interrupt, it finishes, and then raises the interrupt. After a second interrupt, call it again.
+        If an interrupt or an error comes meanwhile, this undoes the rest, and then raises it. After a second one, call
+        it again.
         """
         self.is_whole = False
         with without_overrides():
@@ -158,14 +161,14 @@ class Session:
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which no op of this thread is cast."""
+        """Return a context manager. Inside its block, no op of this thread is cast."""
         return self.switch.region(Mode.OFF)
 
     # ---- contents ----------------------------------------------------------------------------------------------------
 
     @property
     def patcher(self) -> Patcher:
-        """The patches of ops."""
+        """The patches of ops, and of the functions around them."""
         return self._installer.patcher
 
     def models(self) -> list[nn.Module]:
@@ -206,7 +209,7 @@ class Session:
                     policy.loss_scale, min_loss_scale=policy.min_loss_scale, max_loss_scale=policy.max_loss_scale
                 )
             )
-            self.scalers[-1].is_shared = bool(self.scale_updates.groups)
+            self.scalers[-1].is_shared = bool(self.scale_updates.process_groups)
 
     def restart_scalers(self) -> None:
         """Restart dynamic loss scales for another training. A scale that has not scaled a loss yet stays: it may have
@@ -320,7 +323,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
 
 
 def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
-    """Return what computes products in float32: all of them, or only short attention. None if all use their kernels."""
+    """Return the maker of products in float32: of all products, or only of short attention. None if it makes none."""
     low = policy.low_dtype
     if low is None:
         return None
@@ -346,7 +349,10 @@ def _make_casts(
 
 
 def _load_lists(policy: Policy) -> OpLists | None:
-    """Return the op lists of a policy, or None. Raises PolicyError for lists that can have no effect."""
+    """Return the op lists of a policy, or None. Raises PolicyError for lists that can have no effect.
+
+    Warns of lists that run no op in 16 bits.
+    """
     if not policy.lists:
         return None
     oplists = load_oplists(policy.lists)

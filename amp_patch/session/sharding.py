@@ -18,13 +18,13 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def is_instance_of(value: Any, module_name: str, class_name: str) -> bool:
-    """Return whether a value is an instance of a class of torch, without importing its module."""
+    """Return whether a value is an instance of a class of torch, without importing the module of the class."""
     kind = getattr(sys.modules.get(module_name), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
-    """Return the reason why `policy` cannot train the shards of a model, or None."""
+    """Return the reason why `policy` cannot cast the shards of a model, or None."""
     low, name = policy.cast_model_type, type(model).__name__
     if low not in LOW_DTYPES:
         return None
@@ -58,7 +58,9 @@ def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype
 
 
 def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
-    """Return the remedy if FSDP does not gather a module in the dtype of the level, else None."""
+    """Return the remedy for a module that FSDP does not gather in the dtype of the level, or that no `fully_shard`
+    covers. Return None if there is nothing to mend.
+    """
     # find the innermost sharded module around this one
     sharded_path = path
     sharded = module
@@ -89,13 +91,13 @@ def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
-    """Return the process groups whose ranks skip the same steps. Return none if each rank decides for itself.
+    """Return the process groups whose ranks skip the same steps: none if each rank decides for itself.
 
-    These are the groups of the shards. `given`, the `overflow_group` of `initialize`, replaces them if it contains all
-    their ranks. Otherwise both are returned, `given` first. If it is False, each rank decides for itself.
+    Without `given`, the `overflow_group` of `initialize`, these are the groups of the shards. A `given` that contains
+    all ranks of the shards replaces them. Otherwise both are returned, `given` first. If `given` is False, or
+    torch.distributed is not initialized, each rank decides for itself.
 
-    Raises ArgumentTypeError for a wrong `given`, and ModelError if parameters are sharded over two meshes of which
-    neither contains the other.
+    Raises ArgumentTypeError for a wrong `given`, and ModelError if no mesh or group of shards contains all others.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
@@ -131,7 +133,9 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
 
 
 def _groups_of(given: Any) -> Sequence[Any]:
-    """Return a process group as a list. For a mesh, return the world if it has all ranks, else a group a dimension."""
+    """Return a process group as a list. For a mesh, return the group of each dimension, or the world if it has all
+    ranks. Raises ArgumentTypeError for anything else.
+    """
     if isinstance(given, dist.ProcessGroup):
         return [given]
     if not hasattr(given, "get_all_groups"):

@@ -14,12 +14,14 @@ class Stats:
     """The state of a session. A notebook shows it as a table.
 
     Attributes:
-        low_dtype: the 16-bit dtype of the level, or None. `opt_level` is None without a session.
-        names_patched: the number of functions that are replaced.
+        opt_level: the level, or None without a session.
+        low_dtype: the 16-bit dtype of the level. None without one, or without a session.
+        names_patched: the number of names of functions that are replaced, such as `torch.matmul`.
         parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of
-            float32.
-        steps, steps_skipped: sums over all optimizers.
-        loss_scales: the scale of each scaler, in order.
+            float32. Tied weights count once.
+        steps: the number of steps that were taken, of all optimizers that are still alive together.
+        steps_skipped: the number of steps that were skipped, likewise.
+        loss_scales: the scale of each loss, in the order of `loss_id`.
     """
 
     opt_level: str | None

@@ -1,7 +1,8 @@
-"""Lists the patches of torch that a session makes in addition to listed ops and registrations.
+"""Lists the patches of torch that a session makes in addition to listed ops, registrations and products.
 
-Two changes of torch are elsewhere, because they replace no function: hooks after optimizer steps, for which torch has
-an API, and the property `Optimizer.step_was_skipped`, which exists only during a session.
+Two changes of torch are made elsewhere (`installer.py`), because they replace no function: hooks after optimizer steps,
+for which torch has an API, and the property `Optimizer.step_was_skipped`, which exists only during a session. The
+helpers of torch.distributed.checkpoint are patched in `checkpoints.py`, once they are imported.
 """
 
 import functools
@@ -44,13 +45,14 @@ def plan_with_ops(
 
 
 def _lists_recurrent(oplists: OpLists) -> bool:
-    """Return whether recurrent layers run in the low dtype."""
-    return any(spelling.owner is VF and spelling.kind.runs_in == "low" for spelling in oplists.spellings)
+    """Return whether the lists run recurrent layers in the low dtype."""
+    return any(spelling.owner is VF and spelling.rule.runs_in == "low" for spelling in oplists.spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:
-    """Yield the patches of functions that reduce, zero or clip gradients. `with_scales`: also the patches that a
-    session with masters or a loss scale needs.
+    """Yield the patches of functions that reduce, zero or clip gradients.
+
+    `with_scales`: the session has masters or a loss scale. Otherwise only DistributedDataParallel is patched.
     """
     masters, gradients = bindings.masters, bindings.gradients
     yield Patch(
@@ -82,7 +84,9 @@ def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Pat
 
 
 def plan_for_models(low: torch.dtype, patcher: Patcher) -> Iterator[Patch]:
-    """Yield the patches of layers whose models are cast, on which hooks would be slower (see `PATCHED_LAYERS`)."""
+    """Yield the patches of `torch.jit.script`, and of the layers in `PATCHED_LAYERS`, where hooks would be slower, for
+    a session that casts models.
+    """
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     for layer, count in PATCHED_LAYERS.items():
         yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

@@ -8,9 +8,10 @@ two, and `step()` does the work of the other two, in the opposite order:
     scaler.step(optimizer)           # optimizer.py: OptimizerBinding._take_or_skip
     scaler.update()                  # scale_updates.py: ScaleUpdates.update
 
-A block multiplies the gradients that it finds by the scale, and backward adds to them. The end of the block divides and
-checks all gradients, and adds those of 16-bit parameters to their masters' gradients. A step, taken or skipped, drops
-the gradients of masters. All other gradients stay until `zero_grad`.
+A block multiplies the gradients that it finds by the scale, and backward adds to them. The end of the block divides all
+gradients by the scale, checks the gradients of its optimizers, and adds gradients of 16-bit parameters to those of
+their masters. A step, taken or skipped, drops the gradients of masters, unless another optimizer has yet to step on
+them. All other gradients stay until `zero_grad`.
 
 A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
 in overflow_flags.py). A flag lasts until a step, or until all gradients of the optimizer are zeroed:
@@ -19,7 +20,7 @@ in overflow_flags.py). A flag lasts until a step, or until all gradients of the 
 |---|---|---|
 | READY | no backward pass since the last step or `zero_grad` | a step; `zero_grad` outside a block |
 | PENDING | blocks have checked all gradients, or will at their end | a block begins in READY, or ends in UNCHECKED |
-| UNCHECKED | no block has checked some gradients; the next block or step does | reason 7 below |
+| UNCHECKED | no block with it has checked some of its gradients; its next block or step does | reason 7 below |
 
 A step is skipped if a flag is set that belongs to a dynamic scaler. The host reads the flags, or a fused kernel does
 (`OptimizerBinding._decide` chooses). These are all reasons for such a flag, with the functions that set it:

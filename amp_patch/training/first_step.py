@@ -21,7 +21,8 @@ class FirstStepChecks:
         get_names: returns names of parameters and buffers.
 
     Attributes:
-        is_done: whether the checks were made. They wait for a step after a scaled loss, or with gradients.
+        is_done: whether the checks were made. They wait for the first step of an optimizer that was passed to
+            `scale_loss`, or for a step with gradients under a dynamic scale that has scaled no loss.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class FirstStepChecks:
         self._get_names = get_names
 
     def check(self) -> None:
-        """Check before a step, once its gradients are unscaled. Waits for the device if buffers were cast."""
+        """Make the checks, if it is time, before a step and after its gradients were unscaled.
+
+        Waits for the device if buffers were cast.
+        """
         if self._flags.was_passed:
             self.is_done = True
             self._check_buffers()
@@ -70,7 +74,7 @@ class FirstStepChecks:
 
     def _check_gradients(self) -> None:
         # where ranks decide together, one of them may hold no shard, and so no gradient
-        if self._scale_updates.groups or not self._flags.groups.is_empty():
+        if self._scale_updates.process_groups or not self._flags.groups.is_empty():
             return
         if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
             warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")

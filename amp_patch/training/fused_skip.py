@@ -37,7 +37,10 @@ class StepHook:
 
 
 class CopyMastersHook(StepHook):
-    """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters."""
+    """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters.
+
+    As a StepHook, it does not keep the optimizer from skipping on the device.
+    """
 
     def __init__(self, copy_masters: Callable[[], None]) -> None:
         self._copy_masters = copy_masters
@@ -112,7 +115,7 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 
 def step_with_flag(flag: Tensor, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32, 1.0 to change nothing, or 0.0.
+    """Call a fused optimizer's step with the flag that its kernels read: 0-dim float32. 1.0: the step changes nothing.
 
     Gradients are unscaled already, so the optimizer gets no `grad_scale`.
     """

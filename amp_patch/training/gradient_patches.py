@@ -38,8 +38,8 @@ def clip_masters(
     masters: Masters,
     prepare: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
-    """Return a clipping function that clips the gradients of masters in place of 16-bit parameters. It calls `prepare`
-    with the parameters first, which moves their gradients to the masters.
+    """Return a clipping function that clips the gradient of the master of each parameter that has one. It first calls
+    `prepare` with the parameters (`GradientSums.prepare_clipping`), so that the masters have the gradients.
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +81,8 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """Return a forward of DistributedDataParallel that records whether the module will reduce its gradients. The module
-    decides that in its forward.
+    """Return a forward of DistributedDataParallel that first calls `local.on_forward`, which records whether the module
+    will reduce its gradients. The flag that decides that is set at this time.
     """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,9 @@ Unlike with GradScaler, `.grad` holds unscaled sums whenever no block is open, s
 at any time:
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
-* `end` divides all gradients by the scale and checks them. At levels with masters it moves the gradients of 16-bit
-  parameters to their masters. Then it reports the flag of the block to its optimizers and its scaler.
+* `end` divides all gradients by the scale, and checks those of the block's optimizers. At levels with masters it moves
+  the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these optimizers and to
+  the scaler of the block.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
@@ -92,7 +93,7 @@ class GradientSums:
         for flags in block.affected:
             flags.was_passed = True
             # not where ranks decide together: a rank without shards has no gradients, and the others would wait for it
-            if flags.found_inf and not self.scale_updates.groups and flags.groups.is_empty():
+            if flags.found_inf and not self.scale_updates.process_groups and flags.groups.is_empty():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:
                 flags.state = OptState.PENDING
@@ -126,8 +127,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and set the flags of its optimizers and its scaler.
 
-        A delayed block leaves that to the next block. Waits for the device only if the block raised an exception: then
-        it counts only if it overflowed.
+        A delayed block leaves that to the next block or step. Waits for the device only after an exception: the flags
+        of a block that has failed count only if it overflowed.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -169,7 +170,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check the gradients of an optimizer before its step, until `end_step`. Waits for nothing."""
+        """Before a step, call `unscale_all`, or inside a block, do so for one optimizer. Waits for nothing."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -240,8 +241,9 @@ class GradientSums:
             self.unscale_all()
 
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Move gradients of 16-bit parameters to their masters. After a backward pass outside of `scale_loss`, nothing
-        has moved them yet. Warns inside a block, where gradients are still scaled.
+        """Move gradients of 16-bit parameters to their masters, as after a backward pass outside of `scale_loss`.
+
+        Inside a block, or after a delayed one, only warn that gradients are still scaled.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -270,8 +272,8 @@ class GradientSums:
         return self._scale is not None
 
     def unscale_all(self) -> None:
-        """Unscale and check all gradients, except those not reduced yet, and report to the optimizers and scalers of
-        the blocks that have ended. Inside a block, the caller scales them again.
+        """Unscale all gradients that are reduced. Check those of optimizers that blocks were opened for, and report to
+        the optimizers and scalers of the blocks that have ended. Inside a block, the caller scales them again.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
@@ -445,7 +447,7 @@ class GradientSums:
         self.local.ids -= local_ids
 
     def _rescale_local(self, scale: Tensor | None) -> None:
-        """Change the scale of gradients that are not reduced yet. They are not checked."""
+        """Change the scale of gradients that are not reduced yet, and check none of them."""
         unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self.local.ids}
         change_scale_([parameter.grad for parameter in unique.values()], self.local.scale, scale)
         self.local.scale = scale

@@ -18,12 +18,12 @@ class Groups:
 
     Args:
         optimizer: held by a weak reference.
-        use_masters: give every 16-bit parameter a float32 master. If False, only cast its state.
+        use_masters: give every 16-bit parameter a float32 master. If False, only cast the state of cast parameters.
         on_new_parameters: called when a script has put new parameters into a group.
 
     Attributes:
-        placed: each parameter that got a master here, with the master, by the master's id. It stays here if the script
-            removes it from the groups.
+        placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
+            removes its master from the groups.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Groups:
         return parameters
 
     def model_parameters(self) -> list[Tensor]:
-        """Return the parameters of the model in the same order, also where the groups hold their masters."""
+        """Return the parameters of the model, in the order of `parameters`, in place of masters."""
         parameters: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is None:
@@ -181,7 +181,7 @@ class Groups:
 
 
 def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> None:
-    """Move the state of one tensor to another, if there is one."""
+    """Move the optimizer state of `key` to `target`. Do nothing if `target` is None."""
     if target is not None:
         optimizer.state[target] = optimizer.state[key]
         del optimizer.state[key]

@@ -22,7 +22,7 @@ class LossScaler:
 
     By default, a dynamic scale starts at 2**16, halves after a step with a non-finite gradient, and doubles after 2000
     good steps in a row. It is always clamped to [min_loss_scale, max_loss_scale], also at the start. It is updated once
-    per optimizer step, after any number of backward passes, by the kernel that GradScaler uses.
+    per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's kernel.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
     (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
@@ -34,8 +34,9 @@ class LossScaler:
             keep the scale of their loss.
         known_scale: the last scale that the host has read.
         found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None: no pass came since.
-        awaits_loss: True until a loss is scaled, or the user was warned that no loss is.
-        awaits_backward: True until a scaled loss has gone backward.
+        awaits_loss: True for a dynamic scale until a loss is scaled, or the user was warned that none is.
+        awaits_backward: True until a scaled loss has gone backward, or the user was warned that none has. Always
+            False for a static scale of 1.
         is_shared: True if several ranks decide together, so that a single rank must not update the scale.
         is_identity: True for a static scale of 1.
     """
@@ -75,7 +76,7 @@ class LossScaler:
         self.found_inf: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """Move the scale to `device` and return it, for use."""
+        """Move the scale to `device` and return it, to scale a loss. Clears `awaits_loss`."""
         self.awaits_loss = False
         if self.scale.device != device:
             self.scale = self.scale.to(device)
@@ -149,7 +150,7 @@ class LossScaler:
     @property
     def is_hopeless(self) -> bool:
         """Whether the known scale has fallen by a factor of 2**100 in total, which shows that it is not the cause of
-        the overflows. Always False with a `min_loss_scale`.
+        the overflows. Always False for a static scale, and with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest

@@ -175,8 +175,9 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master, or the values that are kept for a buffer. Elements
-        of a buffer that have changed since then get their present values.
+        """Return the float32 values of a 16-bit tensor: its master's, or those that are kept for a buffer, or its own.
+
+        Elements of a buffer that have changed since its values were kept get their present values.
         """
         master = self.get(tensor)
         if master is not None:
@@ -246,7 +247,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy the masters that `load` has changed to their parameters. Only `parameters` are considered."""
+        """Copy masters that have changed, as in `load`, to their parameters. Only `parameters` are considered."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_changed(index)]
         if loaded:

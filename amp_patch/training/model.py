@@ -40,7 +40,7 @@ from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 class ModelBinding:
     """One model under one policy.
 
-    `bind` casts the model and adds the hooks. `undo` makes it a plain float32 model again, with its present weights.
+    `bind` casts the model and adds the hooks. `undo` gives it its earlier dtypes again, with the trained values.
 
     Args:
         rules: module rules that decide how parameters are cast. Empty at levels that patch functions, where
@@ -139,7 +139,7 @@ class ModelBinding:
             self._register(module.register_load_state_dict_post_hook, EndLoading(self._masters))
 
     def apply_rules(self, regions: RuleRegions) -> None:
-        """Apply module rules to the modules of the model, also to modules that are added before it is called."""
+        """Apply module rules to the modules of the model. Each call of it applies them to modules added since."""
         model = self.model
         if model is not None:
             self._undo.callback_on(model, regions.remove)
@@ -147,7 +147,9 @@ class ModelBinding:
             self._register(model.register_forward_pre_hook, UpdateRules(regions))
 
     def undo(self) -> None:
-        """Remove the hooks, and cast the model back: the values of masters where there are any. Harmless twice."""
+        """Remove the hooks, and cast the model back, with the values of masters where it has any. Calling it twice is
+        harmless.
+        """
         self._undo.close()
 
     def _register(self, register: Any, hook: Any, **options: bool) -> Any:
@@ -189,8 +191,10 @@ class ModelBinding:
                 self._register(module.register_forward_pre_hook, TakeOutsideInput(low), with_kwargs=True)
 
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
-        """Return the modules that hold floating buffers but no weights, such as rotary embeddings, except modules that
-        a rule covers. They stay in float32: 16 bits would round the frequencies, filters and averages in the buffers.
+        """Return the modules that hold floating buffers but no weights, such as rotary embeddings.
+
+        They stay in float32: 16 bits would round the frequencies, filters and averages in the buffers. The model
+        itself, BatchNorm layers and modules that a rule covers do not count.
         """
         constants: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:

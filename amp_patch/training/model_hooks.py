@@ -82,8 +82,8 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer whose weights were cast, and which raises an error for inputs of another dtype: cast
-    them, too. If a script calls a submodule directly, its inputs are float32.
+    """Forward pre-hook of a layer that raises an error if its inputs have another dtype than its weights, which were
+    cast: cast the inputs to `dtype`, too. A script that calls a submodule directly passes float32 inputs.
     """
 
     def __call__(
@@ -98,7 +98,7 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """Forward pre-hook of any other module with weights of its own: cast its inputs if the script calls it directly.
+    """Forward pre-hook of a cast module that takes any inputs: cast them if the script calls the module directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left. A forward that a backward pass runs again
     (checkpointing) is treated like the first one.
@@ -123,8 +123,10 @@ class TakeOutsideInput(TakeAnyInput):
 
 
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
-    """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`). If the weights of the layer
-    are `low`, it casts float32 inputs. The first `count` arguments are inputs.
+    """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`).
+
+    If an input is float32 and the weights are `low`, it casts all arguments. Inputs are the first `count` positional
+    arguments, and the keyword arguments in `_INPUTS`.
     """
     cast = CastInputs(low)
 
@@ -180,8 +182,8 @@ class RegionHooks:
     If the parent of the module has the same rule (`is_inside`), the hooks are needed only when the script calls the
     module directly. Compiled code leaves them out, because each region breaks the graph.
 
-    `enter` is a forward pre-hook. `leave` is a forward hook that torch also calls after an Exception. It does not call
-    it after a KeyboardInterrupt or SystemExit: then the switch finds the stale region and closes it.
+    `enter` is a forward pre-hook. `leave` is a forward hook that torch also calls after an Exception. After a
+    KeyboardInterrupt or SystemExit, torch does not call `leave`: then the switch finds the stale region and closes it.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype, *, is_inside: bool) -> None:
@@ -243,7 +245,7 @@ class SessionHook:
 
 class InvalidateCache(SessionHook):
     """Forward pre-hook and forward hook: invalidate the low copies of weights before and after a forward without
-    gradients. Scripts swap weights for an evaluation (averages) in ways that no version counter shows.
+    gradients. Scripts swap weights for an evaluation, such as averages, in ways that no version counter shows.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:

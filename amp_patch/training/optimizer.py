@@ -48,7 +48,7 @@ class OptimizerBinding:
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         use_masters: give every 16-bit parameter of the optimizer a float32 master.
-        switch: the casts of the session, turned off during the step.
+        switch: the switch of the session's casts, which are off during a step.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
     """
@@ -382,7 +382,9 @@ def _delete(target: Any, name: str) -> None:
 
 
 def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_attribute: bool) -> None:
-    """Remove a replaced method. If an LR scheduler has wrapped it since, leave it: it calls the original."""
+    """Remove a replaced method. If an LR scheduler has wrapped the method since, leave it: once the binding is undone,
+    it only calls the original.
+    """
     current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
         return

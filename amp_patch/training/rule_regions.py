@@ -176,7 +176,8 @@ class RuleRegions:
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
         """Return whether a module that the script called directly is now called by a model that holds it.
 
-        This searches all calls that are under way, so it does so only while some rule by name has chosen no module.
+        The search through all calls that are under way is slow. So this returns False once every rule by name has
+        chosen a module.
         """
         if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
             return False
@@ -299,7 +300,7 @@ class RuleRegions:
             del self._hooks[module]
 
     def _remove_copied_hooks(self, module: nn.Module) -> None:
-        """Remove hooks that a module has copied from another one. They may be wrong, because its name is another."""
+        """Remove hooks that a module has copied from another one. Under its own name, other rules may apply to it."""
         for hook in list(get_forward_pre_hooks(module).values()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, RegionHooks) and owner is not self._hooks.get(module):
@@ -346,8 +347,8 @@ class _Model:
 
 
 def _children_in(root: nn.Module) -> list[object]:
-    """Return the names of all modules inside `root`, and weak references to them. The list differs from an earlier one
-    if a module was added, replaced or moved.
+    """Return the names of all modules inside `root`, and weak references to them. A list made later differs if a module
+    was added, replaced or moved in between.
     """
     contents: list[object] = []
     seen: set[int] = set()

@@ -25,18 +25,18 @@ class ScaleUpdates:
     """Updates the scalers of a session, a list that is read at each call.
 
     Attributes:
-        groups: the process groups whose ranks decide together. Empty: each process decides alone.
+        process_groups: the groups whose ranks decide together. Empty: each process decides alone.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], device_type: str) -> None:
         self.scalers = scalers
         self._device_type = device_type
-        self.groups: Sequence[Any] = ()
+        self.process_groups: Sequence[Any] = ()
         self._updates_since_read = 0  # updates outside of steps, since the host has read the scales
 
     def share(self, groups: Sequence[Any]) -> None:
         """From now on, decide with all ranks of these process groups: with one reduction over each, in this order."""
-        self.groups = groups
+        self.process_groups = groups
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
@@ -57,7 +57,7 @@ class ScaleUpdates:
         rank skips the step on all. This takes one reduction of three float32 numbers for each dynamic scaler. Waits for
         nothing.
         """
-        if not self.groups:
+        if not self.process_groups:
             for scaler in found_inf:
                 scaler.update()
             return found_inf
@@ -70,7 +70,7 @@ class ScaleUpdates:
         if dynamic:
             flags = torch.stack([self._stack_flags(scaler, found_inf.get(scaler)) for scaler in dynamic])
             # one after the other, so that a flag crosses from one group to the next: from shards to pipeline stages
-            for group in self.groups:
+            for group in self.process_groups:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
             for scaler, row in zip(dynamic, flags, strict=True):
                 agreed[scaler], passes_flag, is_due = row.unbind()
@@ -79,7 +79,7 @@ class ScaleUpdates:
 
     def update_without_step(self, scalers: Iterable[LossScaler]) -> None:
         """Update scales after passes that no step follows. Where ranks decide together, the next step does that."""
-        if not self.groups:
+        if not self.process_groups:
             for scaler in scalers:
                 scaler.update()
                 self._updates_since_read += scaler.is_dynamic

@@ -234,7 +234,7 @@ def warn_of_small_scale(scaler: LossScaler) -> None:
 
 
 def stop_if_hopeless(scalers: Iterable[LossScaler]) -> None:
-    """Raise GradientOverflowError if a scale is so small that gradients underflow."""
+    """Raise GradientOverflowError if a dynamic scale has fallen by a factor of 2**100 (`LossScaler.is_hopeless`)."""
     for scaler in scalers:
         if scaler.is_hopeless:
             raise GradientOverflowError(

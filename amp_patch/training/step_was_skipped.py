@@ -30,7 +30,7 @@ def get_step_was_skipped(optimizer: object) -> bool:
 
 
 def install_property(resolve: Callable[[Optimizer], None], undo: UndoStack) -> None:
-    """Call `resolve(optimizer)` before `step_was_skipped` of any optimizer is read, until it is undone."""
+    """Call `resolve(optimizer)` before `step_was_skipped` of any optimizer is read, until `undo` is closed."""
 
     def read(optimizer: Optimizer) -> bool:
         resolve(optimizer)

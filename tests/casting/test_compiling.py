@@ -263,6 +263,12 @@ def _conv2d(images, weight):
     return F.conv2d(images.to(LOW), weight.to(LOW))
 
 
+def _assign(x, values, dtype=None):
+    x, index = x.clone(), torch.tensor([2, 1, 0])
+    x[index] = values if dtype is None else values.to(dtype)
+    return x
+
+
 PAIRS = {
     "linear": (lambda x, w: F.linear(x, w), lambda x, w: F.linear(x.to(LOW), w.to(LOW))),
     "conv2d": (lambda x, w: F.conv2d(x[None, None], w[None, None]), lambda x, w: _conv2d(x[None, None], w[None, None])),
@@ -275,6 +281,7 @@ PAIRS = {
         lambda x, w: F.cross_entropy(x @ w, LABELS),
         lambda x, w: F.cross_entropy((x.to(LOW) @ w.to(LOW)).float(), LABELS),
     ),
+    "x[i] = y": (lambda x, w: _assign(x, x @ w), lambda x, w: _assign(x, x.to(LOW) @ w.to(LOW), FULL)),
     "norm": (lambda x, w: (x @ w).norm(), lambda x, w: (x.to(LOW) @ w.to(LOW)).float().norm()),
 }
 

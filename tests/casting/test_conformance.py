@@ -459,9 +459,9 @@ for entry in APEX.strip().replace("\n    ", " ").splitlines():
 
 def test_the_list_apex_names_what_apex_patched_and_nothing_else() -> None:
     lists = load_oplists("apex")
-    listed = {(one.owner_name, one.name): one.kind for one in lists.spellings}
+    listed = {(one.owner_name, one.name): one.rule for one in lists.spellings}
     without_sample = {("torch.Tensor", name): "promote" for name in ("__rdiv__", "__rtruediv__")}
-    assert listed == {(one.owner_name, one.name): one.kind for one in IN_APEX} | without_sample
+    assert listed == {(one.owner_name, one.name): one.rule for one in IN_APEX} | without_sample
     assert lists.missing == ()
 
 

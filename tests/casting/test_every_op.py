@@ -56,7 +56,7 @@ EXPECTED: dict[tuple[Any, ...], Any] = {}
 
 def find_expected(spelling: Spelling, *call: Any) -> Any:
     """`expected_of`, once for all lists that have the op under the same rule."""
-    key = (spelling.owner_name, spelling.name, spelling.kind, *call[1:])
+    key = (spelling.owner_name, spelling.name, spelling.rule, *call[1:])
     if key not in EXPECTED:
         EXPECTED[key] = expected_of(spelling, *call)
     return EXPECTED[key]

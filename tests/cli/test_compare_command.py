@@ -55,7 +55,7 @@ def test_a_script_is_run_at_each_level(call, tmp_path):
     assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
     rows = table(out)
     assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4+mine.yaml", "bf16")]
-    assert err.count("amp-patch compare: run ") == 5 and "run 5 of 5: O4+mine.yaml, layers and memory" in err
+    assert err.count("amp-patch compare: run ") == 6 and "run 6 of 6: O4+mine.yaml, layers and memory" in err
     found = Comparison.read(tmp_path / "c.jsonl")
     assert [len(curve.losses) for curve in found.curves("O4+mine.yaml").values()] == [4]
     assert found.runs[1].lists[-1].endswith("/mine.yaml")

@@ -144,6 +144,15 @@ def test_a_script_without_mixed_precision_is_told_of_everywhere(call):
     assert code == 0 and "bf16" in out and "without mixed precision" not in out
 
 
+def test_a_16_bit_model_is_no_script_without_mixed_precision(call):
+    source = HEAD.format(imports="").replace("optimizer =", "model.bfloat16()\noptimizer =")
+    step = source[source.index("def step") :]
+    source = source.replace(step, "") + "for _ in range(2):\n    model(torch.ones(2, 4).bfloat16()).sum().backward()\n"
+    code, out, _ = call(source + "    optimizer.step()\n")
+    assert code == 0 and "as-is, bf16 weights on cpu" in out and "without mixed precision" not in out
+    assert "the weights are bf16 by the script itself" in out
+
+
 LATE = """
 import torch
 

@@ -139,7 +139,7 @@ def test_show_json_holds_the_resolved_list(lists):
         for spelling in entry["spellings"]
     }
     assert told == {
-        (f"{one.owner_name}.{one.name}", one.kind, one.entry.path, one.entry.line)
+        (f"{one.owner_name}.{one.name}", one.rule, one.entry.path, one.entry.line)
         for one in (*resolved.spellings, *resolved.neutral)
     }
 

@@ -39,8 +39,8 @@ def write(tmp_path: Path) -> Write:
 
 def kinds(lists: OpLists) -> dict[str, str]:
     """The kind of each spelling, by its full name, those of packages that are not imported too."""
-    deferred = {spelling.entry.op: spelling.kind for spelling in lists.deferred}
-    return deferred | {f"{spelling.owner_name}.{spelling.name}": spelling.kind for spelling in lists.spellings}
+    deferred = {spelling.entry.op: spelling.rule for spelling in lists.deferred}
+    return deferred | {f"{spelling.owner_name}.{spelling.name}": spelling.rule for spelling in lists.spellings}
 
 
 def by_spelling(rulings: tuple[Ruling, ...]) -> dict[str, Ruling]:
@@ -57,7 +57,7 @@ def test_every_spelling_is_explained_by_its_kind_and_entry() -> None:
             dotted = f"{spelling.owner_name}.{spelling.name}"
             for op in (dotted, get_op((spelling.owner_name, spelling.name))):
                 ruling = by_spelling(explain_op(op, lists).rulings)[dotted]
-                assert (ruling.kind, ruling.entry) == (spelling.kind, spelling.entry)
+                assert (ruling.kind, ruling.entry) == (spelling.rule, spelling.entry)
 
 
 def test_spellings_with_the_same_fate_are_told_together() -> None:

@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Write:
 
 def kinds(lists: OpLists) -> dict[str, str]:
     """The kind of each spelling, by its full name."""
-    return {f"{spelling.owner_name}.{spelling.name}": spelling.kind for spelling in lists.spellings}
+    return {f"{spelling.owner_name}.{spelling.name}": spelling.rule for spelling in lists.spellings}
 
 
 @pytest.fixture
@@ -188,9 +188,9 @@ def test_a_name_of_a_package_resolves_or_is_deferred_until_it_is_imported(
 ) -> None:
     path = write("blacklist: [somelib.ops.roi_align]\nwhitelist: [somelib.linear]")
     lists = load_oplists(path)
-    wide, low = sorted(lists.spellings, key=lambda one: one.kind)
+    wide, low = sorted(lists.spellings, key=lambda one: one.rule)
     assert lists.deferred == ()
-    assert wide == Spelling(package, "somelib.ops", "roi_align", "blacklist", wide.entry) and low.kind == "whitelist"
+    assert wide == Spelling(package, "somelib.ops", "roi_align", "blacklist", wide.entry) and low.rule == "whitelist"
     monkeypatch.delitem(sys.modules, "somelib")
     monkeypatch.delitem(sys.modules, "somelib.ops")
     later = load_oplists(path)

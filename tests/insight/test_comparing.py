@@ -3,6 +3,7 @@ ones.
 
 Guards: insight/comparing/assessment, insight/comparing/campaign, insight/comparing/comparison.
 Guards: insight/comparing/exponents, insight/comparing/memory, insight/comparing/probes, insight/comparing/summary.
+Guards: insight/comparing/op_errors, insight/op_watch.
 Guards: insight/comparing/text, insight/runs, insight/record_checks, insight/notebook.
 """
 
@@ -98,9 +99,9 @@ def test_probes_keep_no_tensor_and_no_hook():
         gc.collect()
         return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
-    ends = [events.watch(one) for one in (CurveProbe(3, is_noise=True), LayerProbe())]
+    ends = [events.watch(one) for one in (CurveProbe(7, is_noise=True), LayerProbe())]
     model, optimizer = start("O4")
-    take_steps(model, optimizer, 2)
+    take_steps(model, optimizer, 6)
     before = count()
     take_steps(model, optimizer, 1)
     assert count() == before
@@ -157,6 +158,46 @@ def test_the_one_layer_that_runs_low_comes_first(tmp_path):
     before = list(found.recording.of(LayerRecord))
     before = before[: [one.module for one in before].index(layer)]
     assert all(one.output == 0 for one in before) and 1e-4 < found.layers("O4")[0].output < 1e-2
+
+
+class Sine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.outer(torch.sin(300 * self.inner(x)))
+
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.outer(x + self.inner(x)[torch.arange(4096) % 4].view(1024, 4, 8).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "is_backward"), [(Sine, "sin", False), (Sums, "getitem", True)], ids=["forward", "backward"]
+)
+def test_the_worst_op_is_the_one_that_adds_the_error_and_not_one_that_inherits_it(kind, op, is_backward):
+    def train():
+        torch.manual_seed(0)
+        model = kind()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(torch.randn(4, 8) + 1) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    found = insight.compare(train, ["O0", "as-is"], steps=1)
+    worst = found.rows()[1].worst
+    assert (worst.module, worst.op, worst.is_backward) == (f"({kind.__name__})", op, is_backward)
+    assert worst.error > 0.02 and worst.site.startswith("test_comparing.py:")
+    assert f"{op}{' (backward)' * is_backward} {worst.error:.1e}" in found.table()
 
 
 def test_the_lists_do_not_act_on_what_probes_compute(tmp_path):
@@ -395,17 +436,28 @@ def test_noise_is_at_least_what_float32_rounds_off_a_loss():
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def make_table(offs, *, loss=0.1, noise=1e-6, ms=10.0, steps=30, skipped=(), peak=None):
-    """The table of a reference with this loss, and of a run that is off by so much in each seed."""
+def make_table(
+    offs, *, loss=0.1, noise=1e-6, ms=10.0, steps=30, skipped=(), peak=None, gained=None, first=0.0, batches=0, **facts
+):
+    """The table of a reference with this loss, and of a run that is off by so much in each seed.
+
+    gained: what the training of the reference gained; first: the difference of the first losses; batches: those of the
+    run, of which the reference has one for each step; facts: of the run.
+    """
     curves, scales = [], (1.0,) * steps
     for seed, off in enumerate(offs):
         curves += [
-            CurveRecord("O0", seed, (loss + seed,) * steps, scales, (), 10.0),
+            CurveRecord("O0", seed, (loss + seed,) * steps, scales, (), 10.0, batches=steps),
             CurveRecord("O0", seed, (loss + seed + noise,) * steps, scales, (), 9.0, is_noise=True),
-            CurveRecord("O1", seed, (loss + seed + off,) * steps, scales, skipped, ms),
+            CurveRecord(
+                *("O1", seed, (loss + seed + first, *(loss + seed + off,) * (steps - 1)), scales, skipped, ms),
+                batches=batches,
+            ),
         ]
+    if gained is not None:
+        curves.append(CurveRecord("O0", 0, (loss + gained,) * steps, scales, (), 9.0, is_frozen=True))
     about = ComparisonRecord("O0", steps, tuple(range(len(offs))), "a CPU", "")
-    runs = [ComparedRecord("O0", peak=10), ComparedRecord("O1", low="f16", peak=peak)]
+    runs = [ComparedRecord("O0", peak=10), ComparedRecord("O1", low="f16", peak=peak, **facts)]
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
     return Comparison(recording).table()
 
@@ -434,6 +486,61 @@ def test_a_run_has_a_verdict(off, options, told):
     table = make_table([off], **options)
     assert f"O1: {told}" in table and ("--seeds 3" in table) == ("perhaps" in told or "no worse" in told)
     assert ("; 1.50 times the peak memory" in table) == (options.get("peak") == 15)
+
+
+@pytest.mark.parametrize(
+    ("off", "options", "told"),
+    [
+        (1e-4, {"gained": 0.1}, "as good as O0 (loss 0.10% higher, below 1%)"),
+        (0.0, {"gained": 0.0}, "not judged: O0 has learned nothing in these steps"),
+        (1e-6, {"gained": 5e-6}, "not judged: O0 has learned nothing in these steps"),
+        (5e-4, {"gained": 5e-4}, "worse than O0 (loss higher by 100% of what O0 gained)"),
+        (
+            2e-4,
+            {"gained": 5e-4, "first": 1e-4},
+            "not judged: O0 has learned too little in these steps (its loss gained",
+        ),
+        (-5e-3, {"gained": 0.1, "batches": 60}, "worse than O0 (it drops 30 of 60 batches: its loss is of others)"),
+        (1e-4, {"gained": 0.1, "batches": 31}, "as good as O0"),
+        (
+            1e-4,
+            {"gained": 0.1, "skipped": range(30)},
+            "worse than O0 (all 30 steps are skipped, so nothing is learned)",
+        ),
+        (
+            1e-4,
+            {"gained": 0.1, "gradient_error": 0.69, "gradient_worst": "ln2"},
+            "worse than O0 (gradients of ln2 are off by 0.69 in the first step)",
+        ),
+        (1e-4, {"gained": 0.1, "gradient_error": 0.05}, "as good as O0"),
+        (1e-4, {"gained": 0.1, "gradient_error": math.inf}, "as good as O0"),
+        (
+            1e-4,
+            {"gained": 0.1, "kept": 0.04, "kept_worst": "w", "lost_by": "weights"},
+            "worse than O0 (96% of the weight updates are lost)",
+        ),
+        (
+            1e-4,
+            {"gained": 0.1, "kept": 0.1, "kept_worst": "w", "lost_by": "tensor"},
+            "worse than O0 (90% of the updates of w are lost)",
+        ),
+    ],
+)
+def test_a_verdict_counts_more_than_the_last_losses(off, options, told):
+    table = make_table([off], **options)
+    assert f"O1: {told}" in table
+    assert ("updates kept" in table) == ("kept" in options) and ("(w)" in table) == ("kept" in options)
+
+
+def test_times_are_not_judged_if_the_reference_was_not_timed():
+    found = make_comparison()
+    records = [
+        replace(one, ms=math.nan) if isinstance(one, CurveRecord) and one.run == "O0" else one
+        for one in found.recording.records
+    ]
+    untimed = Comparison(Recording(found.recording.run, records))
+    assert untimed.rows()[1].factor is None and untimed.rows()[0].ms is None
+    assert "time not judged, since O0 gives the script float32 op by op" in untimed.table()
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,43 @@ def test_a_step_that_raises_leaves_no_mode_behind():
     handle.remove()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert insight.trace(train).faults == []
+
+
+def test_a_training_without_modules_and_optimizers_is_looked_at():
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(8, 16, generator=generator).bfloat16().requires_grad_()
+    last = torch.randn(16, 1, generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(32, 8, generator=generator).bfloat16()
+
+    def step():
+        (torch.tanh(x @ first) @ last).float().square().mean().backward()
+        with torch.no_grad():
+            for weight in (first, last):
+                weight -= 1e-6 * weight.grad
+                weight.grad = None
+
+    recording = insight.trace(step, steps=4)
+    assert [lost.cause for lost in recording.quiet] == ["lost update"]
+    assert recording.quiet[0].site.startswith("test_quiet.py")
+
+
+def test_a_state_that_an_optimizer_keeps_in_16_bits_is_named():
+    class Averaging(torch.optim.Optimizer):
+        def __init__(self, weights):
+            super().__init__(weights, {})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    state = self.state[weight]
+                    if not state:
+                        state["seen"] = weight.grad.square().bfloat16()
+                    state["seen"].mul_(0.9999).addcmul_(weight.grad, weight.grad, value=1e-4)
+                    weight.sub_(1e-3 * weight.grad)
+
+    model = network(torch.float32)
+    recording = insight.trace(training(model, Averaging(model.parameters())), steps=4)
+    (lost,) = recording.quiet
+    assert (lost.cause, lost.op, lost.role) == ("lost update", "Averaging", "seen")
+    assert lost.tensor.startswith("seen of")

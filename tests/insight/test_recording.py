@@ -656,6 +656,21 @@ def test_equal_layers_are_one_row_unless_all_are_asked_for():
     assert line_of("bfloat16", "linear") in insight.format_recording(found, "entry")
 
 
+def test_an_assignment_by_index_is_shown_where_it_casts():
+    model, _ = initialize(nn.Linear(4, 4), "O4")
+
+    def fill():
+        x, index = torch.zeros(4, 4), torch.tensor([0, 2])
+        x[0] = 1.0
+        x[:, 1] = torch.ones(4)
+        x[index] = model(torch.ones(2, 4))
+
+    found = insight.explain(fill)
+    is_assignment = re.compile(r"Tensor\.__setitem__ +match_self")
+    assert len(is_assignment.findall(insight.format_recording(found))) == 1
+    assert len(is_assignment.findall(insight.format_recording(found, with_all=True))) == 3
+
+
 def test_counts_of_steps_and_of_equal_layers_are_added():
     """Each of these ops has 3 calls and 2 casts."""
     of_steps = list(merge_steps(replace(make_op("fc"), step=step) for step in (1, 2)))

@@ -7,6 +7,8 @@ Guards: insight/faults, insight/causes, insight/placing, insight/repair, insight
 from pathlib import Path
 
 import pytest
+from quiet_faults import FAULTY
+from quiet_faults import describe as describe_quiet
 from seeded_faults import CASES, as_given, describe, find, remedied
 
 PAGE = Path(__file__).parents[2] / "docs" / "trace.md"
@@ -31,5 +33,7 @@ def test_a_seeded_fault_is_told_and_what_is_advised_repairs(name, tmp_path):
 
 
 def test_the_page_has_no_other_cases():
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    assert len(rows) == len(CASES) + 1
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == len(CASES) + len(FAULTY) + 2
+    assert all(describe_quiet(case) in rows for case in FAULTY.values())

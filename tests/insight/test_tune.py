@@ -1,7 +1,7 @@
 """Tuning finds the seeded faults of models with as few entries as possible, and its runs are bit by bit the training's
 own.
 
-Guards: insight/tuning/tuner, insight/tuning/options, insight/tuning/float32_run, insight/tuning/shadow.
+Guards: insight/tuning/tuner, insight/tuning/options, insight/tuning/float32_run, insight/shadow.
 Guards: insight/tuning/check, insight/tuning/ranking, insight/tuning/traced, insight/tuning/result, insight/runs.
 Guards: script_settings.
 """

@@ -133,7 +133,7 @@ def test_a_list_that_is_written_is_read_as_meant(tmp_path):
         assert (rule.chooser, rule.run, rule.why) == ("a b.*.n'1", "float32", reasons[entries[0]])
         (entry,) = {one.entry for one in lists.spellings if one.entry.path == str(path)}
         assert (entry.op, entry.rule, entry.why) == ("exp", "blacklist", reasons[entries[1]])
-        assert any(one.name == "linear" and one.kind == "whitelist" for one in lists.spellings)
+        assert any(one.name == "linear" and one.rule == "whitelist" for one in lists.spellings)
 
 
 # ---- sketches --------------------------------------------------------------------------------------------------------

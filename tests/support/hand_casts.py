@@ -80,6 +80,8 @@ def outcome(
         0
     )  # torch.manual_seed seeds all devices, which takes longer than most of these ops
     results = op(*args, **kwargs)
+    if op is torch.Tensor.__setitem__:  # returns None
+        results = args[0]
     tensors = list(tensors_of(results))
     outputs = [tensor for tensor in tensors if tensor.requires_grad]
     weights = [torch.linspace(0.5, 1.5, output.numel()).reshape(output.shape).to(output.dtype) for output in outputs]
@@ -111,9 +113,9 @@ def expected_of(spelling: Spelling, sample: Sample, given: tuple[torch.dtype, to
     op = getattr(spelling.owner, spelling.name)
     leaves, args, kwargs = make_leaves(sample, given)
     is_low = any(tensor.dtype is low for tensor in tensors_of(args))
-    if spelling.kind == "banned" and is_low:
+    if spelling.rule == "banned" and is_low:
         return BannedOpError
-    target, args, kwargs = by_hand(spelling.kind, args, kwargs, low)
+    target, args, kwargs = by_hand(spelling.rule, args, kwargs, low)
     return target, outcome(op, args, kwargs, leaves)
 
 

@@ -263,6 +263,7 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     "torch.sparse.mm": call(MATRIX.to_sparse(), MATRIX2),
     "torch.sparse.addmm": call(MATRIX, MATRIX2.to_sparse(), MATRIX3),
     **_each("index_put", call(MATRIX, (torch.tensor([0, 2]),), MATRIX2[:2])),
+    "__setitem__": call(MATRIX, (torch.tensor([0, 2]),), MATRIX2[:2]),
     **_each("index_copy index_add", call(MATRIX, 0, torch.tensor([0, 2]), MATRIX2[:2])),
     **_each("scatter scatter_add", call(MATRIX, 1, torch.tensor([[0, 1], [2, 3]]), MATRIX2[:2, :2])),
     **_each("index_reduce", call(MATRIX, 0, torch.tensor([0, 2]), MATRIX2[:2], "prod")),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import amp_patch as amp
 
-__all__ = ["CASES", "FAULTY", "HEALTHY", "check", "errors_of"]
+__all__ = ["CASES", "FAULTY", "HEALTHY", "check", "describe", "errors_of"]
 
 # Importing the modules has entered their cases.
 FAULTY = {name: entered for name, entered in CASES.items() if entered.cause is not None}
@@ -56,6 +56,11 @@ def errors_of(entered: Case) -> Errors:
     size = truth.norm().clamp(min=torch.finfo(torch.float64).tiny)
     is_finite = all(bool(measured.isfinite().all()) for measured in (truth, as_given, mended))
     return Errors(float((as_given - truth).norm() / size), float((mended - truth).norm() / size), is_finite)
+
+
+def describe(entered: Case) -> str:
+    """Return the row of a case in the documentation."""
+    return f"| {entered.about} | {entered.cause} |"
 
 
 def check(entered: Case) -> str:

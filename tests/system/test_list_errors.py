@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
 def taken_off(name: str) -> list[str]:
     """The ops that a list takes off float16's blacklist: to no list, or to the whitelist."""
     before = {
-        (one.owner_name, one.name): one.entry.op for one in load_oplists("float16").spellings if one.kind == "blacklist"
+        (one.owner_name, one.name): one.entry.op for one in load_oplists("float16").spellings if one.rule == "blacklist"
     }
     over = load_oplists(["float16", name] if name == "fast" else name).spellings
-    after = {(one.owner_name, one.name) for one in over if one.kind == "blacklist"}
+    after = {(one.owner_name, one.name) for one in over if one.rule == "blacklist"}
     return sorted({op for spelling, op in before.items() if spelling not in after})
 
 

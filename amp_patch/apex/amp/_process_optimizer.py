@@ -109,9 +109,10 @@ def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler
 
 
 def show_skip(optimizer: Any) -> None:
-    """Replace `optimizer.step` if the next step will be skipped. Scripts compare it with the usual `step` to find out.
+    """Replace `optimizer.step` if the next step will be skipped, and restore it if it no longer will be.
 
-    The replacement restores the usual `step` and calls it, which skips. Waits for the device.
+    Scripts compare `step` with the usual one to find out. The replacement restores the usual `step` and calls it, which
+    skips. Waits for the device.
     """
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState):

@@ -45,9 +45,9 @@ def init(
     They stay patched until the handle's `_deactivate()`, or the next `init`. If there is an accelerator, its tensors
     are cast, otherwise tensors on the CPU.
 
-    While models of `initialize` are alive, and their level patches functions, `init` patches functions that were
-    registered since, or restored by `_deactivate`, and returns a handle of that session. At other levels it warns, and
-    returns a handle without effect.
+    While models of `initialize` are alive, and their level patches functions, `init` patches what was registered since
+    and what `_deactivate` unpatched, and returns a handle of their session. The other arguments are then ignored. At
+    other levels it warns, and returns a handle without effect.
 
     Args:
         enabled: False returns a handle without effect.
@@ -63,25 +63,26 @@ def init(
         if session.casts is None:
             warn(
                 "amp.init patches nothing: the opt_level that amp.initialize was given casts models and no functions."
-                " Use O1 for functions, or call amp.reset() of amp_patch first"
+                " Use O1 for functions, or call amp_patch.reset() first"
             )
-            return NoOpHandle()
+            return NoOpHandle()  # not stored: at such a level, `initialize` stores no handle either
         patch_again(session)
         _amp_state.handle = handle = AmpHandle(session)
         return handle
     if session is not None:  # the session of an earlier `init`
         api.reset()
+    # the lists of a command (`amp-patch run --lists`), or of `amp_patch.apex.install`, are added after the list `apex`
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}
-    # casts_inside=False: as in Apex, rules of functions do not apply to the ops in their bodies
+    # casts_inside=False: as in Apex, a registered function's rule casts its arguments, and not the ops in its body
     policy = replace(make_policy("O1", overrides), casts_inside=False)
     register_edits()
     allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
-        # only for this session, because `allow_banned` does not apply to later ones
-        replace_registered([], allowed)
+        # opening a session copies the registrations, so they can go again at once, and later sessions do not get them
+        replace_registered(before=[], after=allowed)
         session = open_session_without_models(policy, "cpu" if device is None else device.type)
     finally:
-        replace_registered(allowed, [])
+        replace_registered(before=allowed, after=[])
     _amp_state.handle = handle = AmpHandle(session)
     return handle

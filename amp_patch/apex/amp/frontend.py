@@ -176,7 +176,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
     if overrides:
         say("  set by the script: %s", ", ".join(overrides))
     lists = ("apex",) if policy.patch_torch_functions else ()
-    # casts_inside=False: as in Apex, rules of functions do not apply to the ops in their bodies
+    # casts_inside=False: as in Apex, a registered function's rule casts its arguments, and not the ops in its body
     return replace(policy, lists=lists, casts_inside=False), properties
 
 

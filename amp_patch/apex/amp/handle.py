@@ -125,7 +125,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """The result of `init(enabled=False)`: has the methods of `AmpHandle`, without effect."""
+    """A handle without effect, with the methods of `AmpHandle`. `init` returns it if it patches nothing."""
 
     _is_active = False
 

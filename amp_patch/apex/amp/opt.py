@@ -40,7 +40,7 @@ class OptimWrapper:
             yield scaled_loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, or skip if any of the losses overflowed. Raises NotImplementedError for a closure."""
+        """Step, or skip if a loss overflowed. While casts are active, a closure raises NotImplementedError."""
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0

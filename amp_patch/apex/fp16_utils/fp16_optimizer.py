@@ -21,8 +21,8 @@ class FP16_Optimizer:
 
     The model's gradients stay scaled, and `update_master_grads` computes the masters' gradients from them. So gradients
     add up over several backward passes as in torch, until `zero_grad`. If the loss scale changes in between, earlier
-    gradients are rescaled. Gradients of float32 parameters are unscaled once, also if the method is called several
-    times. Apex got both wrong.
+    gradients are rescaled. Gradients of float32 parameters are unscaled once, also if `update_master_grads` is called
+    several times. (Apex did neither.)
 
     Args:
         init_optimizer: an optimizer of a model that is on its device and was cast, as by `network_to_half`. 16-bit

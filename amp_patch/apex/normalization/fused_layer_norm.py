@@ -3,7 +3,7 @@
 Statistics are always float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
 the weight, for any combination of the two, also under amp. (Apex's norms failed on 16-bit inputs with float32 weights,
 and its RMSNorm without a weight returned float32.) One exception: a fused RMSNorm with a 16-bit weight returns the
-weight's dtype. Libraries replace norms of their own by it, such as T5's in float16 without amp, and these do so.
+weight's dtype. Libraries put it in the place of their own norms, such as T5's, which return the weight's dtype.
 
 By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """

@@ -1,7 +1,7 @@
 """`apex.optimizers`: Apex's optimizers on `torch._foreach_*`, for any device. Nothing is compiled.
 
-They compute in float32 for all dtypes of parameters, and keep float32 state. They can be copied, pickled and resumed.
-(Apex's optimizers lost their options when they were copied, and rounded the state of 16-bit parameters when it was
+They compute in float32 for all dtypes of parameters (in float64 for float64), and keep their state in that dtype. They
+can be copied, pickled and resumed.
 loaded.) State dicts have Apex's layout. With `amp.initialize` at O2 or O5, they step on float32 masters like any other
 optimizer.
 """

@@ -89,7 +89,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
-        """Return a state tensor for each parameter, of its shape and at full precision. It starts as zeros."""
+        """Return a state tensor for each parameter, of its shape and at full precision. A new one is zeros."""
         moments = []
         for parameter in params:
             state, dtype = self.state[parameter], full_dtype(parameter)

@@ -22,8 +22,8 @@ class FusedAdam(FusedOptimizer):
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip. Apex had this argument in 2019.
         capturable: without effect. While a CUDA graph is captured, `step` raises OptimizerError.
-        master_weights: step on float32 masters of 16-bit parameters. They are in the state dict, unlike in Apex. Under
-            `amp.initialize` at O2 or O5 there are masters already, and this makes none.
+        master_weights: step on float32 masters of 16-bit parameters. The state dict holds the masters, unlike in Apex.
+            Under `amp.initialize` at O2 or O5 there are masters already, and this makes none.
         amsgrad: raises OptimizerError if true.
     """
 

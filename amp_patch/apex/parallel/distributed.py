@@ -174,7 +174,7 @@ class Reducer:
 
     Args:
         module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The parameters of a module
-            are broadcast from rank 0 now, and `reduce` averages their gradients. It averages tensors in place.
+            are broadcast from rank 0 now, and `reduce` averages their gradients. Tensors are averaged in place.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:

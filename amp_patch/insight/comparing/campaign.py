@@ -1,5 +1,6 @@
 """`Campaign`: makes the runs of a comparison, one after another, since parallel runs would disturb the clock."""
 
+import functools
 import math
 import platform
 import re
@@ -19,6 +20,7 @@ from ..records import (
     CurveRecord,
     GradientRecord,
     LayerRecord,
+    OpErrorRecord,
     RunRecord,
     SampleRecord,
 )
@@ -30,11 +32,21 @@ LAYERS = "comparing.probes:LayerProbe"
 AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
+SCRIPT = "script"
+"""The name of the same run if the script itself holds its weights in 16 bits, and of a reference that has to."""
+
 NOT_RUN = "did not run"
 """Why a run has no results if it never began."""
 
+NOISE, FROZEN = "weights off by one unit", "weights put back"
+"""Variants of the reference: the difference of the first is noise; the second learns nothing, on the same batches."""
+
 CLOSE = 0.02
 """Rounding to 16 bits changes weights by less than this part."""
+
+
+SHARE = 0.01
+"""Gradients of a layer count if their norm is at least this part of the norm of all gradients."""
 
 
 class Plan(NamedTuple):
@@ -43,6 +55,7 @@ class Plan(NamedTuple):
     Attributes:
         runs: the settings of each run, by name.
         native_runs: the runs instead, if the training turns out to use torch.autocast.
+        low_runs: the runs instead, if it turns out to have 16-bit weights, and no amp.
         reference: the name of the run that the others are compared with.
         steps, seeds: the number of steps from each seed, and the seeds.
         command: the command line to show.
@@ -51,6 +64,7 @@ class Plan(NamedTuple):
 
     runs: dict[str, Settings]
     native_runs: dict[str, Settings]
+    low_runs: dict[str, Settings]
     reference: str
     steps: int
     seeds: tuple[int, ...]
@@ -59,31 +73,39 @@ class Plan(NamedTuple):
 
 
 def plan_runs(
-    asked: Sequence[str | Settings] | None, reference: str, steps: int, seeds: Sequence[int], command: str = ""
+    asked: Sequence[str | Settings] | None,
+    reference: str,
+    steps: int,
+    seeds: Sequence[int],
+    command: str = "",
+    *,
+    everywhere: bool = False,
 ) -> Plan:
     """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; None stands for the default runs.
 
-    Runs of the same name get numbers. The reference becomes the first run if it is not among them.
+    Runs of the same name get numbers. The reference becomes the first run if it is not among them. With `everywhere`,
+    the training is in one region of autocast.
     """
-    first = parse_run(reference)
+    plain = levels.find_plain_level().name
     trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
     native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
-    runs, native_runs = _name_runs(asked or trained, first), _name_runs(asked or native, first)
-    return Plan(runs, native_runs, name_run(first), steps, tuple(seeds), command, asked is not None)
+    low = [plain, SCRIPT]
+    if everywhere:
+        trained = native = [plain, levels.find_patching_level("bfloat16").name]
+        low = [plain, SCRIPT, *native[1:]]
+    runs, native_runs, low_runs = (_name_runs(asked or default, reference) for default in (trained, native, low))
+    is_asked = asked is not None
+    return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, is_asked)
 
 
-def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Settings]:
-    each = []
-    for run in asked:
-        if isinstance(run, str):
-            run = parse_run(run)
-        each.append(run)
-    if first not in each:
-        each.insert(0, first)
+def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
+    each: list[str | Settings] = list(asked)
+    if parse_run(reference) not in map(parse_run, each):
+        each.insert(0, reference)
     runs: dict[str, Settings] = {}
     seen: Counter[str] = Counter()
-    for settings in each:
-        name = name_run(settings)
+    for run in each:
+        name, settings = name_run(run), parse_run(run)
         seen[name] += 1
         if seen[name] > 1:
             name += f" ({seen[name]})"
@@ -91,25 +113,40 @@ def _name_runs(asked: Sequence[str | Settings], first: Settings) -> dict[str, Se
     return runs
 
 
-def parse_run(text: str) -> Settings:
+def parse_run(run: str | Settings) -> Settings:
     """Read a level, or "as-is" for the script's own, and lists that override its own: "O4+my_lists.yaml"."""
-    level, *lists = text.split("+")
-    if level == AS_IS:
+    if isinstance(run, Settings):
+        return run
+    level, *lists = run.split("+")
+    if level in (AS_IS, SCRIPT):
         return Settings(None, tuple(lists))
     return Settings(level, tuple(lists))
 
 
-def name_run(settings: Settings) -> str:
+def name_run(run: str | Settings) -> str:
     """Return the name of a run: its level and the file names of its lists."""
+    if run == SCRIPT:
+        return SCRIPT
+    settings = parse_run(run)
     return "+".join([settings.opt_level or AS_IS, *(Path(path).name for path in settings.lists)])
+
+
+@functools.cache
+def is_in_float32(settings: Settings) -> bool:
+    """Return whether a run is to be in float32, whatever the script says."""
+    return settings.opt_level == levels.find_plain_level().name
 
 
 class Campaign:
     """Makes the runs of a plan. `tell` is called with a line when a run begins.
 
-    Each run trains once from each seed, watched only for its losses and times. Then it trains for two steps from the
-    first seed, to measure layers, gradients and memory. The reference trains once more from each seed, with weights
-    moved by one unit in the last place before each step: the difference is noise.
+    Each run trains once from each seed, watched only for its losses and times. Then it trains for a few steps from the
+    first seed, to measure layers, gradients, memory and updates. The reference trains once more from each seed, with
+    weights moved by one unit in the last place before each step: the difference is noise. From the first seed, it also
+    runs with its weights put back after each step: the difference is what it has learned.
+
+    A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits,
+    and is called "script".
 
     If two runs fail for the same reason before their first step, the remaining runs are left out.
     """
@@ -121,8 +158,11 @@ class Campaign:
         self._header: RunRecord | None = None
         self._measured: list[Record] = []
         self._samples: dict[str, SampleRecord] = {}
+        self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # by dtype, module and op
         self._done = 0
         self._left_out = ""
+        self._reference = plan.reference
+        self._not_float32 = ""  # why the reference keeps 16 bits
         self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
 
@@ -133,10 +173,10 @@ class Campaign:
 
     def run(self) -> None:
         """Make all runs. A run that fails is noted; an interrupt propagates."""
-        reference, seeds = self._plan.reference, self._plan.seeds
-        self._train(reference, seeds[0])
-        self._choose_native_runs()
-        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs)
+        seeds = self._plan.seeds
+        self._train_reference(seeds[0])
+        reference = self._reference
+        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs) + 1
         # The reference first: other runs need its samples.
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
@@ -149,17 +189,47 @@ class Campaign:
                 if name == reference and not self._compared[name].failed:
                     if self._has_same_losses():
                         return
-                    self._train(name, seed, is_noise=True)
+                    self._train(name, seed, NOISE)
+                    if seed == seeds[0]:
+                        self._train(name, seed, FROZEN)
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
+    def _train_reference(self, seed: int) -> None:
+        """Make the first run of the reference, which shows what the other runs can be."""
+        reference = self._reference
+        failed = self._train(reference, seed)
+        if failed is not None and failed.was_widened:
+            self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
+            self._curves[reference].clear()
+            self._done -= 1
+            if self._train(reference, seed) is not None:
+                self._not_float32 = ""  # the training fails anyway
+        elif self._header is not None and is_in_float32(self._runs[reference]):
+            self._not_float32 = ", ".join(self._header.not_widened)
+        self._choose_native_runs()
+        if self._not_float32:
+            self._rename_reference()
+
+    def _rename_reference(self) -> None:
+        """Call the reference "script": it keeps 16 bits."""
+        was, self._reference = self._reference, SCRIPT
+        for by_name in (self._runs, self._compared, self._curves):
+            kept = {SCRIPT if name == was else name: value for name, value in by_name.items() if name != SCRIPT}
+            by_name.clear()
+            by_name.update(kept)  # type: ignore[arg-type]
+        self._change(SCRIPT, run=SCRIPT)
+        self._curves[SCRIPT] = [replace(curve, run=SCRIPT) for curve in self._curves[SCRIPT]]
+
     def _choose_native_runs(self) -> None:
-        """Switch to the runs for torch.autocast if the first run, of the reference, has used it."""
-        header, reference = self._header, self._plan.reference
-        if header is None or not header.is_native or self._plan.native_runs == self._runs:
+        """Switch to the runs for torch.autocast, or for 16-bit weights, if the run of the reference has shown them."""
+        header, reference = self._header, self._reference
+        if header is None or not header.is_native:
+            return
+        runs = dict(self._plan.low_runs if header.script_low else self._plan.native_runs)
+        if runs == self._runs:
             return
         compared, curves = self._compared[reference], self._curves[reference]
-        runs = dict(self._plan.native_runs)
         if header.needs_scaler and not self._plan.is_asked:
             self._leave_out_unscaled(runs)
         self._begin(runs)
@@ -168,7 +238,7 @@ class Campaign:
     def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
         """Take the float16 levels out of the default runs, except for the reference."""
         for level in levels.read_levels():
-            if level.needs_loss_scale and level.name in runs and level.name != self._plan.reference:
+            if level.needs_loss_scale and level.name in runs and level.name != self._reference:
                 del runs[level.name]
                 self._left_out = (
                     f"{level.name} is left out: it is float16, whose gradients need a loss scale, and this training has"
@@ -177,7 +247,8 @@ class Campaign:
 
     def _has_same_losses(self) -> bool:
         """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
-        losses = [curve.losses for curve in self._curves[self._plan.reference] if not curve.is_noise]
+        curves = self._curves[self._reference]
+        losses = [curve.losses for curve in curves if not (curve.is_noise or curve.is_frozen)]
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
@@ -197,28 +268,37 @@ class Campaign:
             reasons = [f"{', '.join(runs)}: {reason}" for reason, runs in runs_by_reason.items()]
             raise SessionError(f"nothing to compare: no run took a step ({'; '.join(reasons)})")
         plan, machine = self._plan, _name_machine(self._header.device)
-        about = ComparisonRecord(plan.reference, plan.steps, plan.seeds, machine, plan.command, self._left_out)
+        about = ComparisonRecord(
+            self._reference, plan.steps, plan.seeds, machine, plan.command, self._left_out, self._not_float32
+        )
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
-    def _train(self, name: str, seed: int, *, is_noise: bool = False) -> None:
-        title = f"{name}, seed {seed}"
-        if is_noise:
-            title = f"{name}, weights off by one unit, seed {seed}"
+    def _train(self, name: str, seed: int, variant: str = "") -> RunFailedError | None:
+        """Make a run, and return why it failed."""
+        title = ", ".join(filter(None, (name, variant, f"seed {seed}")))
         self._announce(title)
-        options: dict[str, object] = {"steps": self._plan.steps, "is_noise": is_noise}
-        recording, failed = self._watch(name, CURVES, options, seed, folder="" if is_noise else title)
-        if is_noise and failed:  # then the noise is unknown, and the comparison stands
-            return
-        if not is_noise:
-            self._change(name, failed=failed)
+        options: dict[str, object] = {"steps": self._plan.steps}
+        if variant:
+            options["is_noise" if variant == NOISE else "is_frozen"] = True
+        recording, failed = self._watch(name, CURVES, options, seed, folder="" if variant else title)
+        if variant and failed is not None:  # then the noise is unknown, and the comparison stands
+            return failed
+        if not variant:
+            self._change(name, failed=str(failed or ""))
         if recording is None:
-            return
+            return failed
         run = recording.run
-        if self._header is None or name == self._plan.reference:
+        if self._header is None or name == self._reference:
             self._header = run
-        self._change(name, opt_level=run.opt_level, low=run.low, lists=run.lists, digest=run.digest)
+        low = run.low
+        if not is_in_float32(self._runs[name]) or self._not_float32:
+            low = low or run.script_low
+        self._change(name, opt_level=run.opt_level, low=low, lists=run.lists, digest=run.digest)
         for curve in recording.of(CurveRecord):
+            if not run.is_timed:
+                curve = replace(curve, ms=math.nan)
             self._curves[name].append(replace(curve, run=name, seed=seed))
+        return failed
 
     def _look_at_layers(self, name: str, seed: int) -> None:
         self._announce(f"{name}, layers and memory")
@@ -227,17 +307,28 @@ class Campaign:
         if curves:
             # The first steps may overflow at the initial scale; this is the last scale of the training.
             loss_scale = curves[0].scales[-1]
-        recording, failed = self._watch(name, LAYERS, {"loss_scale": loss_scale}, seed)
-        if recording is None or failed:
-            self._change(name, failed=failed)
+        options: dict[str, object] = {"loss_scale": loss_scale, "has_errors": name == self._reference}
+        recording, failed = self._watch(name, LAYERS, options, seed)
+        if recording is None or failed is not None:
+            self._change(name, failed=str(failed or ""))
             return
         (seen,) = recording.of(ComparedRecord)
         self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
+        self._change(name, kept=seen.kept, kept_worst=seen.kept_worst, lost_by=seen.lost_by)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
-        if name == self._plan.reference:
+        ops = recording.of(OpErrorRecord)
+        if name == self._reference:
+            self._op_errors = {(op.low, op.module, op.op): op for op in ops}
             self._samples = samples
         elif self._has_equal_weights(samples):
+            if not any(op.is_random for op in ops):  # other random numbers, other gradients
+                error, worst = find_gradient_error(self._samples, samples)
+                self._change(name, gradient_error=error, gradient_worst=worst)
+            for op in ops:
+                key = op.low, op.module, op.op
+                if key in self._op_errors:
+                    self._measured.append(replace(self._op_errors[key], run=name, site=op.site))
             for module, sample in self._samples.items():
                 if module and module in samples:
                     self._measured.append(_compare(name, sample, samples[module]))
@@ -253,16 +344,18 @@ class Campaign:
 
     def _watch(
         self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
-    ) -> tuple[Recording | None, str]:
+    ) -> tuple[Recording | None, RunFailedError | None]:
         """Return the recording of a probe, and why the run failed. `folder` keeps the files that the script writes."""
         try:
-            return self._runner(Run(probe, options, self._runs[name], seed, folder)), ""
+            settings = self._runs[name]
+            in_float32 = is_in_float32(settings) and not (name == self._reference and self._not_float32)
+            return self._runner(Run(probe, options, settings, seed, folder, in_float32)), None
         except RunFailedError as error:
-            return error.recording, str(error)
+            return error.recording, error
         except NoRegionError:  # the same in every run: the script uses no amp
             raise
         except Exception as error:  # of the function that trains; other runs may do better
-            return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+            return None, RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _change(self, name: str, **properties: Any) -> None:
         self._compared[name] = replace(self._compared[name], **properties)
@@ -283,6 +376,30 @@ def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecor
         find_error(reference.output, own.output),
         find_error(reference.gradient, own.gradient),
     )
+
+
+def find_gradient_error(
+    reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
+) -> tuple[float | None, str]:
+    """Return the largest relative error of a layer's gradients, and the layer.
+
+    Layers whose gradients are small beside those of all layers do not count.
+    """
+    alike = {
+        module: sample.gradient
+        for module, sample in reference.items()
+        if sample.gradient and module in samples and len(sample.gradient) == len(samples[module].gradient)
+    }
+    whole = math.hypot(*(value for gradient in alike.values() for value in gradient))
+    errors = {
+        module: find_error(gradient, samples[module].gradient) or 0.0
+        for module, gradient in alike.items()
+        if math.hypot(*gradient) >= SHARE * whole
+    }
+    if not errors:
+        return None, ""
+    worst = max(errors, key=lambda module: errors[module])
+    return errors[worst], worst
 
 
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:

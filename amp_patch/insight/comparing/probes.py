@@ -4,7 +4,9 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +15,27 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...casting import cast_tree
+from ...casting import cast_tree, compiling
 from ...session import Session, current
+from ...torch_dispatch import leave_mode
 from ..naming import name_modules
+from ..quiet.watch import QuietWatch
+from ..quiet_record import WEIGHTS, QuietRecord
 from ..recorder import describe_run
+from ..recordings import Record
 from ..records import ComparedRecord, CurveRecord, GradientRecord, SampleRecord
 from ..runs import Probe
 from .exponents import count
 from .memory import PeakMeter
+from .op_errors import LowOps, OpErrors
 from .summary import mean
 
 SAMPLES = 512
 """The most values of a tensor that are compared."""
+
+
+UPDATES = 4
+"""The number of steps whose updates are followed."""
 
 
 class CurveProbe(Probe):
@@ -37,13 +48,25 @@ class CurveProbe(Probe):
     Args:
         steps: the number of steps to watch.
         is_noise: whether to move the weights by one unit in the last place before each step.
+        is_frozen: whether to put the weights of the first step back after each step.
         on_end: called after the last step.
     """
 
-    def __init__(self, steps: int, is_noise: bool = False, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        is_noise: bool = False,
+        is_frozen: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(on_end)
         self._limit = steps
         self._is_noise = is_noise
+        self._first_weights: _FirstWeights | None = None
+        if is_frozen:
+            self._first_weights = _FirstWeights()
+        self._calls = _Calls()
+        self._batches = 0
         self._pending: list[Tensor] = []
         self._losses: list[float] = []
         self._scales: list[float] = []
@@ -58,7 +81,8 @@ class CurveProbe(Probe):
         if self._is_noise and self.run is None:
             _nudge(session, session.trained_parameters())
         self.run = describe_run(session)
-        self.stop()
+        self._pending.clear()
+        self._calls.start()
         if session.device_type == "cpu":
             self._read_clock = time.process_time
         self._started = self._read_clock()
@@ -68,8 +92,15 @@ class CurveProbe(Probe):
         if self._count < self._limit:
             self._pending.append(loss.detach().clone())
 
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Keep the weights, where they are put back."""
+        if self._first_weights is not None:
+            self._first_weights.keep(optimizer)
+
     def step_ended(self, optimizer: Optimizer) -> None:
         """Record the step."""
+        if self._first_weights is not None:
+            self._first_weights.put_back(optimizer)
         if self._is_noise:
             # Only the weights of this optimizer: a living graph may hold others, as in a GAN, whose generator's graph
             # lives while the discriminator steps.
@@ -80,6 +111,7 @@ class CurveProbe(Probe):
         self._count += 1
         if self._count > self._limit:
             return
+        self._batches = self._calls.end_step()
         session = current.require()
         self.run = describe_run(session)
         if session.device_type != "cpu":
@@ -99,6 +131,7 @@ class CurveProbe(Probe):
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
         self._pending.clear()
+        self._calls.stop()
 
     def _records(self) -> Iterable[CurveRecord]:
         ms = math.nan
@@ -106,7 +139,69 @@ class CurveProbe(Probe):
             # The first steps allocate memory and compile kernels.
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
-        yield CurveRecord("", 0, tuple(self._losses), tuple(self._scales), tuple(self._skipped), ms, self._is_noise)
+        curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
+        is_frozen = self._first_weights is not None
+        if self._first_weights is not None and not self._first_weights.has_any:
+            return  # steps with a closure do not report their begin
+        yield CurveRecord("", 0, *curves, ms, self._is_noise, is_frozen, self._batches)
+
+
+class _Calls:
+    """Counts the batches: the calls of the module that is called first in each step, with gradients enabled."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._model: weakref.ref[nn.Module] | None = None
+        self._handle: RemovableHandle | None = None
+
+    def start(self) -> None:
+        """Count from now on. Harmless twice: another hook would make torch.compile compile again."""
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._count)
+
+    def stop(self) -> None:
+        """Stop counting. Harmless twice."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def end_step(self) -> int:
+        """Return the number so far. The next step may call another module first."""
+        self._model = None
+        return self._number
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        if compiling.is_dynamo_compiling() or not torch.is_grad_enabled():
+            return
+        if self._model is None:
+            self._model = weakref.ref(module)
+        if self._model() is module:
+            self._number += 1
+
+
+class _FirstWeights:
+    """The weights of each optimizer at its first step. They are put back after each step, so nothing is learned."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether weights were kept."""
+        return bool(self._kept)
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Keep the weights at the first call."""
+        if id(optimizer) not in self._kept:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            self._kept[id(optimizer)] = [(weight, weight.detach().clone()) for weight in weights]
+
+    @torch.no_grad()
+    def put_back(self, optimizer: Optimizer) -> None:
+        """Put the weights of this optimizer back. A living graph may hold the weights of others."""
+        for weight, value in self._kept.get(id(optimizer), ()):
+            weight.copy_(value)
+        current.require().sync()
 
 
 def _shorten(value: float) -> float:
@@ -130,19 +225,27 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 
 
 class LayerProbe(Probe):
-    """Samples layers in the first step of a run, and measures the memory of the second.
+    """Samples layers in the first step of a run, measures the memory of the second, and follows updates in later ones.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
-        on_end: called after the second step.
+        has_errors: whether to measure, for a run in float32, the error that each op would add in 16 bits.
+        on_end: called after the last step.
     """
 
-    def __init__(self, loss_scale: float | None = None, on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        has_errors: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(on_end)
         self._loss_scale = loss_scale
+        self._ops = OpErrors() if has_errors else LowOps()
+        self._updates = None if has_errors else QuietWatch(current.require, lambda: "")
         self._used_scale: float | None = None
         self._names: dict[int, tuple[nn.Module, str]] = {}
         self._handles: list[RemovableHandle] = []
@@ -171,6 +274,7 @@ class LayerProbe(Probe):
             if scaler.is_dynamic and self._loss_scale is not None:
                 scaler.set_loss_scale(self._loss_scale)
         self._used_scale = session.scalers[0].loss_scale()
+        self._ops.watch(session)
 
     def _take_input(self, module: nn.Module, args: Any) -> None:
         """A global hook, so it runs before the hooks of amp on modules, which may cast."""
@@ -188,14 +292,19 @@ class LayerProbe(Probe):
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is not None:
             is_empty = contextlib.suppress(RuntimeError, NotImplementedError)  # a tensor without values to look at
-            with current.without_casts(), is_empty:
+            with current.without_casts(), self._ops.pause(), is_empty:
                 into[known[1]] = _sample(first)
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Look at the gradients."""
+        if self._count > 1 and self._updates is not None:
+            self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
             return
-        session = current.require()
+        with self._ops.pause():
+            self._look_at_gradients(current.require())
+
+    def _look_at_gradients(self, session: Session) -> None:
         seen: dict[int, Tensor] = {}
         weights: list[float] = []
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
@@ -207,7 +316,7 @@ class LayerProbe(Probe):
                     holder = weight
                 weights.extend(_sample(holder, 8))
                 if holder.grad is not None:
-                    samples.extend(_sample(holder.grad))
+                    samples.extend(_sample_to_scale(holder.grad))
                     seen[id(holder)] = holder.grad
             if samples:
                 self._gradients[name] = tuple(samples)
@@ -217,15 +326,21 @@ class LayerProbe(Probe):
             self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Measure memory after the first step, and end after the second."""
+        """Measure memory after the first step, and follow updates after the second."""
+        if self._count > 1 and self._updates is not None:
+            self._updates.updates.end_step(optimizer)
         if not self._is_counted(optimizer):
             return
         self._count += 1
         if self._count == 1:
             self._unhook()
+            self._ops.stop()
             self._meter = PeakMeter(current.require())
             self._meter.start()
-        elif self._count == 2:
+        elif self._count == 2 and self._updates is not None:
+            self._stop_meter()
+            self._updates.__enter__()
+        elif self._count == 2 or self._count == 2 + UPDATES:
             self.stop()
             self._on_end()
 
@@ -237,14 +352,29 @@ class LayerProbe(Probe):
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
         self._unhook()
+        self._ops.stop()
+        self._stop_meter()
+        if self._updates is not None:
+            leave_mode(self._updates)
+
+    def _stop_meter(self) -> None:
         if self._meter is not None:
             self._meter.stop()
 
-    def _records(self) -> Iterable[ComparedRecord | SampleRecord | GradientRecord]:
+    def _records(self) -> Iterable[Record]:
         peak = None
         if self._meter is not None and self._count > 1:
             peak = self._meter.peak
-        yield ComparedRecord("", peak=peak, loss_scale=self._used_scale)
+        compared = ComparedRecord("", peak=peak, loss_scale=self._used_scale)
+        lost = [] if self._updates is None else self._updates.updates.records()
+        if lost:
+            worst: QuietRecord = lost[0]  # of weights, if there are such
+            lost_by = "line" if worst.tensor is None else "tensor"
+            if worst.role == WEIGHTS:
+                lost_by = "weights"
+            name = worst.tensor or worst.site or ""
+            compared = replace(compared, kept=worst.kept, kept_worst=name, lost_by=lost_by)
+        yield compared
         yield SampleRecord("", (), self._weights, ())
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
             yield SampleRecord(
@@ -252,10 +382,18 @@ class LayerProbe(Probe):
             )
         if self._counted is not None:
             yield self._counted
+        yield from self._ops.records()
 
 
 def _is_layer(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None or next(module.children(), None) is None
+
+
+def _sample_to_scale(gradient: Tensor) -> Iterator[float]:
+    """Yield samples of a gradient, multiplied so that their norm stands for the norm of the gradient."""
+    values = _sample(gradient)
+    factor = math.sqrt(gradient.numel() / max(1, len(values)))
+    return (value * factor for value in values)
 
 
 @torch.no_grad()

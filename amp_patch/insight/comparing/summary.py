@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...errors import RecordError
 from ..recordings import Recording
-from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord
+from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRecord, LayerRecord, OpErrorRecord
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
@@ -23,10 +23,11 @@ class Row(NamedTuple):
         loss: the mean of the last losses, over seeds.
         difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
         ms, factor: the time of a step, and its ratio to the time of the reference.
+        batches: the number of batches of the first seed, with those that end in no step.
         skipped, scale: the number of skipped steps, and the last loss scale.
         zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
             scale and with it.
-        worst: the layer that adds the largest error to the error of its input.
+        worst: the op in 16 bits that adds the largest error.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Row(NamedTuple):
     spread: float | None = None
     ms: float | None = None
     factor: float | None = None
+    batches: int = 0
     skipped: int = 0
     scale: float | None = None
     zero: float | None = None
     zero_scaled: float | None = None
-    worst: LayerRecord | None = None
+    worst: OpErrorRecord | None = None
 
 
 class Summary:
@@ -62,8 +64,8 @@ class Summary:
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
         """Return the curves of a run by seed."""
-        curves = self.recording.of(CurveRecord)
-        return {curve.seed: curve for curve in curves if curve.run == name and curve.is_noise is is_noise}
+        curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
+        return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
         """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
@@ -78,6 +80,25 @@ class Summary:
     def final_differences(self, name: str) -> list[float]:
         """Return the mean difference over the last steps, for each seed."""
         return [mean(last(each)) for each in self.differences(name)]
+
+    @property
+    def gained(self) -> float | None:
+        """By how much the training of the reference has changed its last losses; None if not measured.
+
+        It is the difference from a run on the same batches whose weights are put back after each step.
+        """
+        reference = self.curves(self.about.reference)
+        for frozen in self.recording.of(CurveRecord):
+            if frozen.is_frozen and frozen.run == self.about.reference and frozen.seed in reference:
+                pairs = zip(frozen.losses, reference[frozen.seed].losses, strict=False)
+                return abs(mean(last([first - learned for first, learned in pairs])))
+        return None
+
+    def first_difference(self, name: str) -> float | None:
+        """Return the difference of the first losses, if they come from equal weights; the largest of all seeds."""
+        firsts = [abs(each[0]) for each in self.differences(name) if each and math.isfinite(each[0])]
+        run = next(run for run in self.runs if run.run == name)
+        return max(firsts, default=None) if run.has_equal_weights else None
 
     @property
     def noise(self) -> float | None:
@@ -119,8 +140,22 @@ class Summary:
         return next((record for record in records if record.run == self.about.reference), None)
 
     def layers(self, name: str) -> list[LayerRecord]:
-        """Return the layers of a run, the one that adds most first."""
-        return sorted((layer for layer in self.recording.of(LayerRecord) if layer.run == name), key=added, reverse=True)
+        """Return the layers of a run, the one whose ops add most first."""
+        errors = self._errors_by_module(name)
+        layers = [layer for layer in self.recording.of(LayerRecord) if layer.run == name]
+        return sorted(layers, key=lambda layer: (errors.get(layer.module, 0.0), layer.output or 0.0), reverse=True)
+
+    def ops(self, name: str) -> list[OpErrorRecord]:
+        """Return the ops that ran in 16 bits in a run, the one that adds the largest error first."""
+        ops = [op for op in self.recording.of(OpErrorRecord) if op.run == name]
+        return sorted(ops, key=lambda op: op.error, reverse=True)
+
+    def _errors_by_module(self, name: str) -> dict[str, float]:
+        """Return the largest error that an op of a module adds."""
+        errors: dict[str, float] = {}
+        for op in self.ops(name):
+            errors.setdefault(op.module, op.error)
+        return errors
 
     def rows(self) -> list[Row]:
         """Return a row for each run, in order."""
@@ -132,17 +167,18 @@ class Summary:
         curves = [curve for curve in self.curves(name).values() if curve.losses]
         if not curves:
             return row
-        ms, scale = statistics.median(curve.ms for curve in curves), curves[0].scales[-1]
+        ms, scale = _find_median(curve.ms for curve in curves), curves[0].scales[-1]
         row = row._replace(
             steps=min(len(curve.losses) for curve in curves),
             loss=mean(mean(last(curve.losses)) for curve in curves),
             ms=ms,
+            batches=curves[0].batches,
             skipped=sum(len(curve.skipped) for curve in curves),
             scale=scale,
         )
-        times = [curve.ms for curve in self.curves(reference).values()]
-        if any(times):
-            row = row._replace(factor=ms / statistics.median(times))
+        plain_ms = _find_median(curve.ms for curve in self.curves(reference).values())
+        if ms is not None and plain_ms:
+            row = row._replace(factor=ms / plain_ms)
         means = self.final_differences(name)
         if means and name != reference:
             row = row._replace(difference=mean(means))
@@ -151,16 +187,21 @@ class Summary:
         gradients = self.gradients
         if gradients is not None and gradients.counts:
             row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
-        layers = self.layers(name)
-        if layers:
-            row = row._replace(worst=layers[0])
-        return row
+        return row._replace(worst=next(iter(self.ops(name)), None))
 
     @property
     def are_seeds_equal(self) -> bool:
         """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
         losses = [curve.losses for curve in self.curves(self.about.reference).values()]
         return len(losses) > 1 and len(set(losses)) == 1
+
+
+def _find_median(times: Iterable[float]) -> float | None:
+    """Return the median; None if a run was not timed."""
+    given = list(times)
+    if not given or any(map(math.isnan, given)):
+        return None
+    return statistics.median(given)
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
@@ -175,15 +216,6 @@ def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float
 def last(values: Sequence[float]) -> Sequence[float]:
     """Return the last fifth, at least one and at most `LAST_STEPS`."""
     return values[-max(1, min(LAST_STEPS, len(values) // 5)) :]
-
-
-def added(layer: LayerRecord) -> float:
-    """Return the error of a layer's output less the error of its input: the error that the layer adds."""
-    if layer.output is None:
-        return -math.inf
-    if layer.output == math.inf:
-        return math.inf
-    return layer.output - (layer.input or 0.0)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ...config import levels
 from ...tables import format_table
 from .assessment import SEEDS, Assessment
 from .summary import Row, Summary, last
@@ -33,6 +34,8 @@ def tabulate(rows: Sequence[Row]) -> tuple[list[str], list[list[Shown]]]:
     columns = list(cells[0])
     if not _have_scales(rows):
         columns = [column for column in columns if column not in _OF_LOSS_SCALES]
+    if all(row.run.kept is None for row in rows):
+        columns.remove("updates kept")
     return columns, [[row[column] for column in columns] for row in cells]
 
 
@@ -65,7 +68,13 @@ def _cells(row: Row) -> dict[str, Shown]:
         peak = row.run.peak / 1e6
     worst = Shown("-")
     if row.worst is not None:
-        worst = Shown(f"{row.worst.module} {_show(row.worst.output, '.1e')}", row.worst.output)
+        op = f"{row.worst.module}: {row.worst.op}" if row.worst.module else row.worst.op
+        if row.worst.is_backward:
+            op += " (backward)"
+        worst = Shown(f"{op} {_show(row.worst.error, '.1e')}", row.worst.error)
+    kept = Shown(_show(row.run.kept, ".0%"), row.run.kept)
+    if row.run.kept_worst:
+        kept = kept._replace(text=f"{kept.text} ({row.run.kept_worst})")
     return {
         "run": Shown(row.name),
         "low": Shown(row.run.low or "-"),
@@ -78,7 +87,8 @@ def _cells(row: Row) -> dict[str, Shown]:
         "scale": Shown(_show(row.scale, "g"), row.scale),
         "zero unscaled": Shown(_show(row.zero, ".2%"), row.zero),
         "zero scaled": Shown(_show(row.zero_scaled, ".2%"), row.zero_scaled),
-        "worst layer": worst,
+        "updates kept": kept,
+        "worst op": worst,
     }
 
 
@@ -96,6 +106,9 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     for run in assessed:
         if run.row.loss is not None:
             yield f"{run.row.name}: {run.of_loss()}; {run.of_time()}{run.of_memory()}"
+    if about.not_float32:
+        plain = levels.find_plain_level().name
+        yield f"{about.reference}: there is no {plain}, since the script cannot run in float32: {about.not_float32}"
     if about.left_out:
         yield about.left_out
     if comparison.are_seeds_equal:
@@ -119,7 +132,13 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     if _have_scales(rows):
         zero += ", without a loss scale and with the scale of the last step"
     yield zero
-    yield "worst layer: the layer that adds the most error in the first step from equal weights, and how much"
+    worst = "worst op: the op that adds the most error in 16 bits, from the inputs that it has in the first step"
+    lines = [f"{row.name} {row.worst.site}" for row in rows if row.worst is not None and row.worst.site]
+    if lines:
+        worst += f" ({', '.join(lines)})"
+    yield worst
+    if any(row.run.kept is not None for row in rows):
+        yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
     for row in rows:
         if row.run.failed:
             yield f"{row.name}: {row.run.failed}"

@@ -106,7 +106,7 @@ class CopyWatch:
                 QuietCause.STALE_COPY,
                 step=stale.step,
                 steps=len(stale.steps),
-                looked=self.step + 1,
+                looked=max(self.step, max(stale.steps) + 1),
                 tensor=stale.name or None,
                 tensors=len(stale.names),
                 of=len(stale.names),

@@ -20,10 +20,11 @@ from ...dtypes import LOW_DTYPES
 from ...session import current
 from ...torch_dispatch import COPY, clone, get_current_node, is_random
 from ..ops import Op, Overload
+from ..quiet_record import GRADIENTS, WEIGHTS
 from ..sites import Site, find_site
 from ..tensors import storage_of, tensors_in
 from ..twins import Twins
-from .tally import GRADIENTS, WEIGHTS, Change, Source, Tally, compare_change
+from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
 """The most elements that are followed at a time. In each step other tensors are followed, until all were."""
@@ -106,9 +107,14 @@ class UpdateWatch:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Judge the gradients that were summed, and note that changes are the optimizer's from now on."""
-        self._judge()
+    def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
+        """Judge the gradients that were summed, and note that changes are the optimizer's from now on.
+
+        Args:
+            has_stepped: the step is over already. A step with a closure reports only its end.
+        """
+        if not has_stepped:
+            self._judge()
         self._optimizer = optimizer
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
@@ -148,7 +154,7 @@ class UpdateWatch:
             source = followed.source
             role, name = names.get(key, ("", ""))
             if role:
-                source = replace(source, role=role)
+                source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
             self._tally.add(self.step, source, change, name, key, followed.tensor)
 

@@ -57,9 +57,9 @@ class QuietWatch(WatchingMode):
                 self.updates.follow(op, site)
         self.copies.note(op)
 
-    def begin_step(self, optimizer: Optimizer) -> None:
+    def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
         """Note that an optimizer's step begins, and watch its ops."""
-        self.updates.begin_step(optimizer)
+        self.updates.begin_step(optimizer, has_stepped=has_stepped)
         self.__enter__()
 
     def end_step(self, optimizer: Optimizer | None, step: int) -> None:

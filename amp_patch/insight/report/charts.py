@@ -46,11 +46,11 @@ def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) ->
     return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
 
 
-def _run_together(track: Sequence[float], other: Sequence[float]) -> bool:
+def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
     """Return whether one of two lines hides the other everywhere. Heights are in pixels."""
-    pairs = list(zip(track, other, strict=False))
-    return len(track) == len(other) and all(
-        abs(y - y_of_other) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_other)) for y, y_of_other in pairs
+    pairs = list(zip(left, right, strict=False))
+    return len(left) == len(right) and all(
+        abs(y - y_of_right) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_right)) for y, y_of_right in pairs
     )
 
 

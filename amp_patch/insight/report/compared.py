@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from ..comparing.summary import Row, Summary, added, find_spread, sizes, smoothed_steps
+from ..comparing.summary import Row, Summary, find_spread, sizes, smoothed_steps
 from ..comparing.text import footnotes, tabulate
 from ..records import LayerRecord
 from .charts import Series, draw_curves, draw_histogram, tell_shares
@@ -11,7 +11,7 @@ from .markup import Markup, element, join
 from .tables import Cell, make_table
 
 POWERS = 24
-"""The largest loss scale of the slider, as a power of two: the largest that a dynamic scale reaches."""
+"""The largest loss scale of the slider, as a power of two: the default upper bound of a dynamic scale."""
 
 
 def make_comparison(summary: Summary) -> Iterator[Markup]:
@@ -196,7 +196,8 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
     for name in names:
         heading += [f"{name} out", f"{name} grad"]
     body = []
-    for module in sorted(order, key=lambda module: max(map(added, layers[module].values())), reverse=True):
+    ranks = {name: [layer.module for layer in summary.layers(name)] for name in names}
+    for module in sorted(order, key=lambda module: min(_find_rank(module, ranked) for ranked in ranks.values())):
         line = [Cell(module), Cell(str(order.index(module) + 1), order.index(module))]
         for name in names:
             if name in layers[module]:
@@ -211,11 +212,15 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             f"Relative error against {summary.about.reference} in the first step from equal weights, of the output"
-            " of a layer (out) and of the gradient of its weights (grad). First come layers whose output is off by more"
-            " than their input.",
+            " of a layer (out) and of the gradient of its weights (grad). First come layers with an op that adds"
+            " much error.",
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )
+
+
+def _find_rank(module: str, ranked: Sequence[str]) -> int:
+    return ranked.index(module) if module in ranked else len(ranked)
 
 
 def _make_heat_cell(error: float | None) -> Cell:

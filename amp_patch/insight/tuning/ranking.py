@@ -74,7 +74,7 @@ class Ranking:
 
     def _find_outlying(self, op: LowOpRecord) -> float:
         """Return the error of an op if it is larger than rounding explains, else 0."""
-        error = max(op.error, op.gradient_error)
+        error = max(op.error, op.gradient_error, op.backward_error)
         if error <= ROUNDING * EPS.get(self._low, 0.0):
             return 0.0
         return error
@@ -126,7 +126,9 @@ class Ranking:
                 return f"{op.op}: {_percent(op.overflow)} of its results overflow {low}"
         for op in filter(_overflows, mine):
             return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
-        op = max(mine, key=lambda op: max(op.error, op.gradient_error))
+        op = max(mine, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
+        if op.backward_error > max(op.error, op.gradient_error):
+            return f"{op.op}: its backward pass is off by {op.backward_error:.2g} in {low}"
         if op.gradient_error > op.error:
             return f"{op.op}: its gradients lose {op.gradient_error:.2g} in {low}"
         return f"{op.op}: its results are off by {op.error:.2g} in {low}"

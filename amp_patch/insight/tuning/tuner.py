@@ -34,6 +34,8 @@ from .search import find_fewest
 from .traced import TRACED, Traced, read_trace
 from .verdict import Verdict, find_non_finite, find_zero_gradients, judge
 
+FLOAT32 = "tuning.float32_run:Float32Run"
+
 _ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
 
 
@@ -53,6 +55,7 @@ class Tuner:
         self._loss_scale: float | None = None
         self._kept: list[ListEntry] = []  # entries against faults in steps that are not compared
         self._reasons: dict[ListEntry, str] = {}
+        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
 
     def run(self) -> TuneResult:
         """Search, and return the best list.
@@ -82,7 +85,17 @@ class Tuner:
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
         float32 = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
-        self._reference = self._watch("tuning.float32_run:Float32Run", float32)
+        try:
+            self._reference = self._watch(FLOAT32, float32)
+        except RunFailedError as error:
+            if not error.was_widened:
+                raise
+            self._not_float32 = _last_line(error)
+            self._reference = self._watch(FLOAT32, float32)
+        if self._reference.run.not_widened:
+            self._not_float32 = ", ".join(self._reference.run.not_widened)
+        if self._not_float32:
+            self.options.log(f"the run in float32 keeps what the script itself makes 16-bit: {self._not_float32}")
         if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = find_non_finite(self._reference)
@@ -112,7 +125,9 @@ class Tuner:
         if text:
             write_file(self._file, text)
             lists = (str(self._file),)
-        return self._runner(Run(probe, options, Settings(self.options.opt_level, lists), self.options.seed, "last-run"))
+        settings = Settings(self.options.opt_level, lists)
+        in_float32 = probe == FLOAT32 and not self._not_float32
+        return self._runner(Run(probe, options, settings, self.options.seed, "last-run", in_float32))
 
     def _spell(self, name: str, folder: Path) -> str:
         """Return how a list in a folder names another list: a shipped list by its name, others by a path."""

@@ -1,6 +1,6 @@
 """The op lists under Apex's names.
 
-Scripts may edit these lists before they call `initialize`, which then registers the differences.
+Scripts may edit these lists before they call `initialize` or `init`, which then registers the differences.
 """
 
 from types import ModuleType
@@ -9,7 +9,7 @@ from ..._core import replace_registered
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 _MODULES = (functional_overrides, torch_overrides, tensor_overrides)
-_KINDS = {
+_RULES = {
     "FP16_FUNCS": "whitelist",
     "FP32_FUNCS": "blacklist",
     "CASTS": "promote",
@@ -19,10 +19,10 @@ _KINDS = {
 
 
 def _names(module: ModuleType) -> dict[str, str]:
-    """Return the kind of each function that a module lists."""
+    """Return the rule of each function that a module lists, by the name of the function."""
     return {
-        (entry if isinstance(entry, str) else entry[0]): kind
-        for key, kind in _KINDS.items()
+        (entry if isinstance(entry, str) else entry[0]): rule
+        for key, rule in _RULES.items()
         for entry in vars(module).get(key, ())
     }
 

@@ -1,0 +1,38 @@
+"""`AskedDtypes`: the 16-bit dtypes that a script asked for in a run in float32."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class AskedDtypes:
+    """The storages that hold float32 although the script asked for 16 bits, each with the dtype it asked for."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        self._most = 1024
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Note a tensor. Views of it, and parameters made from it, share its storage."""
+        with contextlib.suppress(RuntimeError):  # NotImplementedError, too: no storage, as in torch.func
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._asked[reference.cdata] = reference, dtype
+        if len(self._asked) > self._most:
+            self._asked = {key: value for key, value in self._asked.items() if not value[0].expired()}
+            self._most = max(1024, 2 * len(self._asked))
+
+    def find(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype that the script asked for, or else the dtype of the tensor."""
+        if tensor.dtype is not torch.float32 or not self._asked:
+            return tensor.dtype
+        with contextlib.suppress(RuntimeError):
+            known = self._asked.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+            # the address of a storage that is gone may belong to another one
+            if known is not None and not known[0].expired():
+                return known[1]
+        return tensor.dtype
