@@ -433,8 +433,11 @@ def _is_of_check(node: ast.AST) -> bool:
     return isinstance(node, (*_CHECKS, *_GRAMMAR))
 
 
-def find_texts(levels: Levels, tensors: Sequence[Tensor]) -> list[str]:
-    """Return how the user's innermost line writes each tensor; "" where that is not known."""
+def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool]) -> list[str]:
+    """Return how the user's innermost line writes each tensor; "" where that is not known.
+
+    `weights` says which tensors are parameters. If one other tensor and one argument are left, they belong together.
+    """
     level = levels.innermost
     found = None if level is None else find_expression(level.frame, level.index)
     if level is None or found is None:
@@ -457,16 +460,27 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor]) -> list[str]:
             text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype
         ]
         texts.append(same[0] if same else "")
-    unread = _find_unread(node, reader)
-    if texts.count("") == 1 and len(unread) == 1:
-        texts[texts.index("")] = unread[0]
+    left = [
+        index
+        for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
+        if not text and not weights[index] and tensor.is_floating_point()
+    ]
+    unread = [text for text in _find_unread(node, reader) if text not in texts]
+    if len(left) == 1 and len(unread) == 1:
+        texts[left[0]] = unread[0]
     return texts
 
 
 def _find_unread(node: ast.AST, reader: Reader) -> list[str]:
-    """Return the arguments of a call that are results of other calls, which have no name."""
+    """Return the arguments of a call that are results of other calls, which have no name.
+
+    Of a module with modules inside, the arguments need not be the operands.
+    """
     match node:
         case ast.Call():
+            called = reader.read(node.func)
+            if isinstance(called, nn.Module) and next(called.children(), None) is not None:
+                return []
             parts = [*node.args, *(item.value for item in node.keywords)]
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, (ast.Call, ast.BinOp)):
                 parts.insert(0, node.func.value)
@@ -477,4 +491,9 @@ def _find_unread(node: ast.AST, reader: Reader) -> list[str]:
         case _:
             return []
     nested = (ast.Call, ast.BinOp, ast.Subscript)
-    return [ast.unparse(part) for part in parts if isinstance(part, nested) and reader.read(part) is UNKNOWN]
+    return [ast.unparse(part) for part in parts if isinstance(part, nested) and _is_floating(reader.read(part))]
+
+
+def _is_floating(value: Any) -> bool:
+    """Return whether a value is, or may be, a floating tensor."""
+    return value is UNKNOWN or (isinstance(value, Tensor) and value.is_floating_point())

@@ -230,7 +230,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if call.is_check and levels.caller is not None:  # the line that passed the operands is the one to change
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
-    texts = _find_texts_of_forward(case, forward) if forward is not None else find_texts(levels, case.tensors)
+    texts = _find_texts_of_forward(case, forward) if forward is not None else find_texts(levels, case.tensors, weights)
     names = [
         text or operands.name_weight(tensor) or name for text, (name, tensor) in zip(texts, call.operands, strict=True)
     ]

@@ -18,7 +18,7 @@ from .fault_record import Phase
 from .module_casts import casts
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
-from .sites import find_site
+from .sites import find_low_lines, find_site
 
 _SCALER, _OPTIMIZERS = "torch/amp/grad_scaler.py", "torch/optim/"
 _NOTED = ("unscale_", "step", "update")
@@ -98,7 +98,7 @@ class ScalerWatch:
         method, optimizer = inner.frame.f_code.co_name, levels.find_local(_SCALER, "optimizer")
         empty = replace(empty, phase=Phase.STEP, op=f"GradScaler.{_find_method(levels)}")
         if method == "_unscale_grads_" and isinstance(optimizer, Optimizer):
-            return _explain_low_weights(optimizer, empty, session)
+            return _explain_low_weights(optimizer, empty, session, levels)
         if method == "_check_scale_growth_tracker":
             return replace(
                 empty,
@@ -202,7 +202,9 @@ def _name(weights: Sequence[Tensor], session: Session) -> str:
     return ", ".join([*names, "..."] if len(weights) > _MOST_NAMES else names)
 
 
-def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord | None:
+def _explain_low_weights(
+    optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels
+) -> RaisedRecord | None:
     """Return the record of float16 gradients, which a GradScaler does not unscale."""
     low = [weight for weight in _weights_of(optimizer) if weight.grad is not None and weight.grad.dtype in LOW_DTYPES]
     if not low:
@@ -216,11 +218,15 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
     total = sum(1 for _ in _weights_of(optimizer))
     lines = list(dict.fromkeys(filter(None, map(casts.find, low))))
     made = f"no {' and no '.join(lines)}" if lines else "no .half(), dtype=torch.float16 or torch_dtype=torch.float16"
+    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} are in float16"]
+    named = find_low_lines(levels.own.file) if levels.own is not None and not lines else []
+    if named:
+        details.append(f"lines that name a 16-bit dtype: {', '.join(named[:_MOST_NAMES])}")
     return replace(
         empty,
         cause=RaisedCause.LOW_WEIGHTS,
         operands=tuple(operands.values()),
-        details=(f"{len(low)} of {total} parameters of {type(optimizer).__name__} are in float16",),
+        details=tuple(details),
         edits=(
             f"float32 weights: {made}; torch.autocast runs the ops in 16 bits (model.float() before the optimizer is"
             " made; with adapters, only the trained parameters)",

@@ -77,6 +77,16 @@ def names_dtype() -> bool:
     return True
 
 
+def find_low_lines(file: str) -> list[str]:
+    """Return the lines of a file that name a 16-bit dtype, but for regions of autocast."""
+    lines = enumerate(linecache.getlines(file), 1)
+    return [
+        describe_line(file, number)
+        for number, line in lines
+        if _LOW_DTYPE.search(line.partition("#")[0]) and "autocast" not in line
+    ]
+
+
 def describe_line(file: str, line: int) -> str:
     """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
