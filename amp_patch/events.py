@@ -36,6 +36,9 @@ class Watcher:
     def step_ended(self, optimizer: Any) -> None:
         """Called when a `step` of a bound optimizer has been taken or skipped."""
 
+    def misused(self, misuse: Any) -> None:
+        """Called when a script without `amp.initialize` has used GradScaler or autocast wrongly: a `native.Misuse`."""
+
 
 watchers: list[Watcher] = []
 

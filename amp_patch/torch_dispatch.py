@@ -6,6 +6,7 @@ of this module, of `insight` and of `native` fail, and so do the commands that u
 """
 
 import operator
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -138,3 +139,14 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
         above.append(top)
     for other_mode in reversed(above):
         _push_mode(other_mode)
+
+
+CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
+"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
+
+
+def has_compiled() -> bool:
+    """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return bool(counters.get("frames"))

@@ -194,13 +194,13 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
-    """Yield patches of user-defined autograd functions with `torch.amp.custom_fwd(cast_inputs=...)`, and of the
-    decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`, and
-    its body runs without casts, as under torch.autocast.
+    """Yield patches of user-defined autograd functions and modules with `torch.amp.custom_fwd(cast_inputs=...)`, and of
+    the decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`,
+    and its body runs without casts, as under torch.autocast.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
-    waiting: list[Any] = [torch.autograd.Function]
+    waiting: list[Any] = [torch.autograd.Function, torch.nn.Module]
     seen: set[int] = set()
     patched: set[tuple[int, str]] = set()
     while waiting:
@@ -209,8 +209,12 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
             continue
         seen.add(id(kind))
         waiting += kind.__subclasses__()
-        forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
-        requested = None if forward_owner is None else find_cast_inputs(vars(forward_owner)["forward"].__func__)
+        if issubclass(kind, torch.nn.Module):
+            forward_owner, backward_owner = kind if "forward" in vars(kind) else None, None
+        else:
+            forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
+        forward = None if forward_owner is None else vars(forward_owner)["forward"]
+        requested = find_cast_inputs(getattr(forward, "__func__", forward))
         if requested is None or requested[0] != casts.device_type:
             continue
         if (id(forward_owner), "forward") not in patched:

@@ -4,6 +4,7 @@ The script runs unmodified, as under `amp-patch run`, until the steps to record 
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Ctrl-C came before an op was recorded, so there is nothing to print
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
+    _print_misuses(recordings[:1])
     _check_ops(watched, first, last)
     if arguments.json is not None:
         write_all(recordings, arguments.json)
@@ -126,6 +128,15 @@ def _hint_at_steps(taken: list[int], first: int) -> str:
     """Return the steps to record of a script that failed before the first one to record."""
     last = max(taken, default=0)
     return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""
+
+
+def _print_misuses(recordings: "Sequence[Recording]") -> None:
+    """Print how the script uses GradScaler and autocast wrongly."""
+    from ..insight import format_misuses
+
+    for recording in recordings:
+        if recording.misuses:
+            print_report(format_misuses(recording.misuses))
 
 
 def _write_html(recording: "Recording", arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from .trace_raised import find_entries
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, QuietRecord, RaisedRecord, Recording, remedies
+    from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
 """Exit codes: a value does not fit; the script could not be checked."""
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
         "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
-        " quietly in 16 bits, or the script raises because of dtypes; 2 the script could not be checked"
+        " quietly in 16 bits, or misuses GradScaler or autocast, or raises because of dtypes; 2 the script could not"
+        " be checked"
     )
     parser.add_argument(
         "--steps",
@@ -150,6 +151,18 @@ class _TracedRun:
         for raised, recording in self.raised[:1]:
             print(f"{chr(10) if self.faults else ''}{format_raised(raised, recording.run)}", flush=True)
 
+    @property
+    def misuses(self) -> "list[MisuseRecord]":
+        """How the script uses GradScaler and autocast wrongly. Ranks do the same."""
+        return [misuse for recording in self.watched.recordings[:1] for misuse in recording.misuses]
+
+    def print_misuses(self) -> None:
+        """Print how the script uses GradScaler and autocast wrongly."""
+        from ..insight import format_misuses
+
+        if self.misuses:
+            print(format_misuses(self.misuses), flush=True)
+
     def report_none(self) -> int:
         """Print that no fault was found, or why nothing could be checked. Return the exit code."""
         if self.are_all_skipped:
@@ -219,6 +232,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     traced = _run_traced(ScriptRunner(arguments), arguments, first, last)
     faults = traced.faults
     traced.print_search()
+    traced.print_misuses()
     if faults:
         fault, recording = faults[0]
         print(format_fault(fault, recording.run), flush=True)
@@ -238,6 +252,8 @@ def _trace(arguments: argparse.Namespace) -> int:
             repeating_runner.print_files()
     if not faults:
         code = traced.report_none()
+        if code == 0 and traced.misuses:
+            code = FAULT
         if code != FAULT or repeating_runner is None:
             return code
         try:

@@ -3,7 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from .rules import Fault, rule
+from .rules import Fault, Severity, rule
+from .scaler_flow import ScalerFlow
 from .script import Script
 from .tree import function_of, text_of
 
@@ -93,3 +94,92 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
             message = "amp has no state before amp.initialize: this raises SessionError"
             advice = "Call amp.initialize first, then load the model's, the optimizer's and amp's state."
             yield Fault(call, "error", message, advice)
+
+
+@rule(
+    "AMP504",
+    "a checkpoint without the GradScaler's state",
+    bad="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)  # AMP504
+    """,
+    good="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        torch.save(state, path)
+    """,
+)
+def saves_without_scaler(script: Script) -> Iterator[Fault]:
+    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    if any("save" in function_of(call) for call in script.calls):
+        for call in _calls_without_scaler(script, "state_dict"):
+            message = "the checkpoint has the optimizer's state but not the GradScaler's: a resumed run skips steps"
+            yield Fault(call, _grade(script), message, 'Save `"scaler": scaler.state_dict()` as well.')
+
+
+@rule(
+    "AMP505",
+    "a checkpoint loaded without the GradScaler's state",
+    bad="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        optimizer.load_state_dict(torch.load(path)["optimizer"])  # AMP505
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+    good="""
+        import torch
+
+        scaler = torch.amp.GradScaler()
+        checkpoint = torch.load(path)
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+)
+def loads_without_scaler(script: Script) -> Iterator[Fault]:
+    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    for call in _calls_without_scaler(script, "load_state_dict"):
+        message = "the optimizer's state is loaded but not the GradScaler's: the run skips steps until its scale fits"
+        yield Fault(call, _grade(script), message, 'Call `scaler.load_state_dict(checkpoint["scaler"])` as well.')
+
+
+def _grade(script: Script) -> Severity:
+    """Return "note" if the GradScaler may be disabled, as it is for bfloat16: it has no state then."""
+    return "warning" if ScalerFlow(script).is_sure else "note"
+
+
+def _calls_without_scaler(script: Script, method: str) -> list[ast.Call]:
+    """Return the first call of a stepped optimizer's `method`, if the script makes a GradScaler and never calls that
+    method of it. Otherwise return an empty list.
+    """
+    flow = ScalerFlow(script)
+    if not flow.is_used or not flow.makers or not flow.steps:
+        return []
+    if any(flow.is_scaler(receiver) for _, receiver in script.method_calls(method)):
+        return []
+    stepped = {text_of(step.args[0]) for step in flow.steps}
+    # a function may save or load all that it is given
+    passed = {text_of(argument) for call in script.calls for argument in call.args if call not in flow.steps}
+    if any("scaler" in text.rpartition(".")[2].lower() and "." not in text[:-1] for text in passed):
+        return []
+    for call, receiver in script.method_calls(method):
+        # a copy of a state in memory is no checkpoint
+        is_copy = any(isinstance(value, ast.Call) and function_of(value) == "state_dict" for value in call.args)
+        if text_of(receiver) in stepped and not is_copy:
+            return [call]
+    return []

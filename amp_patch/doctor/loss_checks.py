@@ -9,7 +9,7 @@ from .script import Script
 from .tree import function_of, names_in, text_of
 
 _BLOCK = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
-_CLIPPERS = tuple(
+CLIPPERS = tuple(
     f"{module}.{name}"
     for module in ("torch.nn.utils", "apex.contrib.clip_grad", "apex.fp16_utils")
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
@@ -76,7 +76,7 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
 )
 def clips_in_block(script: Script) -> Iterator[Fault]:
     """Inside the block, gradients are still multiplied by the loss scale, so nearly all of them are clipped."""
-    for call in script.calls_of(*_CLIPPERS):
+    for call in script.calls_of(*CLIPPERS):
         if script.expected.scales and script.is_in_block(call):
             message = "clipping inside the scale_loss block sees gradients that are multiplied by the loss scale"
             yield Fault(call, "error", message, "Move it after the last scale_loss block before the step.")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .. import config
 from .flow import LOW, Flow, Verdict
 from .rules import Fault, Severity, rule
+from .scaler_flow import ScalerFlow
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
@@ -75,12 +76,16 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
         return
     yield from _find_true_precisions(script)
     flow = Flow(script)
+    scalers = ScalerFlow(script)
+    has_scaler = scalers.is_used and bool(scalers.steps or scalers.unscales)
     told = set[ast.AST]()
-    for who, trainer, models in _find_trainers(script):
+    for who, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
-            if verdict is None or verdict.node in told or _is_kept(script, flow, model):
+            if verdict is None or verdict.node in told or is_kept(script, flow, model):
                 continue
+            if verdict.dtype == "float16" and verdict.is_certain and has_scaler:
+                continue  # GradScaler refuses such weights: AMP707
             told.add(verdict.node)
             message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
@@ -103,7 +108,7 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
 
 
-def _find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
+def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
     """Yield the name of each optimizer of torch.optim, its last step, and the models that it may train.
 
     Also yields each trainer of transformers or trl that trains: it makes such an optimizer itself.
@@ -169,7 +174,7 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
-def _is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
+def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
     """Return whether a model is frozen, or a part of it is float32: the optimizer may hold no 16-bit weight."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):

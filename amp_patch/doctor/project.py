@@ -14,6 +14,7 @@ from . import (  # noqa: F401 - registers their rules
     loss_checks,
     precision_checks,
     region_checks,
+    scaler_checks,
     setup_checks,
 )
 from .documents import Document

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .flow import Flow
 from .rules import Fault, rule
+from .scaler_flow import ScalerFlow
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
@@ -26,7 +27,7 @@ class Region(NamedTuple):
     body: ast.AST
 
 
-def _find_regions(script: Script) -> Iterator[Region]:
+def find_regions(script: Script) -> Iterator[Region]:
     """Yield the regions of autocast that may be enabled."""
     if "autocast" not in script.text:
         return
@@ -87,11 +88,11 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
     if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_dead_scaler):
         return
     flow = Flow(script)
-    for region in _find_regions(script):
+    for region in find_regions(script):
         loss = _find_backward(script, region)
         if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
             continue
-        dtypes = _dtypes_of(script, flow, region.call)
+        dtypes = dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
             continue
         message = "a region of float16, and no GradScaler: small gradients become zero"
@@ -109,7 +110,7 @@ def _has_dead_scaler(script: Script) -> bool:
     return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
 
 
-def _dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
+def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
     """Return the dtypes of a region: given, or the default of a device that the text names."""
     dtype = argument_of(call, "dtype", 1)
     if dtype is not None:
@@ -196,7 +197,7 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
     not the copies, and the loss stands still.
     """
     told = set[ast.Call]()
-    for region in _find_regions(script):
+    for region in find_regions(script):
         index = 2 if _is_old(script, region.call) else 3
         keeps = argument_of(region.call, "cache_enabled", index)
         if region.call in told or (isinstance(keeps, ast.Constant) and not keeps.value):
@@ -234,3 +235,98 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
             return False
         is_in_loop = is_in_loop or (isinstance(outer, (ast.For, ast.AsyncFor, ast.While)) and field == "body")
     return False
+
+
+@rule(
+    "AMP607",
+    "a backward pass inside the region",
+    bad="""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch).mean()
+            loss.backward()  # AMP607
+        optimizer.step()
+    """,
+    good="""
+        import torch
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+    """,
+)
+def goes_backward_in_region(script: Script) -> Iterator[Fault]:
+    """Each op of a backward pass runs in the dtype of its forward op by itself. Inside the region, autocast also casts
+    the ops of autograd functions and of hooks that a script defines, and torch advises against it.
+    """
+    for region in find_regions(script):
+        if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _has_training_loop(script, region.body):
+            continue
+        for call, _ in script.method_calls("backward"):
+            around = [outer for outer, _ in script.around(call)]
+            if call.args or region.body not in around or script.frame(call) is not script.frame(region.body):
+                continue
+            message = "the backward pass is inside the region of autocast"
+            yield Fault(call, "note", message, "Leave the region before backward().")
+
+
+_LOSSES = re.compile(r"(?:cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|\w*criterion|loss_f\w*|\w*_loss|\w*Loss)$")
+
+
+@rule(
+    "AMP608",
+    "a loss outside of the region",
+    bad="""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = model(batch)
+        loss = F.mse_loss(output, target)  # AMP608
+        loss.backward()
+    """,
+    good="""
+        import torch
+        import torch.nn.functional as F
+
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = model(batch)
+            loss = F.mse_loss(output, target)
+        loss.backward()
+    """,
+)
+def computes_loss_outside(script: Script) -> Iterator[Fault]:
+    """A model may return 16-bit outputs. In the region, autocast computes losses in float32; outside of it, a loss of
+    16-bit outputs is computed in 16 bits: its value is rounded, and sums of squares overflow in float16.
+    """
+    scalers = ScalerFlow(script)
+    for region in find_regions(script):
+        if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _is_without_gradients(script, region.body):
+            continue
+        outputs = {
+            assignment.target
+            for assignment in script.assignments
+            if isinstance(assignment.value, ast.Call) and script.parent(assignment.value) in region.body.body
+        }
+        for call in script.calls:
+            if not call.args or not _LOSSES.match(function_of(call)) or text_of(call.args[0]) not in outputs:
+                continue
+            values = script.values_of(text_of(call.args[0]))
+            # it may be cast, or made elsewhere, in between
+            is_only_value = all(script.parent(value) in region.body.body for value in values)
+            if not is_only_value or not scalers.are_in_order(region.body, call):
+                continue
+            if any(body is not region.body and _holds(script, body, call) for body in _bodies(script)):
+                continue
+            message = f"{text_of(call.args[0])} may be in 16 bits, and the loss is computed outside of the region"
+            yield Fault(call, "note", message, "Compute the loss inside the region, or of `output.float()`.")
+
+
+def _bodies(script: Script) -> list[ast.AST]:
+    return [region.body for region in find_regions(script)]
+
+
+def _holds(script: Script, body: ast.AST, node: ast.AST) -> bool:
+    return any(outer is body for outer, _ in script.around(node))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .misuse_record import MisuseRecord as MisuseRecord
+    from .misuse_record import format_misuses as format_misuses
     from .module_casts import note_casts as note_casts
     from .quiet_record import QuietRecord as QuietRecord
     from .quiet_text import find_level as find_level
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FaultRecord": "fault_record",
+    "MisuseRecord": "misuse_record",
     "QuietRecord": "quiet_record",
     "RaisedRecord": "raised_record",
     "Recording": "recordings",
@@ -52,6 +55,7 @@ _HOMES = {
     "find_level": "quiet_text",
     "find_remedy": "causes",
     "format_fault": "fault_text",
+    "format_misuses": "misuse_record",
     "format_quiet": "quiet_text",
     "format_raised": "raised_text",
     "format_recording": "text",

@@ -6,6 +6,7 @@ from ..tables import align, count_of
 from .advice import advise
 from .causes import describe_cause, find_remedy
 from .fault_record import FaultRecord, Phase, Reach, Value
+from .misuse_record import format_misuse
 from .quiet_text import format_quiet
 from .raised_text import format_raised
 from .recordings import Recording
@@ -25,10 +26,11 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the faults of a traced run, or how many steps had none, and the quiet losses."""
+    """Return the faults of a traced run, or how many steps had none, the quiet losses, and misuses."""
     faults, searches = recording.faults, recording.searches
     quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
     quiet += [format_raised(raised, recording.run) for raised in recording.raised]
+    quiet += map(format_misuse, recording.misuses)
     if faults:
         return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *quiet])
     lines = [describe_search(searches, is_all=len(searches) >= len(recording.steps))] if searches else []

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from .. import events
 from ..errors import SessionError
 from ..interrupts import UndoStack
-from ..native import AS_IS, NativeSession, find_float32_script, watch
+from ..native import AS_IS, Misuse, NativeSession, find_float32_script, watch
 from ..reporting import find_rank
 from ..session import Session, current
 from .faults import FaultFinder
 from .folding import Folding
+from .misuse_record import MisuseRecord, record_misuse
 from .naming import find_prefixes
 from .observe import Observer
 from .quiet.watch import QuietWatch
@@ -61,6 +62,7 @@ class Recorder(Probe):
         self._scalers = ScalerWatch()
         self._watching = UndoStack()
         self._raised: list[RaisedRecord] = []
+        self._misuses: list[MisuseRecord] = []
         self.is_in_block = False  # in a block, it watches only one session
         self._has_lost_session = False
 
@@ -68,7 +70,7 @@ class Recorder(Probe):
         folding = self._folding
         if self._raised and self._before is not None:
             folding = self._before
-        return [*folding.make_op_records(), *folding.make_undone_records(), *self._steps, *self._raised]
+        return [*folding.make_op_records(), *folding.make_undone_records(), *self._steps, *self._raised, *self._misuses]
 
     @property
     def is_recording(self) -> bool:
@@ -165,6 +167,10 @@ class Recorder(Probe):
         elif self._observer is not None or self._is_late():
             self.stop()
             self._on_end()
+
+    def misused(self, misuse: Misuse) -> None:
+        """Record a wrong use of GradScaler or autocast."""
+        self._misuses.append(record_misuse(misuse, self._count))
 
     def stop(self) -> None:
         """Record nothing more. Harmless twice."""

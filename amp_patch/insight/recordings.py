@@ -14,6 +14,7 @@ from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
+from .misuse_record import MisuseRecord
 from .quiet_record import QuietRecord
 from .raised_record import RaisedRecord
 from .record_checks import find_problem
@@ -44,6 +45,7 @@ Record = (
     | FaultRecord
     | QuietRecord
     | RaisedRecord
+    | MisuseRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -114,6 +116,11 @@ class Recording:
     def raised(self) -> list[RaisedRecord]:
         """The exception that ended the run, if dtypes or the use of a GradScaler explain it."""
         return self.of(RaisedRecord)
+
+    @property
+    def misuses(self) -> list[MisuseRecord]:
+        """How the script uses GradScaler and autocast wrongly."""
+        return self.of(MisuseRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""

@@ -16,9 +16,10 @@ from .installation import install as install
 from .installation import remove as remove
 from .installation import start as start
 from .installation import watch as watch
+from .misuse import Misuse as Misuse
 from .roots import calls_under_way as calls_under_way
 from .session import AS_IS as AS_IS
 from .session import NativeSession as NativeSession
 from .takeover import Takeover as Takeover
 
-__all__ = ["AS_IS", "NativeSession", "Takeover", "check_not_installed", "install", "remove", "start", "watch"]
+__all__ = ["AS_IS", "Misuse", "NativeSession", "Takeover", "check_not_installed", "install", "remove", "start", "watch"]

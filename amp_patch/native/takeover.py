@@ -24,6 +24,7 @@ from ..torch_private import enable_region, get_backward_id, is_region_enabled
 from .changes import Changes, Kind
 from .float32_script import Float32Script
 from .roots import calls_under_way, find_line, find_root
+from .scaler_watch import ScalerWatch
 from .script_steps import ScriptSteps
 from .session import NativeSession, find_low_weights, find_session, has_own_amp
 from .step_checks import StepChecks
@@ -70,6 +71,7 @@ class Takeover:
             self._changes.level_dtype or torch.bfloat16, self._require_session, has_own_amp
         )
         self._steps = ScriptSteps(self._changes, self._checks, self._whole_script, unscales_first=needs_region)
+        self._scaler_watch = ScalerWatch(lambda: self._whole_script.is_entered)
         self._undo = UndoStack()
         self.tell: Callable[[str], None] = lambda line: say("%s", line)
 
@@ -85,6 +87,7 @@ class Takeover:
             self._undo.callback(Float32Script().start())
         patcher.install([Patch(torch.autocast, "__enter__", self._adapt_region)])
         self._steps.install(self._undo)
+        self._scaler_watch.install(self._undo)
         if self._everywhere:
             self._whole_script.install(self._undo)
         if self._everywhere or self._changes.has_module_rules:
@@ -181,6 +184,7 @@ class Takeover:
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
+            self._scaler_watch.note_region()
 
             dtype = region.fast_dtype
             self._checks.note_region(dtype)

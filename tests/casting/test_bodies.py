@@ -183,3 +183,24 @@ def test_gradients_pass_through_a_region():
 def amp_free(model, x):
     with amp.disable_casts():
         return model(x).square().mean()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_custom_fwd_on_the_forward_of_a_module_casts_as_under_autocast(is_late):
+    def make():
+        class Body(torch.nn.Module):
+            @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+            def forward(self, x):
+                return x @ x.t()
+
+        return Body()
+
+    early = make()
+    model = torch.nn.Linear(4, 4)
+    x = torch.randn(2, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = early(x)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O4", verbosity=0)
+    result = (make() if is_late else early)(x)
+    assert result.dtype is expected.dtype is torch.float32
+    assert torch.equal(result, expected)

@@ -290,6 +290,8 @@ class ValueWatch:
     def _report(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float, written: Written) -> None:
         size = _size(op.outputs()[0])
         place = Place(call.site.place, call.module, call.op.removeprefix("aten."))
+        if not math.isfinite(size) or not math.isfinite(rounding):  # a fault of the other kind
+            return
         if not size or rounding <= DROWNED * size:
             self._findings.pass_over(QuietCause.CANCELLED, place)
             return

@@ -1,0 +1,217 @@
+"""`ScalerFlow`: the calls of a script on its GradScaler, and which of them surely run one after another."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cached_property
+
+from .script import Script
+from .tree import argument_of, end, function_of, names_in, position, text_of
+
+_SCALER = re.compile(r"scaler$", re.IGNORECASE)
+_CONDITION = re.compile(r"scal|amp|fp16|half|mixed|precision|autocast|enabled", re.IGNORECASE)
+"""Names in the condition of an `if` that may decide whether losses are scaled."""
+
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_ARMS = (ast.If, ast.IfExp, ast.Try, ast.Match, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler)
+_ZEROING = ("zero_grad",)
+
+
+class ScalerFlow:
+    """The calls on GradScalers in a script. Only calls in one function are compared with one another."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    # ---- scalers -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def makers(self) -> list[ast.Call]:
+        """The calls that make a GradScaler of torch."""
+        made = []
+        for call in self._script.calls:
+            names = self._script.names.resolve(call.func)
+            if any(name.startswith("torch.") and name.endswith(".GradScaler") for name in names):
+                made.append(call)
+        return made
+
+    @cached_property
+    def _made(self) -> frozenset[str]:
+        """The names and attributes that hold a GradScaler which the script makes."""
+        return frozenset(
+            assignment.target
+            for assignment in self._script.assignments
+            if any(node in self.makers for node in ast.walk(assignment.value))
+        )
+
+    @cached_property
+    def is_used(self) -> bool:
+        """Whether the script may use a GradScaler that is not disabled for good."""
+        if "scaler" not in self._script.text.lower():
+            return False
+        return not self.makers or not all(map(_is_disabled, self.makers))
+
+    @cached_property
+    def is_sure(self) -> bool:
+        """Whether each GradScaler is enabled in every run."""
+        return bool(self.makers) and all(map(_is_enabled, self.makers))
+
+    def is_scaler(self, node: ast.expr) -> bool:
+        """Return whether an expression seems to be a GradScaler: the script makes it, or it is named so."""
+        text = text_of(node)
+        return text in self._made or bool(_SCALER.search(text.rpartition(".")[2]))
+
+    def _calls_of(self, method: str) -> list[ast.Call]:
+        return [call for call, receiver in self._script.method_calls(method) if self.is_scaler(receiver)]
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> list[ast.Call]:
+        """The calls `scaler.step(optimizer)`."""
+        return [call for call in self._calls_of("step") if call.args]
+
+    @cached_property
+    def unscales(self) -> list[ast.Call]:
+        """The calls `scaler.unscale_(optimizer)`."""
+        return self._calls_of("unscale_")
+
+    @cached_property
+    def updates(self) -> list[ast.Call]:
+        """The calls `scaler.update()`."""
+        return self._calls_of("update")
+
+    @cached_property
+    def _scaled_names(self) -> frozenset[str]:
+        """The names that hold a scaled loss, or a value that is computed from one."""
+        scaled = set[str]()
+        for assignment in self._script.assignments:
+            if self._has_scale(assignment.value) or names_in(assignment.value) & scaled:
+                scaled.add(assignment.target)
+        return frozenset(scaled)
+
+    def _has_scale(self, value: ast.AST) -> bool:
+        """Return whether an expression calls `scaler.scale`."""
+        return any(call in self._scale_calls for call in ast.walk(value))
+
+    @cached_property
+    def _scale_calls(self) -> frozenset[ast.AST]:
+        return frozenset(self._calls_of("scale"))
+
+    @cached_property
+    def _backwards(self) -> list[tuple[ast.Call, bool]]:
+        """The backward passes, each with whether its loss is surely scaled."""
+        passes = []
+        for call, loss in self._script.method_calls("backward"):
+            if call.args or text_of(loss) in ("self", "cls", "ctx", "super()"):
+                continue
+            is_scaled = self._has_scale(loss) or bool(names_in(loss) & self._scaled_names)
+            passes.append((call, is_scaled))
+        return passes
+
+    @cached_property
+    def scaled_backwards(self) -> list[ast.Call]:
+        """The backward passes of scaled losses."""
+        return [call for call, is_scaled in self._backwards if is_scaled]
+
+    @cached_property
+    def plain_backwards(self) -> list[ast.Call]:
+        """The backward passes of losses that nothing scales. A factor with "scale" in its name counts as a scale."""
+        plain = []
+        for call, is_scaled in self._backwards:
+            loss = call.func.value if isinstance(call.func, ast.Attribute) else call
+            values = [loss, *self._script.values_of(text_of(loss))]
+            if not is_scaled and not any("scal" in name.lower() for value in values for name in names_in(value)):
+                plain.append(call)
+        return plain
+
+    @cached_property
+    def own_steps(self) -> list[ast.Call]:
+        """The calls `optimizer.step()`."""
+        return [call for call, receiver in self._script.method_calls("step") if self._script.is_optimizer(receiver)]
+
+    @cached_property
+    def zeroings(self) -> list[ast.Call]:
+        """The calls `zero_grad()`."""
+        return [call for call, _ in self._script.method_calls(*_ZEROING)]
+
+    # ---- order -------------------------------------------------------------------------------------------------------
+
+    def are_in_order(self, *nodes: ast.AST) -> bool:
+        """Return whether one pass through a function may run these nodes in this order."""
+        pairs = list(zip(nodes, nodes[1:], strict=False))
+        return all(self._script.is_before(first, second) and not self._leaves(first, second) for first, second in pairs)
+
+    def _leaves(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether the arm around the first node ends before the second, by `return`, `continue` or the like."""
+        around_second = {outer for outer, _ in self._script.around(second)}
+        for outer, field in self._script.around(first):
+            if outer in around_second:
+                return False
+            body = getattr(outer, field, None)
+            if isinstance(body, list) and body and isinstance(body[-1], _LEAVES):
+                return True
+        return False
+
+    def arms_of(self, node: ast.AST) -> set[tuple[ast.AST, str]]:
+        """Return the branches and loops around a node in its function."""
+        frame = self._script.frame(node)
+        arms = set[tuple[ast.AST, str]]()
+        for outer, field in self._script.around(node):
+            if outer is frame:
+                break
+            if isinstance(outer, _ARMS) and field != "test":
+                arms.add((outer, field))
+        return arms
+
+    def surely_runs(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether the first node runs in each pass that runs the second: no branch is around it alone."""
+        return self.arms_of(first) <= self.arms_of(second)
+
+    def may_be_without_scale(self, node: ast.AST, *others: ast.AST) -> bool:
+        """Return whether a branch around a node, and around none of the others, may depend on whether losses are
+        scaled.
+        """
+        around_others = [self.arms_of(other) for other in others]
+        for outer, field in self.arms_of(node):
+            if any((outer, field) in arms for arms in around_others):
+                continue
+            if isinstance(outer, (ast.If, ast.IfExp)) and self._depends_on_scale(outer):
+                return True
+        return False
+
+    def _depends_on_scale(self, branch: ast.If | ast.IfExp) -> bool:
+        """Return whether a condition names the precision, or has a scaled loss or a scaler on one arm."""
+        if _CONDITION.search(ast.unparse(branch.test)):
+            return True
+        inside = set(ast.walk(branch))
+        return any(call in inside for call in (*self.scaled_backwards, *self.steps))
+
+    def between(self, calls: list[ast.Call], first: ast.AST, last: ast.AST) -> Iterator[ast.Call]:
+        """Yield the calls that stand between two nodes in the text of one function."""
+        frame = self._script.frame(first)
+        for call in calls:
+            if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:
+                yield call
+
+    def unscales_before(self, first: ast.AST, last: ast.AST) -> bool:
+        """Return whether gradients may be unscaled between two nodes: by a scaler, a function, or the script itself."""
+        for node in self._script.nodes:
+            if not end(first) <= position(node) < position(last):
+                continue
+            if isinstance(node, ast.Call) and ("unscale" in function_of(node) or "get_scale" in function_of(node)):
+                return True
+            if isinstance(node, ast.Attribute) and node.attr in ("unscale_", "unscale", "_scale"):
+                return True
+        return False
+
+
+def _is_disabled(maker: ast.Call) -> bool:
+    enabled = argument_of(maker, "enabled")
+    return isinstance(enabled, ast.Constant) and enabled.value is False
+
+
+def _is_enabled(maker: ast.Call) -> bool:
+    enabled = argument_of(maker, "enabled")
+    has_options = any(keyword.arg is None for keyword in maker.keywords)
+    return not has_options and (enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True))

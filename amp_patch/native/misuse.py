@@ -1,0 +1,89 @@
+"""`Misuse`: a wrong use of GradScaler or autocast by a script, with the edit that repairs it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What is wrong."""
+
+    CLIPPED = "scaled gradients are clipped"
+    UNSCALED_LOSS = "the loss is not scaled"
+    SCALED_STEP = "a step on scaled gradients"
+    EARLY_UPDATE = "update comes before a step"
+    UNSCALED_TWICE = "unscale_ twice"
+    MISSING_UPDATE = "no update after a step"
+    UPDATE_WITHOUT_STEP = "update without a step"
+    NO_GRADIENTS = "no gradients"
+    LOW_WEIGHTS = "float16 weights"
+    LOOP_IN_REGION = "a loop in one region"
+
+
+@dataclass(frozen=True, slots=True)
+class Misuse:
+    """A wrong use at a line of the script, such as `train.py:12`. `detail` tells more about it, or is empty."""
+
+    kind: Kind
+    line: str
+    detail: str = ""
+
+    @property
+    def effect(self) -> str:
+        """What happens, in one sentence."""
+        effect = _TEXTS[self.kind][0]
+        return f"{effect} ({self.detail})" if self.detail else effect
+
+    @property
+    def edit(self) -> str:
+        """What to write instead."""
+        return _TEXTS[self.kind][1]
+
+    def __str__(self) -> str:
+        return f"{self.line or 'this script'}: {self.effect}. {self.edit}"
+
+
+_TEXTS = {
+    Kind.CLIPPED: (
+        "gradients are clipped while they are multiplied by the loss scale, so nearly all of them are cut down",
+        "Call scaler.unscale_(optimizer) before the clipping",
+    ),
+    Kind.UNSCALED_LOSS: (
+        "this loss goes backward without scaler.scale, and scaler.step divides its gradients by the loss scale",
+        "Write scaler.scale(loss).backward()",
+    ),
+    Kind.SCALED_STEP: (
+        "the optimizer steps on gradients that are multiplied by the loss scale, and on inf after an overflow",
+        "Write scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    ),
+    Kind.EARLY_UPDATE: (
+        "scaler.update() may change the scale, and a later scaler.step divides older gradients by the new scale",
+        "Call scaler.update() once per iteration, after the scaler.step of all optimizers",
+    ),
+    Kind.UNSCALED_TWICE: (
+        "gradients are unscaled twice before one update",
+        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step",
+    ),
+    Kind.MISSING_UPDATE: (
+        "the optimizer has stepped already since the last scaler.update()",
+        "Call scaler.update() at the end of each iteration that calls scaler.step",
+    ),
+    Kind.UPDATE_WITHOUT_STEP: (
+        "scaler.update() is called without a scaler.step since the last update",
+        "Call scaler.update() only in iterations that call scaler.step",
+    ),
+    Kind.NO_GRADIENTS: (
+        "no parameter of the optimizer has a gradient",
+        "Check that the loss depends on them, that backward() ran and zero_grad() did not run since, and that the"
+        " optimizer was made after the model was copied or wrapped",
+    ),
+    Kind.LOW_WEIGHTS: (
+        "the optimizer trains float16 weights, and GradScaler refuses their gradients",
+        "Keep trained weights in float32: load the model without dtype=torch.float16 and without .half(), or call"
+        " parameter.data = parameter.data.float() for the trained ones. torch.autocast casts them where it pays",
+    ),
+    Kind.LOOP_IN_REGION: (
+        "one region of torch.autocast surrounds several optimizer steps: torch keeps the 16-bit copies of the weights"
+        " until the region ends, so steps do not change the outputs",
+        "Enter the region inside the loop, around the forward pass and the loss",
+    ),
+}

@@ -1,0 +1,392 @@
+"""`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
+
+It follows the scaled losses, backward passes, clipping and steps of the script. It computes nothing and changes
+nothing. Each kind of misuse is told once, with the line and the edit. Calls that torch refuses get the same text as a
+note of the exception.
+"""
+
+import inspect
+import numbers
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import events
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher
+from ..reporting import find_rank, warn
+from ..tables import count_of
+from ..torch_dispatch import CLIP_BY_NORM, has_compiled
+from ..torch_private import get_autocast_depth, get_backward_id
+from .misuse import Kind, Misuse
+from .roots import find_line
+from .session import find_session, has_own_amp
+
+_SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+
+_LARGEST_NORM = 1000.0
+"""A larger limit of clipping does not clip: the script multiplies it by the scale, or only measures the norm."""
+
+
+@dataclass(slots=True)
+class _Clipping:
+    """A call that clipped gradients: the ids of the parameters, and the line."""
+
+    parameter_ids: set[int]
+    line: str
+
+
+@dataclass(slots=True)
+class _ScalerUse:
+    """The use of one GradScaler.
+
+    Attributes:
+        backwards: the number of scaled losses that have gone backward.
+        backwards_at_update: their number at the last `update`.
+        backwards_at_step: for each optimizer, by id, their number at its last step by the scaler.
+        unscaled_at: for each optimizer, by id, the line of `unscale_` since the last `update`.
+        stepped_at: for each optimizer, by id, the line of `step` since the last `update`.
+        updated_at: the line of the last `update`.
+        is_read: whether the script has read the scale since the last scaled loss, perhaps to unscale gradients itself.
+        clippings: the calls since the last `update` that clipped gradients.
+    """
+
+    backwards: int = 0
+    backwards_at_update: int = 0
+    backwards_at_step: dict[int, int] = field(default_factory=dict)
+    unscaled_at: dict[int, str] = field(default_factory=dict)
+    stepped_at: dict[int, str] = field(default_factory=dict)
+    updated_at: str = ""
+    is_read: bool = False
+    clippings: list[_Clipping] = field(default_factory=list)
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether a scaled loss has gone backward since the last `update`."""
+        return self.backwards > self.backwards_at_update
+
+
+class ScalerWatch:
+    """Follows the GradScalers of a script. `whole_script_is_entered`: returns whether the region is the takeover's."""
+
+    def __init__(self, whole_script_is_entered: Callable[[], bool]) -> None:
+        self._whole_script_is_entered = whole_script_is_entered
+        self._uses: weakref.WeakKeyDictionary[Any, _ScalerUse] = weakref.WeakKeyDictionary()
+        self._told: set[Kind] = set()
+        self._scaled_backwards = self._plain_backwards = 0  # all losses so far
+        self._plain_at = ""  # the line of the last backward pass of an unscaled loss
+        self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
+        self._in_scaler_step = 0
+        # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
+        self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
+        self._regions = 0  # outermost regions so far
+        self._region_at = ""
+        self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
+
+    def install(self, undo: UndoStack) -> None:
+        """Patch GradScaler, `backward` and the function that clips gradients by their norm."""
+        patcher = Patcher()
+        undo.callback(patcher.undo)
+        undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)
+        undo.callback(register_optimizer_step_post_hook(self._note_own_step).remove)
+        scaler = torch.amp.GradScaler
+        patches = [
+            Patch(scaler, "scale", self._follow_loss),
+            Patch(scaler, "unscale_", self._note_unscale),
+            Patch(scaler, "step", self._check_scaler_step),
+            Patch(scaler, "update", self._note_update),
+            Patch(scaler, "get_scale", self._note_reading),
+            Patch(torch.autograd, "backward", self._count_backward),
+        ]
+        if hasattr(*CLIP_BY_NORM):
+            patches.append(Patch(*CLIP_BY_NORM, self._note_clipping))
+        patcher.install(patches)
+
+    # ---- losses ------------------------------------------------------------------------------------------------------
+
+    def _follow_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            result = original(scaler, outputs)
+            if not scaler.is_enabled() or has_own_amp():
+                return result
+            use = self._uses.setdefault(scaler, _ScalerUse())
+            use.is_read = False
+            losses = [result] if isinstance(result, Tensor) else result
+            for loss in losses if isinstance(losses, (list, tuple)) else ():
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    loss.register_hook(lambda _: self._note_scaled_backward(use))
+                else:
+                    use.is_read = True  # the script has scaled a number, and has the scale by that
+            return result
+
+        return scale
+
+    def _note_scaled_backward(self, use: _ScalerUse) -> None:
+        use.backwards += 1
+        self._scaled_backwards += 1
+
+    def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            # inside a backward pass, it is a checkpoint that calls this
+            if not self._uses or get_backward_id() != -1:
+                return original(*args, **kwargs)
+            scaled_before = self._scaled_backwards
+            versions_before = self._read_gradients()
+            result = original(*args, **kwargs)
+            if self._scaled_backwards == scaled_before:
+                self._plain_backwards += 1
+                self._plain_at = find_line()
+            else:
+                versions = self._read_gradients()
+                self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
+            return result
+
+        return backward
+
+    def _read_gradients(self) -> dict[Optimizer, tuple[int, int] | None]:
+        """Return the id and the version of a gradient of each suspect."""
+        read: dict[Optimizer, tuple[int, int] | None] = {}
+        for optimizer, reference in self._suspects.items():
+            parameter = reference()
+            gradient = None if parameter is None else parameter.grad
+            read[optimizer] = None if gradient is None else (id(gradient), gradient._version)
+        return read
+
+    # ---- between the backward pass and the step ----------------------------------------------------------------------
+
+    def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_scale(scaler: Any) -> Any:
+            use = self._uses.get(scaler)
+            if use is not None:
+                use.is_read = True
+            return original(scaler)
+
+        return get_scale
+
+    def _note_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            following = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_read]
+            is_clipping = isinstance(max_norm, numbers.Real) and max_norm < _LARGEST_NORM
+            if following and is_clipping:
+                # an iterator can be read once only
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
+                for use in following:
+                    use.clippings.append(_Clipping(ids, find_line()))
+            return original(parameters, max_norm, *args, **kwargs)
+
+        return clip
+
+    def _note_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale_(scaler: Any, optimizer: Any) -> Any:
+            try:
+                result = original(scaler, optimizer)
+            except Exception as error:
+                self._explain(error, scaler, optimizer, "unscale_")
+                raise
+            use = self._uses.get(scaler)
+            if use is not None:
+                # clipping before this call is checked now, while the gradients were scaled
+                self._check_clipping(scaler, use, optimizer)
+                use.unscaled_at[id(optimizer)] = find_line()
+            return result
+
+        return unscale_
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _check_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            use = self._uses.get(scaler)
+            if use is not None:
+                self._check_gradients(scaler, use, optimizer)
+            self._in_scaler_step += 1
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            except Exception as error:
+                self._explain(error, scaler, optimizer, "step")
+                raise
+            finally:
+                self._in_scaler_step -= 1
+            self._plain_at_step[id(optimizer)] = self._plain_backwards
+            if use is not None:
+                use.backwards_at_step[id(optimizer)] = use.backwards
+                use.stepped_at[id(optimizer)] = find_line()
+            return result
+
+        return step
+
+    def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        """Check what a step by a scaler is about to unscale."""
+        key = id(optimizer)
+        if key in use.unscaled_at or use.is_read:
+            return
+        self._check_clipping(scaler, use, optimizer)
+        if use.has_scaled_gradients or not _has_gradients(optimizer):
+            return
+        has_plain = self._plain_backwards > self._plain_at_step.get(key, 0)
+        has_scaled = use.backwards > use.backwards_at_step.get(key, 0)
+        if has_plain and not has_scaled:
+            self._tell(Misuse(Kind.UNSCALED_LOSS, self._plain_at))
+        elif has_scaled and not has_plain:
+            self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
+
+    def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        if not use.clippings or Kind.CLIPPED in self._told:
+            return
+        ids = {id(parameter) for parameter in _parameters_of(optimizer)}
+        for clipping in use.clippings:
+            if not ids.isdisjoint(clipping.parameter_ids) and _read_scale(scaler, use) > 1:
+                self._tell(Misuse(Kind.CLIPPED, clipping.line))
+                return
+
+    def _note_update(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(scaler, *args, **kwargs)
+            except Exception as error:
+                self._explain(error, scaler, None, "update")
+                raise
+            use = self._uses.get(scaler)
+            if use is not None:
+                use.backwards_at_update = use.backwards
+                use.updated_at = find_line()
+                use.unscaled_at.clear()
+                use.stepped_at.clear()
+                use.clippings.clear()
+            return result
+
+        return update
+
+    def _check_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook before each step of an optimizer, by a scaler or not."""
+        if has_own_amp():
+            return
+        self._check_region(optimizer)
+        if self._in_scaler_step or not self._is_on_scaled_gradients(optimizer):
+            return
+        if optimizer in self._on_scaled:
+            self._tell(Misuse(Kind.SCALED_STEP, find_line()))
+        parameter = next((one for one in _parameters_of(optimizer) if one.grad is not None), None)
+        if parameter is not None:
+            self._suspects[optimizer] = weakref.ref(parameter)
+
+    def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether the last losses before a step that no scaler takes were all scaled, and not unscaled since."""
+        if self._plain_backwards > self._plain_at_step.get(id(optimizer), 0):
+            return False
+        following = [use for use in self._uses.values() if use.has_scaled_gradients]
+        return bool(following) and not any(use.is_read or id(optimizer) in use.unscaled_at for use in following)
+
+    def _note_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook after each step of an optimizer."""
+        if self._uses:
+            self._plain_at_step[id(optimizer)] = self._plain_backwards
+
+    # ---- regions -----------------------------------------------------------------------------------------------------
+
+    def note_region(self) -> None:
+        """Record an enabled region of autocast that is about to begin."""
+        if not get_autocast_depth():
+            self._regions += 1
+            self._region_at = find_line()
+
+    def _check_region(self, optimizer: Optimizer) -> None:
+        """Check whether the region around a step was there at the last step already."""
+        if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
+            return
+        parameter = next(_parameters_of(optimizer), None)
+        # compiled code casts weights at each call, without torch's cache
+        if parameter is None or not torch.is_autocast_enabled(parameter.device.type) or has_compiled():
+            return
+        if parameter.dtype is torch.float32 and self._region_of_step.get(id(optimizer)) == self._regions:
+            self._tell(Misuse(Kind.LOOP_IN_REGION, self._region_at))
+        self._region_of_step[id(optimizer)] = self._regions
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
+        """Tell the reason for an exception of GradScaler, and add it to the exception as a note."""
+        if has_own_amp() or not _is_raised_by_scaler(error):
+            return
+        misuse = self._find_reason(self._uses.get(scaler), optimizer, call)
+        if misuse is None:
+            return
+        note = f"amp_patch: {misuse}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        self._tell(misuse)
+
+    def _find_reason(self, use: _ScalerUse | None, optimizer: Any, call: str) -> Misuse | None:
+        """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
+        if use is None:
+            return Misuse(Kind.UNSCALED_LOSS, self._plain_at or find_line())
+        if call == "update":
+            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+        parameters = list(_parameters_of(optimizer))
+        low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
+        if low:
+            detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
+            return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
+        key = id(optimizer)
+        if key in use.stepped_at:
+            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key])
+        if call == "unscale_" and key in use.unscaled_at:
+            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}")
+        if not _has_gradients(optimizer):
+            return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
+        return None
+
+    def _describe_missing(self, use: _ScalerUse, parameters: list[Tensor]) -> str:
+        """Return what is known about an optimizer whose parameters have no gradients."""
+        if not any(parameter.requires_grad for parameter in parameters):
+            return f"all {len(parameters)} are frozen: requires_grad is False"
+        if not use.has_scaled_gradients:
+            return "no scaled loss has gone backward since the last update"
+        session = find_session()
+        models = [] if session is None else session.models()
+        used = {id(parameter) for model in models for parameter in model.parameters()}
+        if used and not any(id(parameter) in used for parameter in parameters):
+            return "the models that the script calls have none of them"
+        return ""
+
+    def _tell(self, misuse: Misuse) -> None:
+        """Warn of a misuse, and report it to watchers, once for each kind."""
+        if misuse.kind in self._told:
+            return
+        self._told.add(misuse.kind)
+        if not find_rank():
+            warn(str(misuse))
+        events.tell(nullcontext(), "misused", misuse)
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for parameter in _parameters_of(optimizer))
+
+
+def _read_scale(scaler: Any, use: _ScalerUse) -> float:
+    """Return the scale. Waits for the device."""
+    is_read = use.is_read
+    scale = float(scaler.get_scale())
+    use.is_read = is_read  # it was not the script that read it
+    return scale
+
+
+def _is_raised_by_scaler(error: Exception) -> bool:
+    """Return whether GradScaler itself raised an exception, and not the step of an optimizer."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == _SCALER_FILE

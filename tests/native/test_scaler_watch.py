@@ -1,0 +1,271 @@
+"""A GradScaler used wrongly is told once, with line and edit; correct loops are told of nothing and train the same.
+
+Guards: native/scaler_watch, native/misuse, insight/misuse_record.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch import insight, native
+from amp_patch.insight import MisuseRecord
+from amp_patch.insight.tracer import tracing
+from amp_patch.native.misuse import Kind
+
+
+class Training:
+    """Two models with an optimizer each, and one GradScaler."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.other = nn.Linear(8, 1), nn.Linear(8, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.x = torch.randn(16, 8)
+
+    def loss(self, model: nn.Module | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return (model or self.model)(self.x).float().square().mean()
+
+    def clip(self, limit: float = 0.1) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def finish(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.second.zero_grad()
+
+
+def plain(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.finish()
+
+
+def clip_unscaled(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.optimizer)
+    t.clip()
+    t.finish()
+
+
+def clip_at_the_scale(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.clip(0.1 * t.scaler.get_scale())
+    t.finish()
+
+
+def measure_only(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.clip(float("inf"))
+    t.finish()
+
+
+def accumulate(t: Training) -> None:
+    for _ in range(2):
+        t.scaler.scale(t.loss() / 2).backward()
+    t.finish()
+
+
+def one_update_for_two(t: Training) -> None:
+    t.scaler.scale(t.loss() + t.loss(t.other)).backward()
+    t.scaler.step(t.second)
+    t.finish()
+
+
+def update_after_each_loss(t: Training) -> None:
+    t.scaler.scale(t.loss(t.other)).backward()
+    t.scaler.step(t.second)
+    t.scaler.update()
+    t.scaler.scale(t.loss()).backward()
+    t.finish()
+
+
+def one_without_scaler(t: Training) -> None:
+    t.loss(t.other).backward()
+    t.second.step()
+    t.scaler.scale(t.loss()).backward()
+    t.finish()
+
+
+def unscale_by_hand(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    for parameter in t.model.parameters():
+        parameter.grad /= t.scaler.get_scale()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def unscale_then_own_step(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.optimizer)
+    t.optimizer.step()
+    t.scaler.update()
+    t.optimizer.zero_grad()
+
+
+def gradients_by_hand(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    for parameter in t.other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    t.second.step()
+    t.finish()
+
+
+RIGHT = [
+    *(plain, clip_unscaled, clip_at_the_scale, measure_only, accumulate, one_update_for_two, update_after_each_loss),
+    *(one_without_scaler, unscale_by_hand, unscale_then_own_step, gradients_by_hand),
+]
+
+
+def clip_scaled(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.clip()
+    t.finish()
+
+
+def clip_before_unscale(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.clip()
+    t.scaler.unscale_(t.optimizer)
+    t.finish()
+
+
+def not_scaled(t: Training) -> None:
+    t.scaler.scale(t.loss())
+    t.loss().backward()
+    t.finish()
+
+
+def own_step(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def update_between(t: Training) -> None:
+    t.scaler.scale(t.loss() + t.loss(t.other)).backward()
+    t.scaler.step(t.second)
+    t.scaler.update()
+    t.finish()
+
+
+TOLD = [
+    (clip_scaled, Kind.CLIPPED),
+    (clip_before_unscale, Kind.CLIPPED),
+    (not_scaled, Kind.UNSCALED_LOSS),
+    (own_step, Kind.SCALED_STEP),
+    (update_between, Kind.EARLY_UPDATE),
+]
+
+
+def never_scaled(t: Training) -> None:
+    t.loss().backward()
+    t.finish()
+
+
+def unscale_twice(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.optimizer)
+    t.scaler.unscale_(t.optimizer)
+
+
+def no_update(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.step(t.optimizer)
+
+
+def update_alone(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.update()
+
+
+def zeroed(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.optimizer.zero_grad()
+    t.finish()
+
+
+def low_weights(t: Training) -> None:
+    t.model.half()
+    t.scaler.scale(t.loss()).backward()
+    t.finish()
+
+
+RAISING = [
+    (never_scaled, Kind.UNSCALED_LOSS),
+    (unscale_twice, Kind.UNSCALED_TWICE),
+    (no_update, Kind.MISSING_UPDATE),
+    (update_alone, Kind.UPDATE_WITHOUT_STEP),
+    (zeroed, Kind.NO_GRADIENTS),
+    (low_weights, Kind.LOW_WEIGHTS),
+]
+
+
+def run(step: Callable[[Training], None]) -> tuple[list[Tensor], list[str]]:
+    """The weights after four steps, and the warnings."""
+    training = Training()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step(training)
+    weights = [*training.model.parameters(), *training.other.parameters()]
+    return weights, [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("step", RIGHT)
+def test_a_correct_loop_is_told_of_nothing_and_trains_the_same(step) -> None:
+    expected, _ = run(step)
+    with native.install():
+        weights, messages = run(step)
+    assert messages == []
+    # a step on scaled gradients diverges
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("step", "kind"), TOLD)
+def test_a_wrong_loop_is_told_once_and_trains_the_same(step, kind) -> None:
+    expected, _ = run(step)
+    with native.install():
+        weights, messages = run(step)
+    assert len(messages) == 1
+    assert native.Misuse(kind, "").effect in messages[0]
+    assert messages[0].startswith("test_scaler_watch.py:")
+    # a step on scaled gradients diverges
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("step", "kind"), RAISING)
+@pytest.mark.filterwarnings("ignore:.*test_scaler_watch")
+def test_an_error_of_the_scaler_has_a_note(step, kind) -> None:
+    with native.install(), pytest.raises((RuntimeError, ValueError, AssertionError)) as raised:
+        run(step)
+    (note,) = raised.value.__notes__
+    assert native.Misuse(kind, "").edit in note
+
+
+@pytest.mark.filterwarnings("ignore:.*one region of torch.autocast")
+def test_a_loop_in_one_region_is_recorded(monkeypatch) -> None:
+    # another test of this process may have compiled code
+    monkeypatch.setattr("amp_patch.native.scaler_watch.has_compiled", lambda: False)
+    training = Training()
+    with native.install(), insight.recording() as recording, torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            plain(training)
+    assert [record.cause for record in recording.misuses] == [str(Kind.LOOP_IN_REGION)]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients are clipped")
+def test_trace_reports_a_misuse_and_reads_it_again(tmp_path) -> None:
+    training = Training()
+    with native.install(), tracing() as tracer:
+        for _ in range(2):
+            clip_scaled(training)
+    tracer.recording.to_jsonl(tmp_path / "trace.jsonl")
+    (record,) = insight.Recording.read(tmp_path / "trace.jsonl").of(MisuseRecord)
+    assert "Call scaler.unscale_(optimizer) before the clipping" in str(tracer.recording)
+    assert record == tracer.recording.misuses[0]
