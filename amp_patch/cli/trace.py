@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +22,11 @@ from ..tables import count_of
 from ..terminal import print_error
 from .ranks import refuse_ranks
 from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
+from .trace_raised import find_entries
 from .values import new_file, steps
 
 if TYPE_CHECKING:
-    from ..insight import FaultRecord, MisuseRecord, QuietRecord, Recording, remedies
+    from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording, remedies
 
 FAULT, TROUBLE = 1, 2
 """Exit codes: a value does not fit; the script could not be checked."""
@@ -43,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
         "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
-        " quietly in 16 bits, or misuses GradScaler or autocast; 2 the script could not be checked"
+        " quietly in 16 bits, or misuses GradScaler or autocast, or raises because of dtypes; 2 the script could not"
+        " be checked"
     )
     parser.add_argument(
         "--steps",
@@ -95,6 +98,12 @@ class _TracedRun:
         return sorted(pairs, key=lambda pair: _order(pair[0]))
 
     @property
+    def raised(self) -> "list[tuple[RaisedRecord, Recording]]":
+        """The exceptions that dtypes explain, each with its recording: the first of all ranks comes first."""
+        pairs = [(raised, recording) for recording in self.watched.recordings for raised in recording.raised]
+        return sorted(pairs, key=lambda pair: (pair[0].step, pair[0].rank))
+
+    @property
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
         """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
 
@@ -134,6 +143,13 @@ class _TracedRun:
 
         for lost, recording in self.quiet:
             print(f"\n{format_quiet(lost, recording.run)}", flush=True)
+
+    def print_raised(self) -> None:
+        """Print the exception that ended the script, if dtypes explain it."""
+        from ..insight import format_raised
+
+        for raised, recording in self.raised[:1]:
+            print(f"{chr(10) if self.faults else ''}{format_raised(raised, recording.run)}", flush=True)
 
     @property
     def misuses(self) -> "list[MisuseRecord]":
@@ -223,8 +239,17 @@ def _trace(arguments: argparse.Namespace) -> int:
         for line in describe_further([fault for fault, _ in faults]):
             print(line, flush=True)
         traced.print_quiet()
+    traced.print_raised()
     if arguments.json is not None and traced.watched.recordings:
         write_all(traced.watched.recordings, arguments.json)  # after the report, because writing may fail
+    if not faults and traced.raised:
+        traced.print_quiet()
+        if repeating_runner is None:
+            return FAULT
+        try:
+            return _fix_raised(repeating_runner, arguments, traced)
+        finally:
+            repeating_runner.print_files()
     if not faults:
         code = traced.report_none()
         if code == 0 and traced.misuses:
@@ -264,7 +289,7 @@ def _run_traced(
     }
     # The files that repeated runs write go to a folder of this name. One name for all, so that the last run's are kept.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
-    watched = runner.watch(run, until=lambda recording: bool(recording.faults))
+    watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return _TracedRun(watched, first, arguments.parser.prog)
 
 
@@ -354,6 +379,42 @@ def _report_fixed(traced: _TracedRun, path: Path, arguments: argparse.Namespace)
         flush=True,
     )
     return 0
+
+
+def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:
+    """Write a list against an exception, and run the script with it. Return 0 if the list is enough."""
+    from ..insight import find_base, format_fault, format_raised
+
+    path: Path = arguments.fix
+    raised, recording = traced.raised[0]
+    if not raised.choices:
+        print("\nno list was written: no list helps here, but an edit of the script does", flush=True)
+        return FAULT
+    base = _locate(find_base(raised, recording.run), arguments.lists, path.parent)
+    runs: list[_TracedRun] = []
+
+    def run_again(entries: Sequence[str]) -> "RaisedRecord | None":
+        lines = [f"# {describe_command(arguments)}", *([f"extends: {base}"] if base else []), *entries, ""]
+        write_file(path, "\n".join(lines))
+        print(f"\nwritten: {path}; the script runs again with it", flush=True)
+        first, last = arguments.steps or (0, raised.step + 1 + FURTHER)
+        runs.append(_run_traced(runner, arguments, first, last, Settings(None, (str(path),))))
+        return next((left for left, _ in runs[-1].raised), None)
+
+    left = find_entries(raised, run_again)
+    if runs[-1].is_interrupted:
+        raise KeyboardInterrupt
+    if left is not None:
+        print(f"{path.name} is not enough: this is left\n{format_raised(left, recording.run)}", flush=True)
+        return FAULT
+    if runs[-1].faults:
+        fault, with_fault = runs[-1].faults[0]
+        print(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", flush=True)
+        return FAULT
+    if not runs[-1].watched.code and not any(runs[-1].watched.steps):  # there are no losses to compare
+        print(f"{path.name} is enough: the script runs to its end with it", flush=True)
+        return 0
+    return _report_fixed(runs[-1], path, arguments)
 
 
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: _TracedRun) -> int:

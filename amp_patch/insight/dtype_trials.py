@@ -1,0 +1,111 @@
+"""Runs a call that raised again, with its operands in other dtypes: which of them would have worked?"""
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ..dtypes import CASTABLE, LOW_DTYPES
+from .failing_call import Cast, FailingCall
+from .ops import random_numbers_kept
+
+_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
+
+
+class Trial(Enum):
+    """How the operands were cast."""
+
+    WIDEST = "widest"  # all to the widest dtype among them
+    FLOAT32 = "float32"  # 16 bits to float32
+    WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
+    SINGLE = "single"  # float64 to the widest of the other dtypes
+    WEIGHT = "weight"  # all to the dtype of a weight
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trials that worked, each with the dtypes to which it cast the operands.
+
+    Attributes:
+        is_mixed: whether the operands have several floating dtypes.
+        targets: for each trial that worked, the dtype of each operand; in the order of `Trial`.
+    """
+
+    is_mixed: bool
+    targets: dict[Trial, list[torch.dtype]]
+
+
+def is_of_dtypes(error: BaseException) -> bool:
+    """Return whether dtypes may be the reason of an exception of this class."""
+    return isinstance(error, _ERRORS) and type(error) not in (torch.OutOfMemoryError, RecursionError)
+
+
+def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool]) -> Trials | None:
+    """Run a call again in other dtypes. Return what works; None if dtypes are not the reason why it raised.
+
+    They are if the call raises again with the same operands, and not with others. It runs on copies, without autograd.
+
+    Args:
+        weights: whether each operand is a parameter.
+    """
+    tensors = [tensor for _, tensor in call.operands]
+    floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    kinds = list(dict.fromkeys(floating))
+    if not kinds or (len(kinds) == 1 and kinds[0] not in LOW_DTYPES):
+        return None
+    with torch.no_grad(), random_numbers_kept(tensors):
+        if not _raises(call, clone, error):
+            return None
+        targets: dict[Trial, list[torch.dtype]] = {}
+        for trial, dtypes in _plan(call, kinds, weights).items():
+            if not _raises(call, functools.partial(cast, dtypes), None):
+                targets[trial] = [dtypes.get(tensor.dtype, tensor.dtype) for tensor in tensors]
+    return Trials(len(kinds) > 1, targets) if targets else None
+
+
+Dtypes = dict[torch.dtype, torch.dtype]
+"""The dtype to which each dtype is cast."""
+
+
+def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool]) -> dict[Trial, Dtypes]:
+    """Return the trials that change something."""
+    plan: dict[Trial, Dtypes] = {}
+    tensors = [tensor for _, tensor in call.operands]
+    castable = [kind for kind in kinds if kind in CASTABLE]
+    widest = functools.reduce(torch.promote_types, castable) if castable else torch.float64
+    if len(castable) > 1:
+        plan[Trial.WIDEST] = dict.fromkeys(castable, widest)
+    elif castable and castable[0] in LOW_DTYPES:
+        plan[Trial.FLOAT32] = {castable[0]: torch.float32}
+    if castable and torch.float64 in kinds:
+        plan[Trial.SINGLE] = dict.fromkeys([*castable, torch.float64], widest)
+    target = tensors[0] if call.written is None else call.written
+    if len(kinds) > 1 and target.dtype in kinds:
+        plan[Trial.WRITTEN] = dict.fromkeys(kinds, target.dtype)
+    of_weights = {tensor.dtype for tensor, is_weight in zip(tensors, weights, strict=True) if is_weight}
+    if len(kinds) > 1 and len(of_weights) == 1:
+        plan[Trial.WEIGHT] = dict.fromkeys(kinds, of_weights.pop())
+    return plan
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy, so that a call in place changes no tensor of the script."""
+    return tensor.detach().clone()
+
+
+def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
+    """Return a copy in the dtype for its dtype."""
+    return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
+
+
+def _raises(call: FailingCall, change: Cast, error: BaseException | None) -> bool:
+    """Return whether a call raises: any exception, or this one."""
+    try:
+        call.run(change)
+    except Exception as raised:  # of whatever class the call has
+        if error is None or call.is_check:
+            return True
+        return type(raised) is type(error) and str(raised) == str(error)
+    return False

@@ -1,0 +1,275 @@
+"""Exceptions of `torch.amp.GradScaler` and of optimizers: which weights, gradients or calls are the reason."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..dtypes import LOW_DTYPES
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher
+from ..session import Session
+from .failing_call import Levels
+from .fault_record import Phase
+from .module_casts import casts
+from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
+from .rules import short
+from .sites import find_low_lines, find_site
+
+_SCALER, _OPTIMIZERS = "torch/amp/grad_scaler.py", "torch/optim/"
+_NOTED = ("unscale_", "step", "update")
+_MOST_NODES = 200_000
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The last loss of the script.
+
+    Attributes:
+        site: the line of its backward pass.
+        has_graph: whether an op made it, so that gradients flow from it.
+        leaves: ids of the tensors that get its gradients.
+    """
+
+    site: str
+    has_graph: bool
+    leaves: frozenset[int]
+
+
+class ScalerWatch:
+    """Notes the lines at which a script calls the methods of its GradScaler, and the leaves of its losses."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, str], str] = {}  # by id of the optimizer, and method
+        self._is_in_call = False
+        self._loss: _Loss | None = None
+
+    def install(self, undo: UndoStack) -> None:
+        """Note calls until `undo` is closed."""
+        patcher = Patcher()
+        undo.callback(patcher.undo)
+        patcher.install([Patch(torch.amp.GradScaler, name, self._make_noting(name)) for name in _NOTED])
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note a loss whose backward pass begins."""
+        self._loss = _Loss(find_site().place, loss.grad_fn is not None, _find_leaves(loss))
+
+    def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        owner = weakref.ref(self)
+
+        def replace_method(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+                watch = owner()
+                if watch is None or watch._is_in_call or not scaler.is_enabled():
+                    return original(scaler, *args, **kwargs)
+                site = find_site().place
+                watch._is_in_call = True
+                try:
+                    result = original(scaler, *args, **kwargs)
+                finally:
+                    watch._is_in_call = False
+                watch._note(name, args[0] if args else kwargs.get("optimizer"), site)
+                return result
+
+            return call
+
+        return replace_method
+
+    def _note(self, name: str, optimizer: object, site: str) -> None:
+        if name == "update":
+            self._lines.clear()
+        else:
+            self._lines[id(optimizer), name] = site
+
+    # ---- exceptions --------------------------------------------------------------------------------------------------
+
+    def explain(
+        self, error: BaseException, levels: Levels, empty: RaisedRecord, session: Session
+    ) -> RaisedRecord | None:
+        """Return the record of an exception that a GradScaler has raised; None for another one."""
+        inner = levels.all[-1] if levels.all else None
+        if inner is None or not inner.file.endswith(_SCALER):
+            return None
+        method, optimizer = inner.frame.f_code.co_name, levels.find_local(_SCALER, "optimizer")
+        empty = replace(empty, phase=Phase.STEP, op=f"GradScaler.{_find_method(levels)}")
+        if method == "_unscale_grads_" and isinstance(optimizer, Optimizer):
+            return _explain_low_weights(optimizer, empty, session, levels)
+        if method == "_check_scale_growth_tracker":
+            return replace(
+                empty,
+                cause=RaisedCause.SCALER_ORDER,
+                details=("no loss was scaled before: this GradScaler has no scale yet",),
+                edits=("scaler.scale(loss).backward() in place of loss.backward()",),
+            )
+        if method == "step" and isinstance(error, AssertionError) and isinstance(optimizer, Optimizer):
+            return self._explain_no_gradients(optimizer, empty, session)
+        if method in _NOTED and isinstance(error, RuntimeError):
+            return self._explain_order(method, id(optimizer), empty)
+        return None
+
+    def _explain_order(self, method: str, optimizer: int, empty: RaisedRecord) -> RaisedRecord:
+        """Return the record of a method that was called twice, or after another one that comes later."""
+        called = [name for name in ("unscale_", "step") if (optimizer, name) in self._lines]
+        earlier = [f"{name}() at {self._lines[optimizer, name]}" for name in called]
+        here = empty.site
+        if method == "unscale_" and (optimizer, "step") not in self._lines:
+            first = self._lines.get((optimizer, "unscale_"), "the first line")
+            edit = (
+                f"one scaler.unscale_(optimizer) in a step: leave out {here} or {first};"
+                " or, if this is the next step, scaler.update() at the end of each step"
+            )
+            if first == here:
+                edit = (
+                    f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here}"
+                    " only before the step"
+                )
+        elif method == "unscale_":
+            edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
+        else:
+            edit = "scaler.update() after the scaler.step of the last optimizer, in each step"
+        return replace(
+            empty,
+            cause=RaisedCause.SCALER_ORDER,
+            details=tuple(f"since the last update(), {line}" for line in earlier),
+            edits=(edit,),
+        )
+
+    def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord | None:
+        weights = list(_weights_of(optimizer))
+        if any(weight.grad is not None for weight in weights):
+            return None
+        details, edit = self._find_reason(optimizer, weights, session)
+        count = len(weights)
+        first = f"none of the {count} parameters of {type(optimizer).__name__} has a gradient"
+        return replace(empty, cause=RaisedCause.NO_GRADIENTS, details=(first, *details), edits=(edit,))
+
+    def _find_reason(self, optimizer: Optimizer, weights: Sequence[Tensor], session: Session) -> tuple[list[str], str]:
+        """Return why the parameters of an optimizer have no gradients, and the edit of the script."""
+        loss, names = self._loss, _name(weights, session)
+        if not any(weight.requires_grad for weight in weights):
+            return (
+                [f"all are frozen: requires_grad=False ({names})"],
+                "only parameters with requires_grad=True in the optimizer, or requires_grad_(True) before it is made",
+            )
+        if loss is None:
+            return (
+                ["no loss had a backward pass since the recording began"],
+                "scaler.scale(loss).backward() before scaler.step(optimizer)",
+            )
+        if not loss.has_graph:
+            return (
+                [f"no op made the loss at {loss.site}: it is a tensor of its own, from which no gradient flows"],
+                f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
+                " torch.tensor(...) on the way",
+            )
+        if not any(id(weight) in loss.leaves for weight in weights):
+            of_models = {id(weight) for model in session.models() for weight in model.parameters()}
+            if not any(id(weight) in of_models for weight in weights):
+                return (
+                    ["they belong to no model that was called: the model was copied, made again or converted since"],
+                    "the optimizer made of the parameters of the model that is trained, and after the model",
+                )
+            return (
+                [f"the loss at {loss.site} does not depend on them ({names})"],
+                "a loss that depends on them: no .detach(), no_grad or frozen cast on the way; or step only the"
+                " optimizers whose parameters the loss reaches",
+            )
+        return (
+            [f"the backward pass at {loss.site} reaches them, and the gradients are gone: zero_grad() came after it"],
+            "optimizer.zero_grad() before the backward pass, or after scaler.step(optimizer)",
+        )
+
+
+def _find_method(levels: Levels) -> str:
+    """Return the method of the GradScaler that the script has called."""
+    names = [level.frame.f_code.co_name for level in levels.all if level.file.endswith(_SCALER)]
+    return names[0]
+
+
+def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _name(weights: Sequence[Tensor], session: Session) -> str:
+    """Return the names of some parameters."""
+    names = session.names_of(weights[:_MOST_NAMES])
+    return ", ".join([*names, "..."] if len(weights) > _MOST_NAMES else names)
+
+
+def _explain_low_weights(
+    optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels
+) -> RaisedRecord | None:
+    """Return the record of float16 gradients, which a GradScaler does not unscale."""
+    low = [weight for weight in _weights_of(optimizer) if weight.grad is not None and weight.grad.dtype in LOW_DTYPES]
+    if not low:
+        return None
+    names = session.names_of(low)
+    operands: dict[tuple[str, str], Operand] = {}
+    for name, weight in zip(names, low, strict=True):
+        rule = casts.find(weight)
+        operand = Operand(name, short(weight.dtype), OperandOrigin.WEIGHT, name, "", "", rule)
+        operands.setdefault((operand.dtype, rule), operand)
+    total = sum(1 for _ in _weights_of(optimizer))
+    lines = list(dict.fromkeys(filter(None, map(casts.find, low))))
+    made = f"no {' and no '.join(lines)}" if lines else "no .half(), dtype=torch.float16 or torch_dtype=torch.float16"
+    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} are in float16"]
+    named = find_low_lines(levels.own.file) if levels.own is not None and not lines else []
+    if named:
+        details.append(f"lines that name a 16-bit dtype: {', '.join(named[:_MOST_NAMES])}")
+    return replace(
+        empty,
+        cause=RaisedCause.LOW_WEIGHTS,
+        operands=tuple(operands.values()),
+        details=tuple(details),
+        edits=(
+            f"float32 weights: {made}; torch.autocast runs the ops in 16 bits (model.float() before the optimizer is"
+            " made; with adapters, only the trained parameters)",
+            'or amp_patch.initialize(model, optimizer, opt_level="O2") with amp_patch.scale_loss in place of the'
+            " GradScaler: float32 masters of 16-bit weights",
+        ),
+    )
+
+
+def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str] | None:
+    """Return lines about the dtypes of an optimizer that was taking a step, and the edit; None without one."""
+    optimizers = [level.frame.f_locals.get("self") for level in levels.all if _OPTIMIZERS in level.file]
+    optimizer = next((each for each in reversed(optimizers) if isinstance(each, Optimizer)), None)
+    if optimizer is None:
+        return None
+    kinds: dict[str, dict[str, Tensor]] = {}
+    for weight in _weights_of(optimizer):
+        tensors = {"weights": weight, "gradients": weight.grad, **optimizer.state.get(weight, {})}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and name != "step":
+                kinds.setdefault(name, {}).setdefault(short(tensor.dtype), weight)
+    lines = []
+    for name, dtypes in kinds.items():
+        described = [f"{dtype} ({_name([weight], session)})" for dtype, weight in dtypes.items()]
+        lines.append(f"{name} of {type(optimizer).__name__}: {', '.join(described)}")
+    weights = kinds.get("weights", {})
+    if len(weights) > 1:
+        return lines, "an optimizer for each dtype, or all weights in float32 and the forward under torch.autocast"
+    return lines, "the optimizer made after the last .half(), .bfloat16() or .to(dtype) of its model, not before"
+
+
+def _find_leaves(loss: Tensor) -> frozenset[int]:
+    """Return the ids of the tensors that get a gradient from a loss."""
+    leaves: set[int] = set()
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            leaves.add(id(variable))
+        waiting += [following for following, _ in node.next_functions]
+    return frozenset(leaves)
