@@ -39,6 +39,9 @@ class Watcher:
     def misused(self, misuse: Any) -> None:
         """Called when a script without `amp.initialize` has used GradScaler or autocast wrongly: a `native.Misuse`."""
 
+    def refused(self, misuse: Any, error: Any) -> None:
+        """Called when GradScaler has raised `error` in a script without `amp.initialize`, because of a misuse."""
+
 
 watchers: list[Watcher] = []
 

@@ -26,7 +26,7 @@ from .origins import Made
 from .placing import name_all
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
-from .scaler_errors import ScalerWatch, describe_optimizer
+from .scaler_errors import ScalerErrors, describe_optimizer
 from .tensors import storage_of
 
 _METHODS = {
@@ -53,7 +53,7 @@ class Scene:
 
     session: Session
     observer: Observer
-    scalers: ScalerWatch
+    scalers: ScalerErrors
     step: int
 
     @property

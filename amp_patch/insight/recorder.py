@@ -27,7 +27,7 @@ from .recordings import Record, Recording
 from .records import RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
-from .scaler_errors import ScalerWatch
+from .scaler_errors import ScalerErrors
 
 
 class Recorder(Probe):
@@ -59,8 +59,7 @@ class Recorder(Probe):
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
         self._before: Folding | None = None  # the ops of the step before `first`, in case it raises
-        self._scalers = ScalerWatch()
-        self._watching = UndoStack()
+        self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
         self.is_in_block = False  # in a block, it watches only one session
@@ -70,7 +69,12 @@ class Recorder(Probe):
         folding = self._folding
         if self._raised and self._before is not None:
             folding = self._before
-        return [*folding.make_op_records(), *folding.make_undone_records(), *self._steps, *self._raised, *self._misuses]
+        return [*folding.make_op_records(), *folding.make_undone_records(), *self._steps, *self._raised, *self._misused]
+
+    @property
+    def _misused(self) -> list[MisuseRecord]:
+        """The misuses that no exception tells of already."""
+        return [*self._misuses, *self._scalers.refusals]
 
     @property
     def is_recording(self) -> bool:
@@ -172,10 +176,13 @@ class Recorder(Probe):
         """Record a wrong use of GradScaler or autocast."""
         self._misuses.append(record_misuse(misuse, self._count))
 
+    def refused(self, misuse: Misuse, error: BaseException) -> None:
+        """Note why GradScaler has raised an exception."""
+        self._scalers.note_refusal(misuse, self._count)
+
     def stop(self) -> None:
         """Record nothing more. Harmless twice."""
         self._observer = None
-        self._watching.close()
         for observer in self._observers:
             observer.stop()
 
@@ -199,8 +206,6 @@ class Recorder(Probe):
             self._observer.origins = earlier.origins
         self._observers.append(self._observer)
         self._observer.start()
-        self._watching = UndoStack()
-        self._scalers.install(self._watching)
 
 
 def describe_run(session: Session) -> RunRecord:

@@ -1,27 +1,24 @@
 """Exceptions of `torch.amp.GradScaler` and of optimizers: which weights, gradients or calls are the reason."""
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES
-from ..interrupts import UndoStack
-from ..patching import Patch, Patcher
+from ..native import Kind, Misuse
 from ..session import Session
 from .failing_call import Levels
 from .fault_record import Phase
+from .misuse_record import MisuseRecord, record_misuse
 from .module_casts import casts
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
 from .sites import find_low_lines, find_site
 
 _SCALER, _OPTIMIZERS = "torch/amp/grad_scaler.py", "torch/optim/"
-_NOTED = ("unscale_", "step", "update")
 _MOST_NODES = 200_000
 _MOST_NAMES = 3
 
@@ -41,50 +38,27 @@ class _Loss:
     leaves: frozenset[int]
 
 
-class ScalerWatch:
-    """Notes the lines at which a script calls the methods of its GradScaler, and the leaves of its losses."""
+class ScalerErrors:
+    """Knows the last loss of the script, and why GradScaler has refused calls."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[int, str], str] = {}  # by id of the optimizer, and method
-        self._is_in_call = False
         self._loss: _Loss | None = None
-
-    def install(self, undo: UndoStack) -> None:
-        """Note calls until `undo` is closed."""
-        patcher = Patcher()
-        undo.callback(patcher.undo)
-        patcher.install([Patch(torch.amp.GradScaler, name, self._make_noting(name)) for name in _NOTED])
+        self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
+        self._misuses: dict[str, Misuse] = {}  # the same
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss whose backward pass begins."""
         self._loss = _Loss(find_site().place, loss.grad_fn is not None, _find_leaves(loss))
 
-    def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        owner = weakref.ref(self)
+    def note_refusal(self, misuse: Misuse, step: int) -> None:
+        """Note why GradScaler has raised an exception."""
+        self._misuses[misuse.note] = misuse
+        self._refusals.setdefault(misuse.note, record_misuse(misuse, step))
 
-        def replace_method(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-                watch = owner()
-                if watch is None or watch._is_in_call or not scaler.is_enabled():
-                    return original(scaler, *args, **kwargs)
-                site = find_site().place
-                watch._is_in_call = True
-                try:
-                    result = original(scaler, *args, **kwargs)
-                finally:
-                    watch._is_in_call = False
-                watch._note(name, args[0] if args else kwargs.get("optimizer"), site)
-                return result
-
-            return call
-
-        return replace_method
-
-    def _note(self, name: str, optimizer: object, site: str) -> None:
-        if name == "update":
-            self._lines.clear()
-        else:
-            self._lines[id(optimizer), name] = site
+    @property
+    def refusals(self) -> list[MisuseRecord]:
+        """Records of the exceptions of GradScaler that no `RaisedRecord` explains, since the script caught them."""
+        return list(self._refusals.values())
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
 
@@ -95,60 +69,28 @@ class ScalerWatch:
         inner = levels.all[-1] if levels.all else None
         if inner is None or not inner.file.endswith(_SCALER):
             return None
-        method, optimizer = inner.frame.f_code.co_name, levels.find_local(_SCALER, "optimizer")
         empty = replace(empty, phase=Phase.STEP, op=f"GradScaler.{_find_method(levels)}")
-        if method == "_unscale_grads_" and isinstance(optimizer, Optimizer):
-            return _explain_low_weights(optimizer, empty, session, levels)
-        if method == "_check_scale_growth_tracker":
-            return replace(
-                empty,
-                cause=RaisedCause.SCALER_ORDER,
-                details=("no loss was scaled before: this GradScaler has no scale yet",),
-                edits=("scaler.scale(loss).backward() in place of loss.backward()",),
-            )
-        if method == "step" and isinstance(error, AssertionError) and isinstance(optimizer, Optimizer):
-            return self._explain_no_gradients(optimizer, empty, session)
-        if method in _NOTED and isinstance(error, RuntimeError):
-            return self._explain_order(method, id(optimizer), empty)
-        return None
-
-    def _explain_order(self, method: str, optimizer: int, empty: RaisedRecord) -> RaisedRecord:
-        """Return the record of a method that was called twice, or after another one that comes later."""
-        called = [name for name in ("unscale_", "step") if (optimizer, name) in self._lines]
-        earlier = [f"{name}() at {self._lines[optimizer, name]}" for name in called]
-        here = empty.site
-        if method == "unscale_" and (optimizer, "step") not in self._lines:
-            first = self._lines.get((optimizer, "unscale_"), "the first line")
-            edit = (
-                f"one scaler.unscale_(optimizer) in a step: leave out {here} or {first};"
-                " or, if this is the next step, scaler.update() at the end of each step"
-            )
-            if first == here:
-                edit = (
-                    f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here}"
-                    " only before the step"
-                )
-        elif method == "unscale_":
-            edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
-        else:
-            edit = "scaler.update() after the scaler.step of the last optimizer, in each step"
-        return replace(
-            empty,
-            cause=RaisedCause.SCALER_ORDER,
-            details=tuple(f"since the last update(), {line}" for line in earlier),
-            edits=(edit,),
-        )
-
-    def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord | None:
-        weights = list(_weights_of(optimizer))
-        if any(weight.grad is not None for weight in weights):
+        if not session.gives_way:
+            return _explain_two_scales(empty, session)
+        note = next((note for note in getattr(error, "__notes__", ()) if note in self._misuses), "")
+        if not note:
             return None
-        details, edit = self._find_reason(optimizer, weights, session)
-        count = len(weights)
-        first = f"none of the {count} parameters of {type(optimizer).__name__} has a gradient"
+        self._refusals.pop(note, None)
+        misuse, optimizer = self._misuses[note], levels.find_local(_SCALER, "optimizer")
+        match misuse.kind:
+            case Kind.LOW_WEIGHTS:
+                return _explain_low_weights(optimizer, empty, session, levels)
+            case Kind.NO_GRADIENTS:
+                return self._explain_no_gradients(optimizer, empty, session)
+        return _explain_order(misuse, empty)
+
+    def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord:
+        weights = list(_weights_of(optimizer))
+        details, edit = self._find_reason(weights, session)
+        first = f"none of the {len(weights)} parameters of {type(optimizer).__name__} has a gradient"
         return replace(empty, cause=RaisedCause.NO_GRADIENTS, details=(first, *details), edits=(edit,))
 
-    def _find_reason(self, optimizer: Optimizer, weights: Sequence[Tensor], session: Session) -> tuple[list[str], str]:
+    def _find_reason(self, weights: Sequence[Tensor], session: Session) -> tuple[list[str], str]:
         """Return why the parameters of an optimizer have no gradients, and the edit of the script."""
         loss, names = self._loss, _name(weights, session)
         if not any(weight.requires_grad for weight in weights):
@@ -185,6 +127,47 @@ class ScalerWatch:
         )
 
 
+def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
+    """Return the record of an exception of a GradScaler beside a session of `amp.initialize`."""
+    level = session.policy.opt_level
+    return replace(
+        empty,
+        cause=RaisedCause.SCALER_ORDER,
+        details=(f"amp_patch.initialize is in force at {level}, and has a loss scale of its own",),
+        edits=(
+            "no GradScaler: with amp_patch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), then"
+            " optimizer.step()",
+        ),
+    )
+
+
+def _explain_order(misuse: Misuse, empty: RaisedRecord) -> RaisedRecord:
+    """Return the record of a method that was called twice, too early or too late."""
+    here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
+    first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
+    match misuse.kind:
+        case Kind.UNSCALED_TWICE if first == here:
+            edit = (
+                f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here} only"
+                " before the step"
+            )
+        case Kind.UNSCALED_TWICE:
+            edit = (
+                f"one scaler.unscale_(optimizer) in a step: leave out {here} or {first};"
+                " or, if this is the next step, scaler.update() at the end of each step"
+            )
+        case Kind.MISSING_UPDATE if empty.op.endswith("unscale_"):
+            edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
+        case Kind.MISSING_UPDATE:
+            edit = "scaler.update() after the scaler.step of the last optimizer, in each step"
+        case Kind.UNSCALED_LOSS:
+            details = ("no loss was scaled before: this GradScaler has no scale yet",)
+            edit = f"{misuse.line}: scaler.scale(loss).backward() in place of loss.backward()"
+        case _:
+            details, edit = (misuse.effect,), misuse.edit
+    return replace(empty, cause=RaisedCause.SCALER_ORDER, details=details, edits=(edit,))
+
+
 def _find_method(levels: Levels) -> str:
     """Return the method of the GradScaler that the script has called."""
     names = [level.frame.f_code.co_name for level in levels.all if level.file.endswith(_SCALER)]
@@ -202,13 +185,9 @@ def _name(weights: Sequence[Tensor], session: Session) -> str:
     return ", ".join([*names, "..."] if len(weights) > _MOST_NAMES else names)
 
 
-def _explain_low_weights(
-    optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels
-) -> RaisedRecord | None:
+def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels) -> RaisedRecord:
     """Return the record of float16 gradients, which a GradScaler does not unscale."""
     low = [weight for weight in _weights_of(optimizer) if weight.grad is not None and weight.grad.dtype in LOW_DTYPES]
-    if not low:
-        return None
     names = session.names_of(low)
     operands: dict[tuple[str, str], Operand] = {}
     for name, weight in zip(names, low, strict=True):

@@ -99,7 +99,7 @@ class Tracer(Recorder):
             *self._searches,
             *self._quiet.records(),
             *self._finder.findings.records(),
-            *self._misuses,
+            *self._misused,
             *steps,
             *self._raised,
         ]

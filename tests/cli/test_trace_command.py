@@ -1,6 +1,6 @@
 """`amp-patch trace` finds the fault of scripts of Apex and of amp_patch, and says which scripts it cannot trace.
 
-Guards: cli/trace, cli/ranks, cli/recording, insight/agreement.
+Guards: cli/trace, cli/traced_run, cli/trace_fix, cli/ranks, cli/recording, insight/agreement.
 """
 
 import functools
