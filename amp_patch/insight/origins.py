@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..torch_dispatch import StorageWeakRef
 from .folding import OpCall
@@ -38,6 +38,11 @@ class Made:
         while made.parent is not None:
             made = made.parent
         return made
+
+
+def _rank_as_source(tensor: Tensor) -> tuple[bool, bool]:
+    """Return the key that sorts inputs by what they say about a dtype: weights first, and biases after them."""
+    return not isinstance(tensor, nn.Parameter), tensor.dim() < 2
 
 
 class Origins:
@@ -81,7 +86,7 @@ class Origins:
         if call.target is dtype or call.rule not in _FOLLOWED_RULES:
             return None
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
-        like.sort(key=lambda tensor: tensor.dim() < 2)  # a bias says less than a weight
+        like.sort(key=_rank_as_source)
         known = [(tensor, self.find(tensor)) for tensor in like]
         # The call itself has cast some of its inputs. What it was given says more.
         for tensor, made in known:
