@@ -1,5 +1,6 @@
 """Runs a call that raised again, with its operands in other dtypes: which of them would have worked?"""
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import CASTABLE, LOW_DTYPES
-from .failing_call import Cast, FailingCall
+from .failing_call import FailingCall
 from .ops import random_numbers_kept
 
 _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
@@ -18,10 +19,11 @@ class Trial(Enum):
     """How the operands were cast."""
 
     WIDEST = "widest"  # all to the widest dtype among them
-    FLOAT32 = "float32"  # 16 bits to float32
+    FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
     SINGLE = "single"  # float64 to the widest of the other dtypes
     WEIGHT = "weight"  # all to the dtype of a weight
+    MODEL = "model"  # all to the dtype of a model in 16 bits
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,14 @@ class Trials:
     Attributes:
         is_mixed: whether the operands have several floating dtypes.
         targets: for each trial that worked, the dtype of each operand; in the order of `Trial`.
+        results: for each trial that worked, the dtype of the result; None if it is not one tensor.
+        low: the dtype of a model in 16 bits; None for another model.
     """
 
     is_mixed: bool
     targets: dict[Trial, list[torch.dtype]]
+    results: dict[Trial, torch.dtype | None]
+    low: torch.dtype | None
 
 
 def is_of_dtypes(error: BaseException) -> bool:
@@ -42,13 +48,14 @@ def is_of_dtypes(error: BaseException) -> bool:
     return isinstance(error, _ERRORS) and type(error) not in (torch.OutOfMemoryError, RecursionError)
 
 
-def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool]) -> Trials | None:
+def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low: torch.dtype | None) -> Trials | None:
     """Run a call again in other dtypes. Return what works; None if dtypes are not the reason why it raised.
 
     They are if the call raises again with the same operands, and not with others. It runs on copies, without autograd.
 
     Args:
         weights: whether each operand is a parameter.
+        low: the dtype of a model in 16 bits; None for another model.
     """
     tensors = [tensor for _, tensor in call.operands]
     floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
@@ -56,20 +63,25 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool]) -> 
     if not kinds or (len(kinds) == 1 and kinds[0] not in LOW_DTYPES):
         return None
     with torch.no_grad(), random_numbers_kept(tensors):
-        if not _raises(call, clone, error):
+        if not _raises_again(call, error):
             return None
         targets: dict[Trial, list[torch.dtype]] = {}
-        for trial, dtypes in _plan(call, kinds, weights).items():
-            if not _raises(call, functools.partial(cast, dtypes), None):
+        results: dict[Trial, torch.dtype | None] = {}
+        for trial, dtypes in _plan(call, kinds, weights, low).items():
+            with contextlib.suppress(Exception):  # of whatever class the call has
+                result = call.run(functools.partial(cast, dtypes))
+                results[trial] = result.dtype if isinstance(result, Tensor) else None
                 targets[trial] = [dtypes.get(tensor.dtype, tensor.dtype) for tensor in tensors]
-    return Trials(len(kinds) > 1, targets) if targets else None
+    return Trials(len(kinds) > 1, targets, results, low) if targets else None
 
 
 Dtypes = dict[torch.dtype, torch.dtype]
 """The dtype to which each dtype is cast."""
 
 
-def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool]) -> dict[Trial, Dtypes]:
+def _plan(
+    call: FailingCall, kinds: list[torch.dtype], weights: list[bool], low: torch.dtype | None
+) -> dict[Trial, Dtypes]:
     """Return the trials that change something."""
     plan: dict[Trial, Dtypes] = {}
     tensors = [tensor for _, tensor in call.operands]
@@ -79,6 +91,8 @@ def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool]) -> d
         plan[Trial.WIDEST] = dict.fromkeys(castable, widest)
     elif castable and castable[0] in LOW_DTYPES:
         plan[Trial.FLOAT32] = {castable[0]: torch.float32}
+    if torch.float64 in kinds and torch.float32 not in kinds:
+        plan[Trial.FLOAT32] = dict.fromkeys(kinds, torch.float32)
     if castable and torch.float64 in kinds:
         plan[Trial.SINGLE] = dict.fromkeys([*castable, torch.float64], widest)
     target = tensors[0] if call.written is None else call.written
@@ -87,6 +101,8 @@ def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool]) -> d
     of_weights = {tensor.dtype for tensor, is_weight in zip(tensors, weights, strict=True) if is_weight}
     if len(kinds) > 1 and len(of_weights) == 1:
         plan[Trial.WEIGHT] = dict.fromkeys(kinds, of_weights.pop())
+    if len(kinds) > 1 and low in kinds:
+        plan[Trial.MODEL] = dict.fromkeys(kinds, low)
     return plan
 
 
@@ -100,12 +116,10 @@ def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 
-def _raises(call: FailingCall, change: Cast, error: BaseException | None) -> bool:
-    """Return whether a call raises: any exception, or this one."""
+def _raises_again(call: FailingCall, error: BaseException) -> bool:
+    """Return whether a call raises an exception with the same operands as before."""
     try:
-        call.run(change)
+        call.run(clone)
     except Exception as raised:  # of whatever class the call has
-        if error is None or call.is_check:
-            return True
-        return type(raised) is type(error) and str(raised) == str(error)
+        return call.is_check or (type(raised) is type(error) and str(raised) == str(error))
     return False

@@ -3,7 +3,8 @@
 import ast
 import contextlib
 import json
-import re
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ from ..dtypes import CASTABLE, LOW_DTYPES
 from ..reporting import find_rank
 from ..session import Session, current
 from .dtype_trials import Trial, Trials, is_of_dtypes, try_dtypes
-from .expressions import read_source
+from .edits import Script, Spelling, choose_edits
+from .expressions import Source, read_source
 from .failing_call import FailingCall, Levels, find_failing_calls, find_texts, name_of_call
 from .fault_record import CASTS, Phase
 from .folding import OpCall
@@ -27,19 +29,12 @@ from .placing import name_all
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
 from .scaler_errors import ScalerErrors, describe_optimizer
+from .sites import is_of_user
 from .tensors import storage_of
 
-_METHODS = {
-    torch.float32: ".float()",
-    torch.float16: ".half()",
-    torch.bfloat16: ".bfloat16()",
-    torch.float64: ".double()",
-}
-_SIMPLE = re.compile(r"[A-Za-z_][\w.]*")
 _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")
 _MAX_MESSAGE = 500
 _MAX_OPERANDS = 6
-_EDIT_ORDER = (Trial.WEIGHT, Trial.WIDEST, Trial.FLOAT32, Trial.SINGLE, Trial.WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -130,10 +125,17 @@ def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRe
 class Operands:
     """Finds what gave tensors their dtypes."""
 
-    def __init__(self, levels: Levels, session: Session, observer: Observer) -> None:
-        self._levels, self._session, self._observer = levels, session, observer
+    def __init__(self, levels: Levels, session: Session, observer: Observer, failing: OpCall | None) -> None:
+        self._levels, self._session, self._observer, self._failing = levels, session, observer, failing
         self._weights = {storage_of(tensor): (name, tensor) for name, tensor in name_tensors(session.models())}
         self._weights.pop(0, None)
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The dtype of models in 16 bits, of which at least half of the parameters are; None for other models."""
+        weights = [weight.dtype for model in self._session.models() for weight in model.parameters()]
+        kinds = [dtype for dtype in LOW_DTYPES if 2 * weights.count(dtype) >= len(weights) > 0]
+        return next(iter(kinds), None)
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter or buffer of a model, or a view of one."""
@@ -147,6 +149,8 @@ class Operands:
         """Return the operand for a tensor."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
+        while made is not None and made.parent is not None and made.call is self._failing:
+            made = made.parent  # the call that raised has copied it
         if made is None or storage in self._weights or casts.find(tensor):
             return self._describe_outside(name, dtype, storage, tensor)
         root = made.find_root()
@@ -220,12 +224,12 @@ class _Case:
 def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     """Return the record of a call that works in other dtypes."""
     call, levels, scene = case.call, case.levels, case.scene
-    operands = Operands(levels, scene.session, scene.observer)
+    covered = levels.find_covered()
+    operands = Operands(levels, scene.session, scene.observer, covered)
     weights = [operands.is_weight(tensor) for tensor in case.tensors]
-    trials = try_dtypes(call, case.error, weights)
+    trials = try_dtypes(call, case.error, weights, operands.low)
     if trials is None:
         return None
-    covered = levels.find_covered()
     forward = call.forward
     if call.is_check and levels.caller is not None:  # the line that passed the operands is the one to change
         levels = levels.caller
@@ -258,7 +262,8 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         lines, edit = described_optimizer
         return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
     entries = tuple(_choose_entries(case, trials, listed, covered))
-    edits = tuple(_choose_edits(record, case, trials, names, texts, weights))
+    script = Script(record.site or "", record.called_from, levels.innermost)
+    edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
     return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
 
 
@@ -280,16 +285,27 @@ def _find_texts_of_forward(case: _Case, forward: OpCall) -> list[str]:
 
 
 def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
+    """Return how the line of a forward pass writes its first two arguments; "" where that is not known."""
     file, _, line = forward.site.place.rpartition(":")
-    for level in case.levels.of_user:
-        if level.place.rpartition(":")[0] == file and line.isdecimal():
-            source = read_source(level.file, level.frame.f_globals)
-            for call in [] if source is None else source.calls_at(int(line)):
-                name = ast.unparse(call.func).rpartition(".")[2]
-                if name == forward.op.rpartition(".")[2]:
-                    texts = [ast.unparse(argument) for argument in call.args]
-                    return texts[0] if texts else "", texts[1] if len(texts) > 1 else ""
+    source = _find_source(case.levels, file)
+    calls = [] if source is None or not line.isdecimal() else source.calls_at(int(line))
+    # A module such as nn.HuberLoss has any name in the script, and its call is the one with several arguments.
+    named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == forward.op.rpartition(".")[2]]
+    binary = [call for call in calls if len(call.args) > 1]
+    if named or len(binary) == 1:
+        first, second, *_ = [*map(ast.unparse, (named or binary)[0].args), "", ""]
+        return first, second
     return "", ""
+
+
+def _find_source(levels: Levels, name: str) -> Source | None:
+    """Return the syntax tree of a file of the script, by its name without a folder."""
+    for level in levels.of_user:
+        if level.place.rpartition(":")[0] == name:
+            return read_source(level.file, level.frame.f_globals)
+    files = [getattr(module, "__file__", None) for module in tuple(sys.modules.values())]
+    same = [file for file in files if file and os.path.basename(file) == name and is_of_user(file)]
+    return read_source(same[0]) if len(same) == 1 else None
 
 
 # ---- remedies --------------------------------------------------------------------------------------------------------
@@ -347,44 +363,3 @@ def _choose_regions(record: RaisedRecord, case: _Case, trials: Trials, covered: 
         if torch.float32 in trials.targets.get(trial, ()):
             yield f"modules: [{{match: {json.dumps(own_name)}, run: float32}}]"
             return
-
-
-def _choose_edits(
-    record: RaisedRecord, case: _Case, trials: Trials, names: Sequence[str], texts: Sequence[str], weights: list[bool]
-) -> Iterator[str]:
-    """Yield the edit of the script that casts the operands which are in the way."""
-    order = _EDIT_ORDER if case.call.written is None else (Trial.WRITTEN, *_EDIT_ORDER)
-    trial = next(each for each in order if each in trials.targets)
-    targets, parts = trials.targets[trial], []
-    written = next((text for text, tensor in zip(texts, case.tensors, strict=True) if tensor is case.call.written), "")
-    changed = [index for index, tensor in enumerate(case.tensors) if tensor.dtype is not targets[index]]
-    if trial is not Trial.WRITTEN:
-        changed = [index for index in changed if not weights[index]]
-    for index in changed:
-        tensor, target = case.tensors[index], targets[index]
-        method = _METHODS[target]
-        if trial is Trial.WRITTEN and _SIMPLE.fullmatch(written):
-            method = f".to({written}.dtype)"
-        if texts[index]:
-            parts.append(f"{_enclose(texts[index])}{method} in place of {texts[index]}")
-        else:
-            parts.append(f"{method} on the {str(tensor.dtype).removeprefix('torch.')} tensor ({names[index]})")
-    if parts and record.site:
-        where = record.site if record.called_from is None else record.called_from
-        if record.called_from is not None:
-            parts = [f"{_METHODS[t]} on what it is passed" for t in dict.fromkeys(targets)][:1]
-        yield f"{where}: {', and '.join(dict.fromkeys(parts))}"
-    if not parts:
-        yield from advise_weights([case.tensors[i] for i, is_weight in enumerate(weights) if is_weight])
-
-
-def advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
-    """Yield the edit that keeps weights in float32."""
-    lines = dict.fromkeys(filter(None, map(casts.find, weights)))
-    if lines:
-        yield f"float32 weights: no {' and no '.join(lines)}; torch.autocast around the forward casts what may be cast"
-
-
-def _enclose(text: str) -> str:
-    node = ast.parse(text, mode="eval").body
-    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"

@@ -86,11 +86,11 @@ class ScalerErrors:
 
     def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord:
         weights = list(_weights_of(optimizer))
-        details, edit = self._find_reason(weights, session)
+        details, edit = self._find_reason(weights, session, empty.called_from or empty.site or "")
         first = f"none of the {len(weights)} parameters of {type(optimizer).__name__} has a gradient"
         return replace(empty, cause=RaisedCause.NO_GRADIENTS, details=(first, *details), edits=(edit,))
 
-    def _find_reason(self, weights: Sequence[Tensor], session: Session) -> tuple[list[str], str]:
+    def _find_reason(self, weights: Sequence[Tensor], session: Session, site: str) -> tuple[list[str], str]:
         """Return why the parameters of an optimizer have no gradients, and the edit of the script."""
         loss, names = self._loss, _name(weights, session)
         if not any(weight.requires_grad for weight in weights):
@@ -118,8 +118,8 @@ class ScalerErrors:
                 )
             return (
                 [f"the loss at {loss.site} does not depend on them ({names})"],
-                "a loss that depends on them: no .detach(), no_grad or frozen cast on the way; or step only the"
-                " optimizers whose parameters the loss reaches",
+                f"no step of this optimizer where no loss depends on its parameters ({site}); or a loss that does: no"
+                " .detach() and no_grad on the way",
             )
         return (
             [f"the backward pass at {loss.site} reaches them, and the gradients are gone: zero_grad() came after it"],
@@ -234,7 +234,8 @@ def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str
     weights = kinds.get("weights", {})
     if len(weights) > 1:
         return lines, "an optimizer for each dtype, or all weights in float32 and the forward under torch.autocast"
-    return lines, "the optimizer made after the last .half(), .bfloat16() or .to(dtype) of its model, not before"
+    cast = next(filter(None, map(casts.find, _weights_of(optimizer))), "the last .half(), .bfloat16() or .to(dtype)")
+    return lines, f"the optimizer made after {cast}, not before it"
 
 
 def _find_leaves(loss: Tensor) -> frozenset[int]:

@@ -268,7 +268,13 @@ class Tracer(Recorder):
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
         """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
         leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
-        return super().note_raised(error)
+        record = super().note_raised(error)
+        if record is not None and "without overflow" in record.message:
+            sites = [fault.origin.site for fault in (*self._faults, *self._finder.faults)]
+            if record.site in sites:  # the fault says which number does not fit
+                self._raised.remove(record)
+                return None
+        return record
 
     def _is_before_window(self) -> bool:
         return False  # faults before the first step are not asked for

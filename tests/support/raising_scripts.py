@@ -271,7 +271,7 @@ model(x.half()).float().mean().backward()
 optimizer.step()
 """,
         MIXED,
-        ("exp_avg of Adam: f32", "made after the last .half()"),
+        ("exp_avg of Adam: f32", "made after .half() at script.py:20"),
         "",
         ("model.half()\n", "model.half()\noptimizer = torch.optim.Adam(model.parameters(), fused=True)\n"),
     ),
