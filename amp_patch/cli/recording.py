@@ -33,6 +33,7 @@ WIDENED: a note that a script which failed had got float32 where it asks for 16 
 """
 
 _PROGRESS_SECONDS = 1.0
+_SPAWN = "torch.multiprocessing.spawn"
 
 
 @runtime_checkable
@@ -234,6 +235,31 @@ def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]
     return report
 
 
+def _explain_in_processes(starter: _ProbeStarter) -> None:
+    """Let the probe explain exceptions that end a process of multiprocessing, which calls no excepthook."""
+    original = multiprocessing.process.BaseProcess.run
+
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:
+                starter.note_raised(error)
+                raise
+
+        return call
+
+    def run(process: multiprocessing.process.BaseProcess) -> None:
+        state = vars(process)
+        if getattr(state.get("_target"), "__module__", "") == _SPAWN:  # it catches exceptions of its function
+            function, *more = state["_args"]
+            state["_args"] = explained(function), *more
+        explained(original)(process)
+
+    multiprocessing.process.BaseProcess.run = run  # type: ignore[assignment]
+
+
 def _note_widened(folder: str) -> None:
     """Make the file `WIDENED` if this process got float32 where it asked for 16 bits."""
     native = sys.modules.get("amp_patch.native")
@@ -266,6 +292,7 @@ def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -
 
     starter = _ProbeStarter(folder, Run(probe, options, seed=seed))
     sys.excepthook = _make_excepthook(folder, starter)
+    _explain_in_processes(starter)
     wrapt.when_imported("torch")(_note_casts_of_models)
     if seed is not None:
         seed_when_imported(seed)

@@ -18,7 +18,7 @@ from ..session import Session, current
 from .dtype_trials import Trial, Trials, is_of_dtypes, try_dtypes
 from .edits import Script, Spelling, choose_edits
 from .expressions import Source, read_source
-from .failing_call import FailingCall, Levels, find_failing_calls, find_texts, name_of_call
+from .failing_call import FailingCall, Levels, find_failing_calls, name_of_call
 from .fault_record import CASTS, Phase
 from .folding import OpCall
 from .module_casts import casts
@@ -30,6 +30,7 @@ from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
 from .scaler_errors import ScalerErrors, describe_optimizer
 from .sites import is_of_user
+from .spellings import find_texts
 from .tensors import storage_of
 
 _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")

@@ -1,7 +1,8 @@
 """Scripts that raise because of dtypes get the call, the origins of its operands, and an edit or a list that works.
 
 Guards: insight/raised, insight/raised_record, insight/raised_text, insight/failing_call, insight/expressions.
-Guards: insight/dtype_trials, insight/edits, insight/origins, insight/scaler_errors, insight/module_casts, cli/trace_raised.
+Guards: insight/dtype_trials, insight/edits, insight/origins, insight/scaler_errors, insight/module_casts.
+Guards: insight/spellings, cli/trace_raised.
 """
 
 import functools
