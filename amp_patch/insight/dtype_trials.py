@@ -24,6 +24,20 @@ class Trial(Enum):
     SINGLE = "single"  # float64 to the widest of the other dtypes
     WEIGHT = "weight"  # all to the dtype of a weight
     MODEL = "model"  # all to the dtype of a model in 16 bits
+    LOW = "low"  # float32 to 16 bits
+
+
+@dataclass(frozen=True)
+class Lows:
+    """The 16-bit dtypes to try.
+
+    Attributes:
+        model: of a model in 16 bits; None without one.
+        run: of the regions and levels of the run, or of those that it might have.
+    """
+
+    model: torch.dtype | None
+    run: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -48,40 +62,49 @@ def is_of_dtypes(error: BaseException) -> bool:
     return isinstance(error, _ERRORS) and type(error) not in (torch.OutOfMemoryError, RecursionError)
 
 
-def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low: torch.dtype | None) -> Trials | None:
+def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], lows: Lows) -> Trials | None:
     """Run a call again in other dtypes. Return what works; None if dtypes are not the reason why it raised.
 
     They are if the call raises again with the same operands, and not with others. It runs on copies, without autograd.
 
     Args:
         weights: whether each operand is a parameter.
-        low: the dtype of a model in 16 bits; None for another model.
+        lows: the 16-bit dtypes to try.
     """
     tensors = [tensor for _, tensor in call.operands]
     floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     kinds = list(dict.fromkeys(floating))
-    if not kinds or (len(kinds) == 1 and kinds[0] not in LOW_DTYPES):
+    if not kinds or kinds == [torch.float64]:
         return None
     with torch.no_grad(), random_numbers_kept(tensors):
         if not _raises_again(call, error):
             return None
         targets: dict[Trial, list[torch.dtype]] = {}
         results: dict[Trial, torch.dtype | None] = {}
-        for trial, dtypes in _plan(call, kinds, weights, low).items():
+        for trial, dtypes in _plan(call, kinds, weights, lows).items():
             with contextlib.suppress(Exception):  # of whatever class the call has
                 result = call.run(functools.partial(cast, dtypes))
                 results[trial] = result.dtype if isinstance(result, Tensor) else None
                 targets[trial] = [dtypes.get(tensor.dtype, tensor.dtype) for tensor in tensors]
-    return Trials(len(kinds) > 1, targets, results, low) if targets else None
+    return Trials(len(kinds) > 1, targets, results, lows.model) if targets else None
+
+
+def runs_under_autocast(call: FailingCall, device_type: str, low: torch.dtype) -> bool:
+    """Return whether a call works in a region of torch.autocast, with the same operands."""
+    tensors = [tensor for _, tensor in call.operands]
+    with torch.no_grad(), random_numbers_kept(tensors), torch.autocast(device_type, low):
+        try:
+            call.run(clone)
+        except Exception:  # of whatever class the call has
+            return False
+    return True
 
 
 Dtypes = dict[torch.dtype, torch.dtype]
 """The dtype to which each dtype is cast."""
 
 
-def _plan(
-    call: FailingCall, kinds: list[torch.dtype], weights: list[bool], low: torch.dtype | None
-) -> dict[Trial, Dtypes]:
+def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool], lows: Lows) -> dict[Trial, Dtypes]:
     """Return the trials that change something."""
     plan: dict[Trial, Dtypes] = {}
     tensors = [tensor for _, tensor in call.operands]
@@ -101,8 +124,10 @@ def _plan(
     of_weights = {tensor.dtype for tensor, is_weight in zip(tensors, weights, strict=True) if is_weight}
     if len(kinds) > 1 and len(of_weights) == 1:
         plan[Trial.WEIGHT] = dict.fromkeys(kinds, of_weights.pop())
-    if len(kinds) > 1 and low in kinds:
-        plan[Trial.MODEL] = dict.fromkeys(kinds, low)
+    if len(kinds) > 1 and lows.model in kinds:
+        plan[Trial.MODEL] = dict.fromkeys(kinds, lows.model)
+    if kinds == [torch.float32]:
+        plan[Trial.LOW] = {torch.float32: lows.model or lows.run}
     return plan
 
 

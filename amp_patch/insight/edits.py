@@ -21,7 +21,7 @@ _METHODS = {
     torch.float64: ".double()",
 }
 _SIMPLE = re.compile(r"[A-Za-z_][\w.]*")
-_ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, Trial.WRITTEN)
+_ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, Trial.WRITTEN, Trial.LOW)
 _FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
 """A call that raises in its backward pass is most often a loss, which is better in float32."""
 
@@ -43,11 +43,19 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Script:
-    """Where a call raised: the innermost line, the line of the user's own code if that is another, and the frame."""
+    """Where a call raised.
+
+    Attributes:
+        site: the innermost line.
+        called_from: the line of the user's own code, if that is another.
+        level: the frame of `site`.
+        region: the edit that runs the model under torch.autocast, if the call works there; else "".
+    """
 
     site: str
     called_from: str | None
     level: Level | None
+    region: str
 
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: Script) -> Iterator[str]:
@@ -70,6 +78,8 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         return
     if not script.site:
         return
+    if trials.low is not None and trials.is_mixed and torch.float32 in targets and script.region:
+        yield script.region  # later layers take 16 bits, and would raise on a result in float32
     if script.called_from is not None:
         yield f"{script.called_from}: {_METHODS[targets[0]]} on what it is passed"
         return

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..casting import cast_tree
 from ..config import op_names
 from ..torch_dispatch import OpOverload, get_argument_names
+from ..torch_private import MODULE_CALL
 from .expressions import UNKNOWN, Reader, Source, find_expression
 from .folding import OpCall
 from .observe import Observer
@@ -122,6 +123,14 @@ class Levels:
             if name is not None:
                 return name
         return ""
+
+    def find_call_of_model(self) -> Level | None:
+        """Return the frame of the user's code that called the outermost module; None without one."""
+        codes = [level.frame.f_code for level in self.all]
+        if MODULE_CALL not in codes:
+            return None
+        outer = self.all[: codes.index(MODULE_CALL)]
+        return next((level for level in reversed(outer) if level.is_of_user), None)
 
     def find_covered(self) -> OpCall | None:
         """Return the listed call that ran, if one did."""

@@ -15,9 +15,9 @@ from ..config import op_names
 from ..dtypes import CASTABLE, LOW_DTYPES
 from ..reporting import find_rank
 from ..session import Session, current
-from .dtype_trials import Trial, Trials, is_of_dtypes, try_dtypes
+from .dtype_trials import Lows, Trial, Trials, is_of_dtypes, runs_under_autocast, try_dtypes
 from .edits import Script, Spelling, choose_edits
-from .expressions import Source, read_source
+from .expressions import Source, find_expression, read_source
 from .failing_call import FailingCall, Levels, find_failing_calls, name_of_call
 from .fault_record import CASTS, Phase
 from .folding import OpCall
@@ -58,18 +58,22 @@ class Scene:
         return self.session.casts is not None
 
     @property
+    def low(self) -> torch.dtype | None:
+        """The low dtype of the run; None without one."""
+        with contextlib.suppress(Exception):  # a script without autocast has none
+            return self.session.low_here()
+        return None
+
+    @property
     def low_name(self) -> str:
         """The name of the shipped list for the low dtype of the run."""
-        with contextlib.suppress(Exception):  # there may be no low dtype
-            if self.session.low_here() is torch.bfloat16:
-                return "bfloat16"
-        return "float16"
+        return "bfloat16" if self.low is torch.bfloat16 else "float16"
 
 
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
     """Return the record of an exception; None if its reason is another one, or is not known.
 
-    Calls that raised are run again. An exception that was raised for another one is looked at after that.
+    Calls that raised are run again. If the script raised an exception for another one, that one is looked at next.
     """
     seen: set[int] = set()
     reason: BaseException | None = error
@@ -79,8 +83,20 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
             record = _explain(reason, scene)
             if record is not None:
                 return record
-        reason = reason.__cause__ or (None if reason.__suppress_context__ else reason.__context__)
+        reason = _find_reason(reason)
     return None
+
+
+def _find_reason(error: BaseException) -> BaseException | None:
+    """Return the exception for which the script raised another one; None if it caught that one and went on."""
+    caught = error.__context__
+    if error.__cause__ is not None or caught is None:
+        return error.__cause__
+    handler, last = caught.__traceback__, Levels(error).all[-1:]
+    if handler is None or not last or last[0].frame is not handler.tb_frame:
+        return None
+    found = find_expression(last[0].frame, last[0].index)
+    return caught if found is not None and isinstance(found[0], ast.Raise) else None
 
 
 def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
@@ -228,7 +244,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     covered = levels.find_covered()
     operands = Operands(levels, scene.session, scene.observer, covered)
     weights = [operands.is_weight(tensor) for tensor in case.tensors]
-    trials = try_dtypes(call, case.error, weights, operands.low)
+    trials = try_dtypes(call, case.error, weights, Lows(operands.low, scene.low or torch.float16))
     if trials is None:
         return None
     forward = call.forward
@@ -263,9 +279,20 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         lines, edit = described_optimizer
         return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
     entries = tuple(_choose_entries(case, trials, listed, covered))
-    script = Script(record.site or "", record.called_from, levels.innermost)
+    region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
+    script = Script(record.site or "", record.called_from, levels.innermost, region)
     edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
     return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
+
+
+def _find_region(case: _Case, low: torch.dtype | None) -> str:
+    """Return the edit that runs the model under torch.autocast, if the call works there; else ""."""
+    outside, session = case.levels.find_call_of_model(), case.scene.session
+    if low is None or outside is None or not session.gives_way:
+        return ""
+    if not runs_under_autocast(case.call, session.device_type, low):
+        return ""
+    return f'{outside.place}: with torch.autocast("{session.device_type}", dtype={low}): around this line'
 
 
 def _keep_floating(described: Sequence[Operand], tensors: Sequence[Tensor]) -> Iterator[Operand]:

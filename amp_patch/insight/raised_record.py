@@ -17,6 +17,11 @@ class RaisedCause(Word):
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
     SCALER_ORDER = "order of calls"  # of the methods of a GradScaler
 
+    @property
+    def is_of_scaler(self) -> bool:
+        """Whether a GradScaler has raised the exception."""
+        return self in (RaisedCause.LOW_WEIGHTS, RaisedCause.NO_GRADIENTS, RaisedCause.SCALER_ORDER)
+
 
 class OperandOrigin(Word):
     """What gave an operand its dtype."""

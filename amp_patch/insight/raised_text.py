@@ -10,7 +10,7 @@ from .short_dtypes import spell_out
 _CELL = "Cell In["  # how IPython begins the place of a line
 _CAUSES = {
     RaisedCause.MIXED: "its operands have different dtypes, and it takes one",
-    RaisedCause.UNSUPPORTED: "it does not take this dtype, and takes float32",
+    RaisedCause.UNSUPPORTED: "it does not take this dtype",
     RaisedCause.LOW_WEIGHTS: "a GradScaler unscales float32 gradients, and these weights have float16 ones",
     RaisedCause.NO_GRADIENTS: "the optimizer has nothing to step on",
     RaisedCause.SCALER_ORDER: "a step has scale, backward, unscale_ (at most once), step, update, in this order",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES
@@ -31,11 +31,13 @@ class _Loss:
         site: the line of its backward pass.
         has_graph: whether an op made it, so that gradients flow from it.
         leaves: ids of the tensors that get its gradients.
+        is_cut_off: whether none of these tensors is a parameter.
     """
 
     site: str
     has_graph: bool
     leaves: frozenset[int]
+    is_cut_off: bool
 
 
 class ScalerErrors:
@@ -48,7 +50,9 @@ class ScalerErrors:
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss whose backward pass begins."""
-        self._loss = _Loss(find_site().place, loss.grad_fn is not None, _find_leaves(loss))
+        leaves = _find_leaves(loss)
+        is_cut_off = not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
+        self._loss = _Loss(find_site().place, loss.grad_fn is not None, frozenset(map(id, leaves)), is_cut_off)
 
     def note_refusal(self, misuse: Misuse, step: int) -> None:
         """Note why GradScaler has raised an exception."""
@@ -103,9 +107,9 @@ class ScalerErrors:
                 ["no loss had a backward pass since the recording began"],
                 "scaler.scale(loss).backward() before scaler.step(optimizer)",
             )
-        if not loss.has_graph:
+        if not loss.has_graph or loss.is_cut_off:
             return (
-                [f"no op made the loss at {loss.site}: it is a tensor of its own, from which no gradient flows"],
+                [f"the loss at {loss.site} is a tensor of its own, or made of one: no gradient flows to a parameter"],
                 f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
                 " torch.tensor(...) on the way",
             )
@@ -238,9 +242,9 @@ def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str
     return lines, f"the optimizer made after {cast}, not before it"
 
 
-def _find_leaves(loss: Tensor) -> frozenset[int]:
-    """Return the ids of the tensors that get a gradient from a loss."""
-    leaves: set[int] = set()
+def _find_leaves(loss: Tensor) -> list[Tensor]:
+    """Return the tensors that get a gradient from a loss."""
+    leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting and len(seen) < _MOST_NODES:
@@ -250,6 +254,6 @@ def _find_leaves(loss: Tensor) -> frozenset[int]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            leaves.add(id(variable))
+            leaves.append(variable)
         waiting += [following for following, _ in node.next_functions]
-    return frozenset(leaves)
+    return leaves

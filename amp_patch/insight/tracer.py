@@ -269,6 +269,9 @@ class Tracer(Recorder):
         """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
         leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
         record = super().note_raised(error)
+        if record is not None and record.cause.is_of_scaler:
+            # Overflows of gradients under a dynamic loss scale are no reason for this exception.
+            self._finder.faults = [fault for fault in self._finder.faults if not fault.is_in_backward]
         if record is not None and "without overflow" in record.message:
             sites = [fault.origin.site for fault in (*self._faults, *self._finder.faults)]
             if record.site in sites:  # the fault says which number does not fit

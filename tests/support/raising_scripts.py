@@ -233,7 +233,7 @@ out.float().sum().backward()
         f"{SCALED}loss = torch.tensor(model(x).mean().item(), requires_grad=True)\nscaler.scale(loss).backward()\n"
         "scaler.step(optimizer)\n",
         NONE,
-        ("it is a tensor of its own", "no .item()"),
+        ("is a tensor of its own", "no .item()"),
         "",
         ("torch.tensor(model(x).mean().item(), requires_grad=True)", "model(x).mean()"),
     ),
