@@ -50,12 +50,14 @@ class Script:
         called_from: the line of the user's own code, if that is another.
         level: the frame of `site`.
         region: the edit that runs the model under torch.autocast, if the call works there; else "".
+        module: the module in which it raised; "" for none.
     """
 
     site: str
     called_from: str | None
     level: Level | None
     region: str
+    module: str
 
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: Script) -> Iterator[str]:
@@ -64,11 +66,11 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
     if call.written is not None:
         first = (Trial.WRITTEN,)
     trial = next(each for each in (*first, *_ORDER) if each in trials.targets)
-    targets = trials.targets[trial]
+    targets, low = trials.targets[trial], trials.low
     tensors = [tensor for _, tensor in call.operands]
     changed = [index for index, tensor in enumerate(tensors) if tensor.dtype is not targets[index]]
     if call.forward is not None:  # the script has no name for gradients
-        changed = [index for index in changed if spelling.texts[index]] or changed
+        changed = [index for index in changed if not spelling.names[index].startswith("grad")]
     if trial is not Trial.WRITTEN:
         changed = [index for index in changed if not spelling.weights[index]]
     if not changed:
@@ -78,13 +80,14 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         return
     if not script.site:
         return
-    if trials.low is not None and trials.is_mixed and torch.float32 in targets and script.region:
+    if low is not None and trials.is_mixed and torch.float32 in targets and script.region:
         yield script.region  # later layers take 16 bits, and would raise on a result in float32
+    if trial is Trial.WEIGHT and low is not None and Trial.MODEL in trials.targets and low not in targets:
+        yield f"{_METHODS[low]} on module {script.module}, whose weights are in another dtype than those of the model"
     if script.called_from is not None:
         yield f"{script.called_from}: {_METHODS[targets[0]]} on what it is passed"
         return
     written = _find_written(call, spelling)
-    low = trials.low
     if written and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
         yield f"{script.site}: before this line, {written} = {written}{_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:

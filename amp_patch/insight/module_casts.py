@@ -1,4 +1,4 @@
-"""Notes which line of a script gave modules 16-bit weights, such as `model.half()`."""
+"""Notes which line of a script gave the weights of modules another dtype, such as `model.half()`."""
 
 import weakref
 from collections.abc import Callable
@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import LOW_DTYPES
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from .sites import find_site
 
-_CASTS = ("half", "bfloat16", "to", "type")
+_CASTS = ("half", "bfloat16", "float", "double", "to", "type")
 
 
 class ModuleCasts:
-    """The last casts of parameters and buffers to 16 bits, by the tensor that was cast."""
+    """The last casts of parameters and buffers, by the tensor that was cast."""
 
     def __init__(self) -> None:
         self._lines: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -29,13 +28,13 @@ class ModuleCasts:
         patcher.install([Patch(nn.Module, name, self._make_noting(name)) for name in _CASTS])
 
     def find(self, tensor: Tensor) -> str:
-        """Return the call that cast a parameter or buffer to 16 bits, as `.half() at train.py:6`; "" if none did."""
+        """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did."""
         return self._texts[id(tensor)] if self._lines.get(id(tensor)) is tensor else ""
 
     def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def cast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                before = {id(tensor): tensor.dtype for tensor in _tensors_of(module)}
+                before = {name: tensor.dtype for name, tensor in _tensors_of(module)}
                 result = original(module, *args, **kwargs)
                 self._note(module, name, before)
                 return result
@@ -44,18 +43,18 @@ class ModuleCasts:
 
         return replace
 
-    def _note(self, module: nn.Module, name: str, before: dict[int, torch.dtype]) -> None:
+    def _note(self, module: nn.Module, name: str, before: dict[str, torch.dtype]) -> None:
         site = find_site()
         if site.by == "amp":
             return
-        for tensor in _tensors_of(module):
-            if tensor.dtype in LOW_DTYPES and before.get(id(tensor)) is not tensor.dtype:
+        for key, tensor in _tensors_of(module):
+            if before.get(key, tensor.dtype) is not tensor.dtype:
                 self._lines[id(tensor)] = tensor
                 self._texts[id(tensor)] = f".{name}() at {site.place}"
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 casts = ModuleCasts()

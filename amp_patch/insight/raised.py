@@ -200,12 +200,9 @@ class Operands:
 
     def describe_weight(self, name: str, weight_name: str, weight: Tensor) -> Operand:
         """Return the operand for a parameter, a buffer or a gradient of the models."""
-        rule = entry = ""
-        dtype = short(weight.dtype)
-        if weight.dtype in LOW_DTYPES:
-            rule = casts.find(weight)
-            if self._session.policy.cast_model_type is not None:
-                rule, entry = "cast_model_type", self._session.policy.opt_level or ""
+        rule, entry, dtype = casts.find(weight), "", short(weight.dtype)
+        if weight.dtype in LOW_DTYPES and self._session.policy.cast_model_type is not None:
+            rule, entry = "cast_model_type", self._session.policy.opt_level or ""
         return Operand(name, dtype, OperandOrigin.WEIGHT, weight_name, "", "", rule, entry)
 
     def _describe_call(self, name: str, dtype: str, call: OpCall, made: Made) -> Operand:
@@ -280,7 +277,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
     entries = tuple(_choose_entries(case, trials, listed, covered))
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
-    script = Script(record.site or "", record.called_from, levels.innermost, region)
+    script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
     edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
     return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
 
@@ -320,6 +317,8 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     # A module such as nn.HuberLoss has any name in the script, and its call is the one with several arguments.
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == forward.op.rpartition(".")[2]]
     binary = [call for call in calls if len(call.args) > 1]
+    inside = {part for call in binary for part in ast.walk(call) if part is not call}
+    binary = [call for call in binary if call not in inside]
     if named or len(binary) == 1:
         first, second, *_ = [*map(ast.unparse, (named or binary)[0].args), "", ""]
         return first, second

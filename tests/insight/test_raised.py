@@ -8,7 +8,10 @@ Guards: insight/spellings, cli/trace_raised.
 import functools
 import gc
 import linecache
+import multiprocessing
 import traceback
+import types
+import warnings
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from raising_scripts import HEAD, SCRIPTS, UNRELATED
 
 import amp_patch as amp
 from amp_patch import insight, native
+from amp_patch.cli import recording as script_recording
 from amp_patch.cli.trace_raised import find_entries, merge_entries
 from amp_patch.insight.module_casts import casts
 from amp_patch.interrupts import UndoStack
@@ -137,6 +141,52 @@ def test_a_session_names_its_list_and_the_module(level):
         recording = insight.trace(step, on_fault="record")
     (raised,) = recording.raised
     assert raised.cause == "mixed dtypes" and "whitelist" in str(raised)
+
+
+def test_a_session_refuses_a_second_loss_scale():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(model(torch.randn(3, 4)).float().mean()).backward()
+        scaler.step(optimizer)
+
+    recording = insight.trace(step, on_fault="record")
+    assert "amp_patch.initialize is in force at O2" in str(recording)
+
+
+def test_an_exception_of_a_scaler_is_told_once(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recording = insight.trace(lambda: run(SCRIPTS["unscaled twice"].body), on_fault="record")
+    assert len(recording.raised) == 1 and not recording.misuses
+    caught = "try:\n    scaler.unscale_(optimizer)\nexcept RuntimeError:\n    pass\n"
+    body = SCRIPTS["unscaled twice"].body.replace("scaler.unscale_(optimizer)  # again\n", caught)
+    recording = insight.trace(lambda: run(body), on_fault="record")
+    assert not recording.raised and [misuse.cause for misuse in recording.misuses] == ["unscale_ twice"]
+
+
+def _fail(number):
+    raise ValueError(number)
+
+
+def _catch(function, number):
+    with pytest.raises(ValueError):
+        function(number)
+
+
+def test_exceptions_of_processes_are_explained(monkeypatch):
+    """Also where the function that a process runs catches them, as torch's spawn does."""
+    told = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "run", multiprocessing.process.BaseProcess.run)
+    monkeypatch.setattr(_catch, "__module__", "torch.multiprocessing.spawn")
+    script_recording._explain_in_processes(types.SimpleNamespace(note_raised=told.append))
+    with pytest.raises(ValueError):
+        multiprocessing.Process(target=_fail, args=(1,)).run()
+    multiprocessing.Process(target=_catch, args=(_fail, 2)).run()
+    assert [error.args for error in told] == [(1,), (2,)]
 
 
 def test_o2_tells_of_its_weights():

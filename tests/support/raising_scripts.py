@@ -144,6 +144,71 @@ SCRIPTS = {
         "",
         (".detach()\n", ".detach().to(small.weight.dtype)\n"),
     ),
+    # ---- models in 16 bits: what follows takes 16 bits, too ----------------------------------------------------------
+    "a cache in float32": Raising(
+        """class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(3, 4), persistent=False)
+
+    def forward(self, y):
+        self.cache[index] = self.lin(y)
+        return self.lin(self.cache)
+
+
+model = Cached()
+model.lin.bfloat16()
+with torch.no_grad():
+    model(x.bfloat16())
+""",
+        MIXED,
+        ("before this line, self.cache = self.cache.bfloat16()",),
+        "",
+        ("        self.cache[index]", "        self.cache = self.cache.bfloat16()\n        self.cache[index]"),
+    ),
+    "weights of a sum in float32": Raising(
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()\nh = model(x.half())\n"
+        "share = (h @ h.t()).float().softmax(-1)\nout = model(torch.mm(share, h))\n",
+        MIXED,
+        ("share: float32", "share.half() in place of share"),
+        "",
+        ("mm(share, h)", "mm(share.half(), h)"),
+    ),
+    "adapters in float32": Raising(
+        """class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(4, 4, bias=False)
+
+    def forward(self, y):
+        return self.base(y) + self.down(y)
+
+
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).half()
+model[1] = Adapted(model[1])
+out = model(x.half())
+""",
+        MIXED,
+        ('with torch.autocast("cpu", dtype=torch.float16): around this line', ".half() on module 1.down"),
+        "",
+        ("out = model", 'with torch.autocast("cpu", dtype=torch.float16): out = model'),
+    ),
+    "a state of an LSTM": Raising(
+        "rnn = nn.LSTM(4, 4).bfloat16()\nstart = torch.zeros(1, 4)\nout, _ = rnn(x.bfloat16(), (start, start))\n",
+        MIXED,
+        ("start: float32, came in as start", "start.bfloat16() in place of start"),
+        "",
+        ("(start, start)", "(start.bfloat16(), start.bfloat16())"),
+    ),
+    "a loss": Raising(
+        "def measure(out):\n    return nn.HuberLoss()(out, torch.zeros(3, 4))\n\n\n"
+        "small = nn.Linear(4, 4).half()\nloss = measure(small(x.half()))\nloss.backward()\n",
+        MIXED,
+        ("the backward pass of huber_loss at script.py:16", "raised at script.py:21", "out.float() in place of out"),
+        "",
+        ("(out, torch", "(out.float(), torch"),
+    ),
     # ---- ops and conversions without 16 bits -------------------------------------------------------------------------
     "numpy": Raising(
         "h = low()\nprint(h.numpy().sum())\n",
@@ -181,6 +246,21 @@ SCRIPTS = {
         ("h: bfloat16", "h.float() in place of h"),
         "",
         ("kernel(h)", "kernel(h.float())"),
+    ),
+    "a kernel of 16 bits": Raising(
+        "def kernel(y):\n    if y.dtype not in (torch.float16, torch.bfloat16):\n"
+        "        raise RuntimeError('fp16 and bf16 only')\n    return y\n\n\nlow()\nkernel(x)\n",
+        UNSUPPORTED,
+        ("x: float32", "x.bfloat16() in place of x"),
+        "",
+        ("kernel(x)", "kernel(x.bfloat16())"),
+    ),
+    "raised for another exception": Raising(
+        "h = low()\ntry:\n    h.numpy()\nexcept TypeError:\n    raise ValueError('epoch 3')\n",
+        UNSUPPORTED,
+        ("ScalarType BFloat16", "h.float() in place of h"),
+        "",
+        ("h.numpy()", "h.float().numpy()"),
     ),
     "an assertion": Raising(
         "def kernel(y, w):\n    assert y.dtype == w.dtype, 'one dtype'\n    return y\n\n\n"
@@ -237,6 +317,37 @@ out.float().sum().backward()
         "",
         ("torch.tensor(model(x).mean().item(), requires_grad=True)", "model(x).mean()"),
     ),
+    "a loss that is cut off": Raising(
+        f"{SCALED}parts = torch.tensor(model(x).tolist(), requires_grad=True)\nloss = parts.mean()\n"
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)\n",
+        NONE,
+        ("or made of one: no gradient flows to a parameter",),
+        "",
+        ("torch.tensor(model(x).tolist(), requires_grad=True)", "model(x)"),
+    ),
+    "a model that was copied": Raising(
+        f"import copy\n{SCALED}model = copy.deepcopy(model)\nscaler.scale(model(x).mean()).backward()\n"
+        "scaler.step(optimizer)\n",
+        NONE,
+        ("they belong to no model that was called",),
+        "",
+        ("model = copy.deepcopy(model)\n", ""),
+    ),
+    "an optimizer without a loss": Raising(
+        f"{SCALED}other = torch.optim.SGD(lin.parameters(), 0.1)\nscaler.scale(model(x + lin(x).detach()).mean())"
+        ".backward()\nscaler.step(optimizer)\nscaler.step(other)\nscaler.update()\n",
+        NONE,
+        ("does not depend on them (weight, bias)", "no step of this optimizer where no loss depends"),
+        "",
+        ("scaler.step(other)\n", ""),
+    ),
+    "update without a step": Raising(
+        f"{SCALED}scaler.scale(model(x).mean()).backward()\nscaler.update()\n",
+        ORDER,
+        ("Call scaler.update() only in iterations that call scaler.step",),
+        "",
+        ("scaler.update()\n", ""),
+    ),
     "unscaled twice": Raising(
         f"{SCALED}loss = model(x).mean()\nscaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
         "scaler.unscale_(optimizer)  # again\nscaler.step(optimizer)\n",
@@ -285,6 +396,11 @@ UNRELATED = {
     "a graph used twice": "loss = lin(x).mean()\nloss.backward()\nlin(x)\nloss = low().mean()\nloss.backward()\n",
     "an index": "h = low()\nh[torch.tensor([7])]\n",
     "numpy with gradients": "h = lin(x)\nh.numpy()\n",
+    "after an exception that was caught": (
+        f"{AUTOCAST}    h = lin(x)\ntry:\n    h.numpy()\nexcept TypeError:\n    h @ torch.ones(3, 3)\n"
+    ),
+    "a dtype of integers": "h = low()\nF.nll_loss(h, torch.zeros(3))\n",
+    "out of memory": "h = low()\nraise torch.OutOfMemoryError('out of memory')\n",
     "an assertion": "h = low()\nassert h.shape == (1, 1), 'shape'\n",
 }
 """Scripts whose exception dtypes do not explain."""
