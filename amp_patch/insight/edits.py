@@ -62,10 +62,7 @@ class Script:
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: Script) -> Iterator[str]:
     """Yield the edits of the script, the best first. Each repairs the call without the others."""
-    first: tuple[Trial, ...] = () if call.forward is None else _FIRST_OF_LOSSES
-    if call.written is not None:
-        first = (Trial.WRITTEN,)
-    trial = next(each for each in (*first, *_ORDER) if each in trials.targets)
+    trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
     tensors = [tensor for _, tensor in call.operands]
     changed = [index for index, tensor in enumerate(tensors) if tensor.dtype is not targets[index]]
@@ -80,10 +77,8 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         return
     if not script.site:
         return
-    if low is not None and trials.is_mixed and torch.float32 in targets and script.region:
-        yield script.region  # later layers take 16 bits, and would raise on a result in float32
-    if trial is Trial.WEIGHT and low is not None and Trial.MODEL in trials.targets and low not in targets:
-        yield f"{_METHODS[low]} on module {script.module}, whose weights are in another dtype than those of the model"
+    if low is not None and low not in targets and Trial.MODEL in trials.targets:
+        yield from _keep_low(low, spelling, script)
     if script.called_from is not None:
         yield f"{script.called_from}: {_METHODS[targets[0]]} on what it is passed"
         return
@@ -107,6 +102,23 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
             dtype = str(tensors[index].dtype).removeprefix("torch.")
             parts.append(f"{method} on the {dtype} tensor ({spelling.names[index]})")
     yield f"{script.site}: {', and '.join(dict.fromkeys(parts))}"
+
+
+def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
+    """Return the best of the trials that worked."""
+    first: tuple[Trial, ...] = () if call.forward is None else _FIRST_OF_LOSSES
+    if call.written is not None:
+        first = (Trial.WRITTEN,)
+    return next(trial for trial in (*first, *_ORDER) if trial in trials.targets)
+
+
+def _keep_low(low: torch.dtype, spelling: Spelling, script: Script) -> Iterator[str]:
+    """Yield edits after which a call in a model of 16 bits has a result in 16 bits, as later layers need."""
+    if script.region:
+        yield script.region
+    names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
+    if script.module and names and all(name.startswith(f"{script.module}.") for name in names):
+        yield f"{_METHODS[low]} on module {script.module}, whose weights are in another dtype than those of the model"
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:

@@ -42,9 +42,11 @@ _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 
 
 class Source:
-    """The syntax tree of a file."""
+    """The syntax tree of a file, and its text."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, text: str) -> None:
+        tree = ast.parse(text)
+        self._text = text
         self._by_place: dict[tuple[int | None, ...], ast.AST] = {}
         self.parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(tree):
@@ -60,6 +62,11 @@ class Source:
         """Return the expression, or else the statement, at (line, end line, column, end column)."""
         return self._by_place.get(place)
 
+    def spell(self, node: ast.AST) -> str:
+        """Return how the file writes an expression; on several lines, how Python would write it on one."""
+        text = ast.get_source_segment(self._text, node)
+        return ast.unparse(node) if text is None or "\n" in text else text
+
     def calls_at(self, line: int) -> list[ast.Call]:
         """Return the calls that begin in a line."""
         return [node for node in self._by_place.values() if isinstance(node, ast.Call) and node.lineno == line]
@@ -68,7 +75,7 @@ class Source:
 @functools.lru_cache(maxsize=8)
 def _parse(lines: tuple[str, ...]) -> Source | None:
     try:
-        return Source(ast.parse("".join(lines)))
+        return Source("".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return None
 

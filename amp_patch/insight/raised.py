@@ -319,8 +319,8 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     binary = [call for call in calls if len(call.args) > 1]
     inside = {part for call in binary for part in ast.walk(call) if part is not call}
     binary = [call for call in binary if call not in inside]
-    if named or len(binary) == 1:
-        first, second, *_ = [*map(ast.unparse, (named or binary)[0].args), "", ""]
+    if source is not None and (named or len(binary) == 1):
+        first, second, *_ = [*map(source.spell, (named or binary)[0].args), "", ""]
         return first, second
     return "", ""
 

@@ -86,7 +86,7 @@ class ScalerErrors:
                 return _explain_low_weights(optimizer, empty, session, levels)
             case Kind.NO_GRADIENTS:
                 return self._explain_no_gradients(optimizer, empty, session)
-        return _explain_order(misuse, empty)
+        return _explain_order(misuse, empty, self._loss)
 
     def _explain_no_gradients(self, optimizer: Optimizer, empty: RaisedRecord, session: Session) -> RaisedRecord:
         weights = list(_weights_of(optimizer))
@@ -145,7 +145,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
     )
 
 
-def _explain_order(misuse: Misuse, empty: RaisedRecord) -> RaisedRecord:
+def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> RaisedRecord:
     """Return the record of a method that was called twice, too early or too late."""
     here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
     first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
@@ -163,10 +163,10 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord) -> RaisedRecord:
         case Kind.MISSING_UPDATE if empty.op.endswith("unscale_"):
             edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
         case Kind.MISSING_UPDATE:
-            edit = "scaler.update() after the scaler.step of the last optimizer, in each step"
+            edit = f"scaler.update() once in each step, after the last scaler.step ({here}), and nowhere else"
         case Kind.UNSCALED_LOSS:
             details = ("no loss was scaled before: this GradScaler has no scale yet",)
-            edit = f"{misuse.line}: scaler.scale(loss).backward() in place of loss.backward()"
+            edit = f"{loss.site if loss else misuse.line}: scaler.scale(loss).backward() in place of loss.backward()"
         case _:
             details, edit = (misuse.effect,), misuse.edit
     return replace(empty, cause=RaisedCause.SCALER_ORDER, details=details, edits=(edit,))

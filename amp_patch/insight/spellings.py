@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..torch_private import MODULE_CALL
-from .expressions import UNKNOWN, Reader, find_expression
+from .expressions import UNKNOWN, Reader, Source, find_expression
 from .failing_call import Levels
 from .tensors import storage_of
 
@@ -26,13 +26,13 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(source.parents.get(node), ast.Assign):
         node = source.parents[node]
     reader = Reader(level.frame)
-    known = _find_passed(node, reader, levels)
+    known = _find_passed(node, source, reader, levels)
     for part in ast.walk(node):
         if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
             with contextlib.suppress(Exception):
                 value = reader.read(part)
                 if isinstance(value, Tensor):
-                    known.append((ast.unparse(part), value))
+                    known.append((source.spell(part), value))
     texts = []
     for tensor in tensors:
         storage = storage_of(tensor)
@@ -47,7 +47,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
         if not text and not weights[index] and tensor.is_floating_point()
     ]
-    unread = [text for text in _find_unread(node, reader) if text not in texts]
+    unread = [text for text in _find_unread(node, source, reader) if text not in texts]
     if len(left) == 1 and len(unread) == 1:
         texts[left[0]] = unread[0]
     return texts
@@ -59,18 +59,18 @@ def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) ->
     return list(like) if len(like) == 1 and next(iter(like)).endswith(")") else []
 
 
-def _find_passed(node: ast.AST, reader: Reader, levels: Levels) -> list[tuple[str, Tensor]]:
+def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) -> list[tuple[str, Tensor]]:
     """Return the arguments that the call of a module was given, each with its text in the user's line."""
     if not isinstance(node, ast.Call) or not isinstance(reader.read(node.func), nn.Module):
         return []
     calls = [level.frame.f_locals.get("args") for level in levels.within() if level.frame.f_code is MODULE_CALL]
     given = next((args for args in calls if isinstance(args, tuple)), ())
     return [
-        (ast.unparse(part), value) for part, value in zip(node.args, given, strict=False) if isinstance(value, Tensor)
+        (source.spell(part), value) for part, value in zip(node.args, given, strict=False) if isinstance(value, Tensor)
     ]
 
 
-def _find_unread(node: ast.AST, reader: Reader) -> list[str]:
+def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
     """Return the arguments of a call that are results of other calls, which have no name.
 
     Of a module with modules inside, the arguments need not be the operands.
@@ -90,7 +90,7 @@ def _find_unread(node: ast.AST, reader: Reader) -> list[str]:
         case _:
             return []
     nested = (ast.Call, ast.BinOp, ast.Subscript)
-    return [ast.unparse(part) for part in parts if isinstance(part, nested) and _is_floating(reader.read(part))]
+    return [source.spell(part) for part in parts if isinstance(part, nested) and _is_floating(reader.read(part))]
 
 
 def _is_floating(value: Any) -> bool:

@@ -360,7 +360,7 @@ out.float().sum().backward()
         f"{SCALED}for _ in range(2):\n    loss = model(x).mean()\n    scaler.scale(loss).backward()\n"
         "    scaler.step(optimizer)\n",
         ORDER,
-        ("scaler.update() after the scaler.step",),
+        ("scaler.update() once in each step, after the last scaler.step",),
         "",
         ("    scaler.step(optimizer)\n", "    scaler.step(optimizer)\n    scaler.update()\n"),
     ),
