@@ -166,7 +166,9 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
             edit = f"scaler.update() once in each step, after the last scaler.step ({here}), and nowhere else"
         case Kind.UNSCALED_LOSS:
             details = ("no loss was scaled before: this GradScaler has no scale yet",)
-            edit = f"{loss.site if loss else misuse.line}: scaler.scale(loss).backward() in place of loss.backward()"
+            edit = "scaler.scale(loss).backward() in place of loss.backward()"
+            if loss is not None:
+                edit = f"{loss.site}: {edit}"
         case _:
             details, edit = (misuse.effect,), misuse.edit
     return replace(empty, cause=RaisedCause.SCALER_ORDER, details=details, edits=(edit,))

@@ -326,7 +326,7 @@ class ScalerWatch:
         if has_own_amp() or not raised_in:
             return
         if raised_in == _CHECKS_SCALE:
-            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at or find_line())
+            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at)
         else:
             misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
         if misuse is None or misuse.note in getattr(error, "__notes__", ()):
