@@ -15,6 +15,7 @@ from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
+from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from .quiet_record import QuietRecord
 from .raised_record import RaisedRecord
 from .record_checks import find_problem
@@ -57,6 +58,9 @@ Record = (
     | SketchRecord
     | LowOpRecord
     | ModulesRecord
+    | OptimizerRecord
+    | ModuleNumbersRecord
+    | StepNormsRecord
 )
 R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
