@@ -104,6 +104,10 @@ class Levels:
         """The innermost frame of the user's code that is in no installed package."""
         return next((level for level in reversed(self.of_user) if not level.is_in_package), None)
 
+    def down_to_own(self) -> "Levels":
+        """Return the frames without those within `own`."""
+        return Levels(None, self.all[: self.all.index(self.own) + 1] if self.own is not None else ())
+
     def within(self) -> list[Level]:
         """Return the frames from the innermost one of the user on."""
         last = max((index for index, level in enumerate(self.all) if level.is_of_user), default=0)
@@ -125,12 +129,12 @@ class Levels:
         return ""
 
     def find_call_of_model(self) -> Level | None:
-        """Return the frame of the user's code that called the outermost module; None without one."""
+        """Return the frame of the user's own code that called the outermost module; None without one."""
         codes = [level.frame.f_code for level in self.all]
         if MODULE_CALL not in codes:
             return None
         outer = self.all[: codes.index(MODULE_CALL)]
-        return next((level for level in reversed(outer) if level.is_of_user), None)
+        return next((level for level in reversed(outer) if level.is_of_user and not level.is_in_package), None)
 
     def find_covered(self) -> OpCall | None:
         """Return the listed call that ran, if one did."""

@@ -278,6 +278,10 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     entries = tuple(_choose_entries(case, trials, listed, covered))
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
     script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
+    if record.called_from is not None:
+        own_texts = find_texts(levels.down_to_own(), case.tensors, weights)
+        if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):
+            texts, script = own_texts, replace(script, site=record.called_from, called_from=None, level=levels.own)
     edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
     return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
 

@@ -231,6 +231,13 @@ out = model(x.half())
         "",
         ("asarray(h)", "asarray(h.float())"),
     ),
+    "inside a package": Raising(
+        "h = low()\ncounts, _ = np.histogram(h, bins=4)\n",
+        UNSUPPORTED,
+        ("called from script.py:17", "script.py:17: h.float() in place of h"),
+        "",
+        ("histogram(h,", "histogram(h.float(),"),
+    ),
     "svd": Raising(
         "small = lin.half()\nh = small(x.half())\nprint(torch.linalg.svd(h)[1].shape)\n",
         UNSUPPORTED,
