@@ -234,7 +234,7 @@ out = model(x.half())
     "inside a package": Raising(
         "h = low()\ncounts, _ = np.histogram(h, bins=4)\n",
         UNSUPPORTED,
-        ("called from script.py:17", "script.py:17: h.float() in place of h"),
+        ("called from script.py:16", "script.py:16: h.float() in place of h"),
         "",
         ("histogram(h,", "histogram(h.float(),"),
     ),
