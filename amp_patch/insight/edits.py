@@ -83,7 +83,8 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         yield f"{script.called_from}: {_METHODS[targets[0]]} on what it is passed"
         return
     written = _find_written(call, spelling)
-    if written and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
+    is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
+    if written and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
         yield f"{script.site}: before this line, {written} = {written}{_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
         text = _cast_back(spelling, changed, low, script)

@@ -248,7 +248,11 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if call.is_check and levels.caller is not None:  # the line that passed the operands is the one to change
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
-    texts = _find_texts_of_forward(case, forward) if forward is not None else find_texts(levels, case.tensors, weights)
+    texts = (
+        _find_texts_of_forward(case, forward)
+        if forward is not None
+        else find_texts(levels, case.tensors, weights, scene.observer.origins)
+    )
     names = [
         text or operands.name_weight(tensor) or name for text, (name, tensor) in zip(texts, call.operands, strict=True)
     ]
@@ -279,7 +283,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
     script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
     if record.called_from is not None:
-        own_texts = find_texts(levels.down_to_own(), case.tensors, weights)
+        own_texts = find_texts(levels.down_to_own(), case.tensors, weights, scene.observer.origins)
         if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):
             texts, script = own_texts, replace(script, site=record.called_from, called_from=None, level=levels.own)
     edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))

@@ -85,6 +85,8 @@ def _describe_op(operand: Operand) -> str:
 
 def _describe_weight(operand: Operand) -> str:
     text = "a weight" if operand.made_by == operand.name else f"the weight {operand.made_by}"
+    if operand.made_by.startswith("the gradient of "):
+        text = operand.made_by
     if operand.rule.startswith("."):
         return f"{text}, cast by {operand.rule}"
     if operand.rule:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from ..torch_private import MODULE_CALL
 from .expressions import UNKNOWN, Reader, Source, find_expression
 from .failing_call import Levels
+from .origins import Origins
 from .tensors import storage_of
 
 
-def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool]) -> list[str]:
+def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
     """Return how the user's innermost line writes each tensor; "" where that is not known.
 
     `weights` says which tensors are parameters. If one other tensor and one argument are left, they belong together.
@@ -26,7 +27,8 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(source.parents.get(node), ast.Assign):
         node = source.parents[node]
     reader = Reader(level.frame)
-    known = _find_passed(node, source, reader, levels)
+    passed = _find_passed(node, source, reader, levels)
+    known = list(passed)
     for part in ast.walk(node):
         if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
             with contextlib.suppress(Exception):
@@ -40,7 +42,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
             text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype
         ]
         if not same:
-            same = _find_computed_again(tensor, known)
+            same = _find_computed_again(tensor, known) or _find_source(tensor, passed, origins)
         texts.append(same[0] if same else "")
     left = [
         index
@@ -48,7 +50,9 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         if not text and not weights[index] and tensor.is_floating_point()
     ]
     unread = [text for text in _find_unread(node, source, reader) if text not in texts]
-    if len(left) == 1 and len(unread) == 1:
+    # An argument that is no operand shows that the operands are made of the arguments, as in F.cross_entropy.
+    are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
+    if len(left) == 1 and len(unread) == 1 and are_operands:
         texts[left[0]] = unread[0]
     return texts
 
@@ -57,6 +61,24 @@ def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) ->
     """Return the text of the call, such as `x[0].double()`, that may have made a tensor; [] if there are several."""
     like = {text for text, value in known if value.dtype is tensor.dtype and value.shape == tensor.shape}
     return list(like) if len(like) == 1 and next(iter(like)).endswith(")") else []
+
+
+def _find_source(tensor: Tensor, passed: Sequence[tuple[str, Tensor]], origins: Origins) -> list[str]:
+    """Return the text of the argument of a module from which a tensor has its dtype; [] if there is none."""
+    made, calls = origins.find(tensor), set()
+    while made is not None:
+        calls.add(id(made))
+        made = made.parent
+    given = [(text, origins.find(value)) for text, value in passed if value.dtype is tensor.dtype]
+    return list(dict.fromkeys(text for text, source in given if source is not None and id(source) in calls))[:1]
+
+
+def _find_floating_arguments(node: ast.AST, reader: Reader) -> list[ast.expr]:
+    """Return the positional arguments of a function that are read as floating tensors."""
+    if not isinstance(node, ast.Call) or isinstance(reader.read(node.func), nn.Module):
+        return []
+    values = [(part, reader.read(part)) for part in node.args]
+    return [part for part, value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) -> list[tuple[str, Tensor]]:

@@ -76,8 +76,11 @@ class _ScalerUse:
 
     def describe_calls(self, optimizer_id: int) -> tuple[str, ...]:
         """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
-        calls = ("unscale_", self.unscaled_at), ("step", self.stepped_at)
-        return tuple(f"{name}() at {lines[optimizer_id]}" for name, lines in calls if optimizer_id in lines)
+        unscaled, stepped = self.unscaled_at.get(optimizer_id), self.stepped_at.get(optimizer_id)
+        if unscaled == stepped:  # the step has unscaled the gradients itself
+            unscaled = None
+        calls = ("unscale_", unscaled), ("step", stepped)
+        return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
 
 
 class ScalerWatch:
