@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -90,6 +92,11 @@ def find_written(function: Any) -> frozenset[int]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.add(index)
     return frozenset(written)
+
+
+def get_argument_names(function: Any) -> list[str]:
+    """Return the names of the arguments of an op. Without the schema, reports could not name operands."""
+    return [argument.name for argument in function._schema.arguments]
 
 
 def is_mutable(function: Any) -> bool:

@@ -27,11 +27,24 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Misuse:
-    """A wrong use at a line of the script, such as `train.py:12`. `detail` tells more about it, or is empty."""
+    """A wrong use of GradScaler or autocast.
+
+    Attributes:
+        kind: what is wrong.
+        line: the line of the script, such as `train.py:12`.
+        detail: more about it, or "".
+        earlier: calls that this one contradicts, each as `unscale_() at train.py:9`.
+    """
 
     kind: Kind
     line: str
     detail: str = ""
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """The note on an exception that this misuse is the reason of."""
+        return f"amp_patch: {self}"
 
     @property
     def effect(self) -> str:

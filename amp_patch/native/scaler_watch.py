@@ -1,8 +1,8 @@
 """`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
 
 It follows the scaled losses, backward passes, clipping and steps of the script. It computes nothing and changes
-nothing. Each kind of misuse is told once, with the line and the edit. Calls that torch refuses get the same text as a
-note of the exception.
+nothing. It warns once of each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets
+the same text as a note, and there is no warning.
 """
 
 import inspect
@@ -33,6 +33,8 @@ from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+_CHECKS_SCALE = "_check_scale_growth_tracker"
+"""The function of GradScaler that raises if no loss has been scaled before."""
 
 _LARGEST_NORM = 1000.0
 """A larger limit of clipping does not clip: the script multiplies it by the scale, or only measures the norm."""
@@ -74,6 +76,14 @@ class _ScalerUse:
     def has_scaled_gradients(self) -> bool:
         """Whether a scaled loss has gone backward since the last `update`."""
         return self.backwards > self.backwards_at_update
+
+    def describe_calls(self, optimizer_id: int) -> tuple[str, ...]:
+        """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
+        unscaled, stepped = self.unscaled_at.get(optimizer_id), self.stepped_at.get(optimizer_id)
+        if unscaled == stepped:  # the step has unscaled the gradients itself
+            unscaled = None
+        calls = ("unscale_", unscaled), ("step", stepped)
+        return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
 
 
 class ScalerWatch:
@@ -350,21 +360,21 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Tell the reason for an exception of GradScaler, and add it to the exception as a note."""
-        if has_own_amp() or not _is_raised_by_scaler(error):
+        """Add the reason for an exception of GradScaler as a note, and tell watchers."""
+        raised_in = _find_function_of_scaler(error)
+        if has_own_amp() or not raised_in:
             return
-        misuse = self._find_reason(self._uses.get(scaler), optimizer, call)
-        if misuse is None:
+        if raised_in == _CHECKS_SCALE:
+            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at)
+        else:
+            misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
+        if misuse is None or misuse.note in getattr(error, "__notes__", ()):
             return
-        note = f"amp_patch: {misuse}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        self._tell(misuse)
+        error.add_note(misuse.note)
+        events.tell(nullcontext(), "refused", misuse, error)
 
-    def _find_reason(self, use: _ScalerUse | None, optimizer: Any, call: str) -> Misuse | None:
+    def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
         """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
-        if use is None:
-            return Misuse(Kind.UNSCALED_LOSS, self._plain_at or find_line())
         if call == "update":
             kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
             return Misuse(kind, find_line())
@@ -373,11 +383,11 @@ class ScalerWatch:
         if low:
             detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
             return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
-        key = id(optimizer)
+        key, earlier = id(optimizer), use.describe_calls(id(optimizer))
         if key in use.stepped_at:
-            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key])
+            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:
-            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}")
+            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}", earlier)
         if not _has_gradients(optimizer):
             return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
         return None
@@ -421,9 +431,11 @@ def _read_scale(scaler: Any, use: _ScalerUse) -> float:
     return scale
 
 
-def _is_raised_by_scaler(error: Exception) -> bool:
-    """Return whether GradScaler itself raised an exception, and not the step of an optimizer."""
+def _find_function_of_scaler(error: Exception) -> str:
+    """Return the function of GradScaler that raised an exception; "" if other code did, as the step of an optimizer."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename == _SCALER_FILE
+    if trace is None or trace.tb_frame.f_code.co_filename != _SCALER_FILE:
+        return ""
+    return trace.tb_frame.f_code.co_name
