@@ -125,7 +125,9 @@ def entitle_recording(recording: Recording) -> str:
     title += f", {dtype}"
     if run.device:  # "" if nothing ran
         title += f" on {run.device}"
-    title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"
+    title += f", torch {run.torch}"
+    if recording.steps or not recording.flight:
+        title += f", {count_of(len(recording.steps), 'step')}"
     if run.lists:
         title += f", lists {', '.join(run.lists)}"
     return title

@@ -9,6 +9,7 @@ from ...tables import count_of, star_numbers
 from ..fault_record import FaultRecord
 from ..flight_record import FlightKind, FlightRecord
 from ..short_dtypes import LARGEST, spell_out
+from ..recordings import Recording
 from ..text import star_layers
 from .growth import MIN_SAMPLES, Growth, find_growth
 
@@ -20,6 +21,14 @@ SMALLEST_NORMAL = 2.0**-14
 
 ZEROS_ROSE = 0.25
 """Zeros have grown if their share has risen by so much."""
+
+FAR = 256.0
+"""A growth by this factor is always told."""
+
+FROM_SQUARE = 4.0
+"""An output is told once it has grown to a quarter of the square root of the largest number: the product of two such
+values, as in attention, is not far from the end of the format.
+"""
 
 SCALE_FELL = 64.0
 """A loss scale has fallen if it is smaller by this factor than it mostly was."""
@@ -40,15 +49,28 @@ class Grown:
 
 
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
-    """Return what has grown up to its last sample: first what ends soonest, then what grew most."""
+    """Return what has grown up to its last sample: first what ends soonest, then what grew most.
+
+    Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
+    forecast reaches the end of the format, if it is by the factor `FAR`, or if an output is large (`FROM_SQUARE`).
+    """
     grown = []
     for record in records:
         if record.subject is FlightKind.SCALE:
             continue
         growth = find_growth(record.steps, record.largest)
-        if growth is not None:
-            grown.append(Grown(record, growth, growth.forecast(find_limit(record))))
+        if growth is None:
+            continue
+        item = Grown(record, growth, growth.forecast(find_limit(record)))
+        if item.ends_in is not None or item.is_over or growth.factor >= FAR or _is_large(item):
+            grown.append(item)
     return sorted(grown, key=_order)
+
+
+def _is_large(grown: Grown) -> bool:
+    """Return whether the product of two such values is not far from the end of the format."""
+    is_output = grown.record.subject is not FlightKind.GRADIENT
+    return is_output and grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
 
 
 def _order(grown: Grown) -> tuple[float, float]:
@@ -76,7 +98,12 @@ def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None =
     return [*shown, *_describe_zeros(records), *_describe_scales(records)]
 
 
-def summarize(records: Sequence[FlightRecord]) -> str:
+def is_flight(recording: Recording) -> bool:
+    """Return whether a `FlightRecorder` has made a recording, and nothing has looked for faults in the same run."""
+    return bool(recording.flight) and len(recording.flight) == len(recording.records)
+
+
+def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> str:
     """Return how much was sampled, and the lines of `describe_flight`, or that nothing has grown."""
     steps = sorted({step for record in records for step in record.steps})
     if not steps:
@@ -84,7 +111,9 @@ def summarize(records: Sequence[FlightRecord]) -> str:
     title = f"{count_of(len(steps), 'sample')} of steps {steps[0]:,} to {steps[-1]:,}"
     if len(steps) < MIN_SAMPLES:
         return f"{title}: too few to see growth, which takes {MIN_SAMPLES}; sample more often"
-    lines = describe_flight(records)
+    lines = describe_flight(records, fault)
+    if not any(record.subject is FlightKind.OUTPUT for record in records):
+        lines.append("no output was sampled: compiled code calls no hooks")
     if not lines:
         return f"{title}: nothing has grown"
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
@@ -113,7 +142,8 @@ def _describe_group(group: Sequence[Grown]) -> str:
     if first.ends_in == 0:
         return f"{text}, beyond the end of {limit}"
     if first.ends_in is not None:
-        alone = " even at a loss scale of 1" if first.record.subject is FlightKind.GRADIENT else ""
+        is_scaled = first.record.subject is FlightKind.GRADIENT and first.record.low == "f16"
+        alone = " even at a loss scale of 1" if is_scaled else ""
         text += f"; at this pace {limit} ends{alone} in about {_round_steps(first.ends_in):,} steps"
     return text
 

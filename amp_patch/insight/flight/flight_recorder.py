@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ... import events
+from ...dtypes import LOW_DTYPES
 from ...errors import ArgumentTypeError
 from ...interrupts import UndoStack
-from ...native import AS_IS
+from ...native import AS_IS, NativeSession
 from ...reporting import find_rank, warn
 from ...session import Session, as_models, as_optimizers, current
 from ...step_counter import StepCounter
@@ -26,6 +28,7 @@ from ..naming import find_prefixes
 from ..recorder import describe_run
 from ..recordings import Recording
 from ..records import RunRecord
+from ..rules import short
 from .describe import summarize
 from .sampler import Sampler
 
@@ -69,7 +72,7 @@ class FlightRecorder(events.Watcher):
         self._path = None if path is None else name_for_rank(Path(path))
         self._on_sample = on_sample
         self._models: list[nn.Module] = []
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: weakref.WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = weakref.WeakKeyDictionary()
         self._scalers: list[Any] = []
         self._undo = UndoStack()
         self._counter = StepCounter()
@@ -106,15 +109,12 @@ class FlightRecorder(events.Watcher):
         if is_first:
             self._open()
         for optimizer in new_optimizers:
-            if optimizer not in self._optimizers:
-                self._optimizers.add(optimizer)
-                self._undo.callback(optimizer.register_step_pre_hook(self._begin_by_hook).remove)
-                self._undo.callback(optimizer.register_step_post_hook(self._end_by_hook).remove)
+            self._hooks.setdefault(optimizer, ())
         if scaler is not None and not any(scaler is known for known in self._scalers):
             self._scalers.append(scaler)
             self._undo.callback_on(scaler, _restore_step, vars(scaler).get("step"))
             scaler.step = _ScalerStep(self, scaler.step)
-        self._attach_sampler(current.state.session)
+        self._follow(current.state.session)
         if is_first:
             self._sampler.begin_step(self._step)
         return self
@@ -167,13 +167,13 @@ class FlightRecorder(events.Watcher):
     # ---- events of a session -----------------------------------------------------------------------------------------
 
     def session_opened(self, session: Session) -> None:
-        """Take masters and loss scales from the session."""
-        self._attach_sampler(session)
+        """Take masters, loss scales and steps from the session."""
+        self._follow(session)
 
     def session_closing(self, session: Session) -> None:
         """Go on without the session."""
         self._run = describe_run(session)
-        self._attach_sampler(None)
+        self._follow(None)
         self._told = None
 
     def step_begun(self, optimizer: Optimizer) -> None:
@@ -203,18 +203,18 @@ class FlightRecorder(events.Watcher):
         """Call `GradScaler.step`, and count the step if that has skipped it: then no hook of the optimizer ran."""
         self._has_stepped = False
         result = original(optimizer, *args, **kwargs)
-        if not self._has_stepped and optimizer in self._optimizers:
+        if not self._has_stepped and optimizer in self._hooks:
             self._begin(optimizer)
             self._end(optimizer)
         return result
 
     def _begin(self, optimizer: Optimizer) -> None:
-        if self._sampler.is_sampling and optimizer in self._optimizers:
+        if self._sampler.is_sampling and optimizer in self._hooks:
             self._sampler.look_at_gradients(optimizer)
 
     def _end(self, optimizer: Optimizer) -> None:
         self._has_stepped = True
-        if optimizer not in self._optimizers or not self._counter.note(optimizer):
+        if optimizer not in self._hooks or not self._counter.note(optimizer):
             return
         if self._sampler.is_sampling:
             self._hand_on()
@@ -260,10 +260,29 @@ class FlightRecorder(events.Watcher):
         """Keep no model alive once the recorder is closed."""
         self._run = self._describe()
         self._models, self._scalers = [], []
-        self._optimizers.clear()
+        self._remove_hooks(list(self._hooks))
+        self._hooks.clear()
 
-    def _attach_sampler(self, session: Session | None) -> None:
+    def _follow(self, session: Session | None) -> None:
+        """Take steps from the events of a session, and those of other optimizers from hooks.
+
+        Optimizers of a session get no hook, because with one they could not skip a step on the device.
+        """
         self._sampler.attach(lambda: self._models, session, self._scalers)
+        bound: list[Optimizer] = []
+        if session is not None and not isinstance(session, NativeSession):
+            bound = [optimizer for optimizer in session.optimizers() if optimizer in self._hooks]
+        self._remove_hooks(bound)
+        for optimizer, handles in self._hooks.items():
+            if not handles and not any(optimizer is known for known in bound):
+                begin = optimizer.register_step_pre_hook(self._begin_by_hook)
+                self._hooks[optimizer] = begin, optimizer.register_step_post_hook(self._end_by_hook)
+
+    def _remove_hooks(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            for handle in self._hooks[optimizer]:
+                handle.remove()
+            self._hooks[optimizer] = ()
 
     # ---- the file ----------------------------------------------------------------------------------------------------
 
@@ -287,15 +306,19 @@ class FlightRecorder(events.Watcher):
             return describe_run(session)
         if self._run is not None:  # of a session that has closed
             return self._run
+        weights = [weight for model in self._models for weight in model.parameters()]
+        script_low = next((short(weight.dtype) for weight in weights if weight.dtype in LOW_DTYPES), "")
         return RunRecord(
             torch=torch.__version__,
-            device=next((weight.device.type for model in self._models for weight in model.parameters()), ""),
-            opt_level=AS_IS,
+            device=weights[0].device.type if weights else "",
+            opt_level="autocast" if self._sampler.low and not script_low else AS_IS,
             low=self._sampler.low,
             lists=(),
             digest="",
             rank=find_rank() or 0,
+            is_native=True,
             prefixes=find_prefixes(self._models),
+            script_low=script_low,
         )
 
 

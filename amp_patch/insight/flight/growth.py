@@ -38,9 +38,10 @@ class Growth:
 
     Attributes:
         first_step, last_step: the steps of the window.
-        start, end: the magnitudes that the fit has there.
+        start, end: the magnitudes there: medians of three samples.
         pace: powers of two per step, in the last half of the window.
         noise: the standard deviation around the fit, in powers of two.
+        is_even: whether the last half does not rise much faster than the whole window.
     """
 
     first_step: int
@@ -49,6 +50,7 @@ class Growth:
     end: float
     pace: float
     noise: float
+    is_even: bool
 
     @property
     def factor(self) -> float:
@@ -71,8 +73,8 @@ class Growth:
 def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | None:
     """Return the growth up to the last sample, or None without a clear one.
 
-    Windows that end at the last sample are fitted, each shorter than the one before; the longest with a clear growth
-    counts. The line through the medians of its blocks has the slope of Theil and Sen, the median of the slopes of all
+    Windows that end at the last sample are fitted, each shorter than the one before. The longest with a clear growth
+    at an even pace counts; without one, the shortest with a clear growth. The line through the medians of its blocks has the slope of Theil and Sen, the median of the slopes of all
     pairs, so a third of the samples may lie anywhere. The noise is 1.4826 times the median distance from the line, which
     is the standard deviation if it is normal. Samples that are not finite, and zeros, are left out.
     """
@@ -81,13 +83,15 @@ def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | N
         for step, magnitude in zip(steps, magnitudes, strict=True)
         if 0 < magnitude < math.inf
     ]
+    shortest: Growth | None = None
     length = len(points)
     while length >= MIN_SAMPLES:
         growth = _fit(points[-length:])
-        if growth is not None:
+        if growth is not None and growth.is_even:
             return growth
-        length = length * 2 // 3
-    return None
+        shortest = growth or shortest
+        length = length * 3 // 4
+    return shortest
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
@@ -107,7 +111,8 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     pace = _find_slope(late)
     if pace < PACE_KEPT * slope:
         return None
-    return Growth(first, last, 2 ** (level + slope * first), 2 ** (level + slope * last), pace, noise)
+    start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
+    return Growth(first, last, start, end, pace, noise, is_even=pace * PACE_KEPT <= slope)
 
 
 def _divide(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:

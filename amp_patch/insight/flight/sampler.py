@@ -90,8 +90,8 @@ class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
     Whoever drives it tells it of each step: `begin_step`, `look_at_gradients` before each optimizer's step, `end_step`.
-    A sampled step takes two launches for each output of a module and each gradient, eight for the step, and two for
-    each further call of a module. Nothing waits for the device, except on mps.
+    A sampled step takes two launches for each output of a module and each gradient, six for the step, one for each
+    loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
 
     Not sampled: modules inside of compiled code, replicas of DataParallel, calls without gradients in eval mode, and
     what a checkpoint computes again.

@@ -1,7 +1,7 @@
 """`Sheet`: measures the tensors of one sampled step on their device, without a wait.
 
-A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. The end
-of the step takes six for all tensors together, and one copy to the host, for which nothing waits.
+A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. A step
+takes six for all tensors together, and one copy to the host, for which nothing waits.
 """
 
 import math
@@ -64,12 +64,12 @@ class Sheet:
             self._values = torch.empty(rows, VALUES, dtype=torch.float32, device=device)
             self._spare = torch.empty((), dtype=torch.float32, device=device)
         self._counts: dict[int, int] = {}
+        self._is_filled = False
 
     def begin(self) -> None:
         """Forget the last step."""
         self._counts = {}
-        # rows are shorter than the sheet if a tensor has fewer values; NaN is neither zero nor beyond a limit
-        self._values.fill_(math.nan)
+        self._is_filled = False
 
     def measure(self, row: int, tensor: Tensor, scale: Tensor | None = None) -> None:
         """Measure a tensor: floating, dense memory or not, at least one value. `scale` divides its values.
@@ -91,6 +91,10 @@ class Sheet:
         if not is_first:
             _take_larger(largest, target, out=largest)
             return
+        if not self._is_filled:
+            # a tensor may have fewer values than its row; NaN is neither zero nor beyond a limit
+            self._values.fill_(math.nan)
+            self._is_filled = True
         spread = _spread(values)
         count = self._counts[row] = spread.numel()
         if scale is None:
