@@ -8,8 +8,8 @@ from statistics import median
 from ...tables import count_of, star_numbers
 from ..fault_record import FaultRecord
 from ..flight_record import FlightKind, FlightRecord
-from ..short_dtypes import LARGEST, spell_out
 from ..recordings import Recording
+from ..short_dtypes import LARGEST, spell_out
 from ..text import star_layers
 from .growth import MIN_SAMPLES, Growth, find_growth
 

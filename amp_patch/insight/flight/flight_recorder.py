@@ -1,7 +1,6 @@
 """`FlightRecorder`: a `Sampler` that the steps of a script's own loop drive, with its file."""
 
 import atexit
-import contextlib
 import functools
 import os
 import time
@@ -113,7 +112,7 @@ class FlightRecorder(events.Watcher):
         if scaler is not None and not any(scaler is known for known in self._scalers):
             self._scalers.append(scaler)
             self._undo.callback_on(scaler, _restore_step, vars(scaler).get("step"))
-            scaler.step = _ScalerStep(self, scaler.step)
+            vars(scaler)["step"] = _ScalerStep(self, scaler.step)
         self._follow(current.state.session)
         if is_first:
             self._sampler.begin_step(self._step)
