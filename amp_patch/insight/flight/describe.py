@@ -22,12 +22,15 @@ SMALLEST_NORMAL = 2.0**-14
 ZEROS_ROSE = 0.25
 """Zeros have grown if their share has risen by so much."""
 
-FAR = 256.0
-"""A growth by this factor is always told."""
+FAR = 8.0
+"""A rise by so many powers of two is always told."""
+
+STEADY = 2.0
+"""A rise by so many powers of two is told of an output that is large."""
 
 FROM_SQUARE = 4.0
-"""An output is told once it has grown to a quarter of the square root of the largest number: the product of two such
-values, as in attention, is not far from the end of the format.
+"""An output is large from a fourth of the square root of the largest number on: the product of two such values, as in
+attention, is not far from the end of the format.
 """
 
 SCALE_FELL = 64.0
@@ -52,7 +55,7 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
     """Return what has grown up to its last sample: first what ends soonest, then what grew most.
 
     Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
-    forecast reaches the end of the format, if it is by the factor `FAR`, or if an output is large (`FROM_SQUARE`).
+    forecast reaches the end of the format, if its fit rises by `FAR`, or if an output is large by now.
     """
     grown = []
     for record in records:
@@ -62,19 +65,22 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
         if growth is None:
             continue
         item = Grown(record, growth, growth.forecast(find_limit(record)))
-        if item.ends_in is not None or item.is_over or growth.factor >= FAR or _is_large(item):
+        if item.ends_in is not None or item.is_over or growth.rise >= FAR or _is_large(item):
             grown.append(item)
     return sorted(grown, key=_order)
 
 
 def _is_large(grown: Grown) -> bool:
     """Return whether the product of two such values is not far from the end of the format."""
-    is_output = grown.record.subject is not FlightKind.GRADIENT
-    return is_output and grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
+    if grown.record.subject is FlightKind.GRADIENT or grown.growth.rise < STEADY:
+        return False
+    return grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
 
 
 def _order(grown: Grown) -> tuple[float, float]:
-    return math.inf if grown.ends_in is None else grown.ends_in, -grown.growth.factor
+    if grown.is_over:
+        return -1.0, -grown.growth.rise
+    return math.inf if grown.ends_in is None else grown.ends_in, -grown.growth.rise
 
 
 def find_limit(record: FlightRecord) -> float:

@@ -14,7 +14,7 @@ MIN_SAMPLES = 8
 BLOCKS = 24
 """A window is divided into at most so many blocks of samples, and each block replaced by its medians."""
 
-MIN_RISE = 2.0
+MIN_RISE = 1.0
 """The least rise, in powers of two."""
 
 NOISE = 4.0
@@ -39,6 +39,7 @@ class Growth:
     Attributes:
         first_step, last_step: the steps of the window.
         start, end: the magnitudes there: medians of three samples.
+        rise: by how much the fit rises in the window, in powers of two.
         pace: powers of two per step, in the last half of the window.
         noise: the standard deviation around the fit, in powers of two.
         is_even: whether the last half does not rise much faster than the whole window.
@@ -48,14 +49,10 @@ class Growth:
     last_step: int
     start: float
     end: float
+    rise: float
     pace: float
     noise: float
     is_even: bool
-
-    @property
-    def factor(self) -> float:
-        """How many times larger the magnitudes have become."""
-        return self.end / self.start
 
     def forecast(self, limit: float) -> int | None:
         """Return in how many steps the fit reaches a limit at this pace: log2(limit / end) / pace.
@@ -115,7 +112,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     if pace < PACE_KEPT * slope:
         return None
     start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
-    return Growth(first, last, start, end, pace, noise, is_even=pace * PACE_KEPT <= slope)
+    return Growth(first, last, start, end, rise, pace, noise, is_even=pace * PACE_KEPT <= slope)
 
 
 def _divide(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
