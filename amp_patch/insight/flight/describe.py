@@ -177,7 +177,9 @@ def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
     lost = []
     for record in records:
         is_sampled = record.subject is FlightKind.GRADIENT and len(record.steps) >= MIN_SAMPLES
-        if not is_sampled or record.low != "f16" or not record.largest[-1] * scale < SMALLEST_NORMAL:
+        # the last one before all are zero: behind a dead ReLU it is not small
+        last = next((largest for largest in reversed(record.largest) if largest > 0), math.inf)
+        if not is_sampled or record.low != "f16" or not last * scale < SMALLEST_NORMAL:
             continue
         part = len(record.steps) // 4
         before, after = median(record.zeros[:part]), median(record.zeros[-part:])
