@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -136,6 +137,11 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
 """Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
+
+
+# Returns the scale of a GradScaler as a tensor on its device, None before its first use.
+# Without it, `get_scale` would have to be called, which waits for the device.
+get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
 
 
 def has_compiled() -> bool:

@@ -52,10 +52,6 @@ fused_sgd_: Callable[..., None] = torch._fused_sgd_
 foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 
-# Returns the scale of a GradScaler as a tensor on its device, None before its first use.
-# Without it, `get_scale` would have to be called, which waits for the device.
-get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
-
 # Copy many tensors into a flat one, and make views of it in their shapes. Without them, torch.cat and split would do.
 flatten_dense_tensors: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
 unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors

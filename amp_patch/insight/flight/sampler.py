@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...session import Session
-from ...torch_dispatch import get_current_node
-from ...torch_private import get_local_tensor, get_scale_on_device, get_sparse_values
+from ...torch_dispatch import get_current_node, get_scale_on_device
+from ...torch_private import get_local_tensor, get_sparse_values
 from ..flight_record import FlightKind, FlightRecord
 from ..naming import name_modules
 from ..rules import short

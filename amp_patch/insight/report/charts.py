@@ -38,7 +38,8 @@ def draw_curves(
     """
     shown = [value for line in series for value in (*line.values, *line.high)] + [max(noise, default=0.0)]
     if numbers is None:
-        numbers = range(1, max((len(line.values) for line in series), default=1) + 1)
+        longest = max((len(line.values) for line in series), default=1)
+        numbers = range(1, max(1, longest) + 1)
     axes = _Axes(numbers, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
