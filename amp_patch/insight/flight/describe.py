@@ -9,6 +9,7 @@ from ...tables import count_of, star_numbers
 from ..fault_record import FaultRecord
 from ..flight_record import FlightKind, FlightRecord
 from ..recordings import Recording
+from ..remedies import format_scale
 from ..short_dtypes import LARGEST, spell_out
 from ..text import star_layers
 from .growth import MIN_SAMPLES, Growth, find_growth
@@ -198,7 +199,7 @@ def _describe_scales(records: Iterable[FlightRecord]) -> Iterator[str]:
         if record.subject is FlightKind.SCALE and len(record.steps) >= MIN_SAMPLES:
             usual, last = median(record.largest), record.largest[-1]
             if last * SCALE_FELL <= usual:
-                yield f"{name_subject(record)} fell from {format_magnitude(usual)} to {format_magnitude(last)}"
+                yield f"{name_subject(record)} fell from {format_scale(usual)} to {format_scale(last)}"
 
 
 def format_magnitude(number: float) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ...casting import compiling
 from ...session import Session
 from ...torch_dispatch import get_current_node, get_scale_on_device
 from ...torch_private import get_local_tensor, get_sparse_values
@@ -38,7 +39,7 @@ class _OutputHook:
         self._row = row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():  # compiled code would keep the hook
+        if compiling.is_compiling():  # compiled code would keep the hook
             return
         sampler = self._sampler()
         if sampler is not None:
