@@ -76,7 +76,7 @@ def test_a_training_is_bitwise_as_without_it_and_nothing_is_left_behind(mode):
     assert str(recorded[0]) == str(losses) and torch.equal(recorded[2], random_state)
     assert all(map(torch.equal, recorded[1], weights))
     outputs = {record.name: record for record in recorder.records if record.subject is OUTPUT}
-    assert list(outputs)[:5] == ["0", "1", "2", "3", "4"] and outputs["2"].steps == (0, 2, 4)
+    assert {"0", "1", "2", "3", "4"} <= outputs.keys() and outputs["2"].steps == (0, 2, 4)
     assert outputs["2"].zeros[-1] > 0.3 and outputs["0"].zeros[-1] == 0
     amp.reset()
     assert not any(module._forward_hooks for module in net.modules()) and "step" not in vars(scaler)
@@ -260,7 +260,7 @@ def test_equal_layers_share_a_line_and_the_end_of_samples_is_named():
     records = [make_record(lambda step: 2.0 * 2 ** (step / 450), name=f"blocks.{number}.mlp") for number in range(8)]
     records[0] = make_record(lambda step: math.nan if step > 6000 else 2.0 * 2 ** (step / 450), name="blocks.0.mlp")
     (line,) = summarize(records).splitlines()[1:]
-    assert "(and 7 more of blocks.*.mlp), then to NaN" in line
+    assert "(and 7 more of blocks.*.mlp), and was first NaN in step 6,050" in line
 
 
 def test_gradients_that_vanish_and_a_scale_that_falls_are_told():

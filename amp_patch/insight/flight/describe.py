@@ -51,37 +51,57 @@ class Grown:
         """Whether the last sample is inf or NaN."""
         return not math.isfinite(self.record.largest[-1])
 
+    def find_end(self) -> tuple[int, float]:
+        """Return the first step whose sample is inf or NaN, and that sample. There is one."""
+        samples = zip(self.record.steps, self.record.largest, strict=True)
+        return next((step, largest) for step, largest in samples if not math.isfinite(largest))
+
 
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
-    """Return what has grown up to its last sample: first what ends soonest, then what grew most.
+    """Return what has grown up to its last sample, or up to its first inf or NaN, in the order of `_order`.
 
     Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
-    forecast reaches the end of the format, if its fit rises by `FAR`, or if an output is large by now.
+    forecast reaches the end of the format, if its fit rises by `FAR`, or by `STEADY` to a large output, inf or NaN.
     """
     grown = []
     for record in records:
         if record.subject is FlightKind.SCALE:
             continue
-        growth = find_growth(record.steps, record.largest)
+        growth = _find_growth(record)
         if growth is None:
             continue
         item = Grown(record, growth, growth.forecast(find_limit(record)))
-        if item.ends_in is not None or item.is_over or growth.rise >= FAR or _is_large(item):
+        is_steady = growth.rise >= STEADY and (item.is_over or _is_large(item))
+        if is_steady or growth.rise >= FAR or (item.ends_in is not None and not item.is_over):
             grown.append(item)
     return sorted(grown, key=_order)
 
 
+def _find_growth(record: FlightRecord) -> Growth | None:
+    """Return the growth before the first inf or NaN, if the last sample is one. Later samples between them show no
+    growth, since larger ones would be inf. Without one, of all samples.
+    """
+    if not math.isfinite(record.largest[-1]):
+        finite = next(place for place, largest in enumerate(record.largest) if not math.isfinite(largest))
+        growth = find_growth(record.steps[:finite], record.largest[:finite])
+        if growth is not None:
+            return growth
+    return find_growth(record.steps, record.largest)
+
+
 def _is_large(grown: Grown) -> bool:
     """Return whether the product of two such values is not far from the end of the format."""
-    if grown.record.subject is FlightKind.GRADIENT or grown.growth.rise < STEADY:
-        return False
-    return grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
+    is_output = grown.record.subject is not FlightKind.GRADIENT
+    return is_output and grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
 
 
-def _order(grown: Grown) -> tuple[float, float]:
+def _order(grown: Grown) -> tuple[int, float, float]:
+    """Return a sort key: what was inf or NaN first, then what ends soonest, then what grew most."""
     if grown.is_over:
-        return -1.0, -grown.growth.rise
-    return math.inf if grown.ends_in is None else grown.ends_in, -grown.growth.rise
+        return 0, grown.find_end()[0], -grown.growth.rise
+    if grown.ends_in is not None:
+        return 1, grown.ends_in, -grown.growth.rise
+    return 2, 0.0, -grown.growth.rise
 
 
 def find_limit(record: FlightRecord) -> float:
@@ -137,15 +157,17 @@ def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list
 def _describe_group(group: Sequence[Grown]) -> str:
     first = group[0]
     growth = first.growth
-    text = (
-        f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
-        f" over the last {growth.last_step - growth.first_step:,} steps"
-    )
+    text = f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
+    if first.is_over:
+        text += f" from step {growth.first_step:,} to {growth.last_step:,}"
+    else:
+        text += f" over the last {growth.last_step - growth.first_step:,} steps"
     if len(group) > 1:
         text += f" (and {len(group) - 1} more of {star_numbers(item.record.name for item in group)})"
     limit = spell_out(first.record.low or "f32")
     if first.is_over:
-        return f"{text}, then to {_name_end(first.record)}"
+        step, largest = first.find_end()
+        return f"{text}, and was first {'NaN' if math.isnan(largest) else 'inf'} in step {step:,}"
     if first.ends_in == 0:
         return f"{text}, beyond the end of {limit}"
     if first.ends_in is not None:
@@ -153,10 +175,6 @@ def _describe_group(group: Sequence[Grown]) -> str:
         alone = " even at a loss scale of 1" if is_scaled else ""
         text += f"; at this pace {limit} ends{alone} in about {_round_steps(first.ends_in):,} steps"
     return text
-
-
-def _name_end(record: FlightRecord) -> str:
-    return "NaN" if math.isnan(record.largest[-1]) else "inf"
 
 
 def name_subject(record: FlightRecord) -> str:

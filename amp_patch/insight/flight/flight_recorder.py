@@ -32,8 +32,8 @@ from .describe import summarize
 from .sampler import Sampler
 
 _WRITE_SECONDS = 600.0
-"""The file is written this often, so that a process which is killed leaves most of its samples. Formatting it takes a
-second for a model of 1,000 modules.
+"""The file is written this often, so that a process which is killed leaves most of its samples. Formatting 256
+samples of 1,000 layers with weights, each with an activation, took 3 s on an AMD EPYC.
 """
 
 OnSample = Callable[[int, Mapping[str, float]], object]

@@ -74,7 +74,9 @@ def _style_of(summary: Summary) -> str:
 def _header(recording: Recording, command: str) -> Markup:
     run = recording.run
     terms = [("torch", run.torch), ("device", run.device), ("level", run.opt_level), ("low dtype", run.low)]
-    terms += [("steps", str(len(recording.steps))), *_lists(run.lists, run.digest), ("command", command)]
+    if not is_flight(recording):
+        terms.append(("steps", str(len(recording.steps))))
+    terms += [*_lists(run.lists, run.digest), ("command", command)]
     return _describe(terms)
 
 
