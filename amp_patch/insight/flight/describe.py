@@ -29,9 +29,9 @@ FAR = 8.0
 STEADY = 2.0
 """A rise by so many powers of two is told of an output that is large."""
 
-FROM_SQUARE = 4.0
-"""An output is large from a fourth of the square root of the largest number on: the product of two such values, as in
-attention, is not far from the end of the format.
+LARGE = 64.0
+"""An output is large from here on: a fourth of the square root of the largest float16. The product of two such values,
+as in attention, is not far from the end of float16.
 """
 
 SCALE_FELL = 64.0
@@ -90,9 +90,7 @@ def _find_growth(record: FlightRecord) -> Growth | None:
 
 
 def _is_large(grown: Grown) -> bool:
-    """Return whether the product of two such values is not far from the end of the format."""
-    is_output = grown.record.subject is not FlightKind.GRADIENT
-    return is_output and grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
+    return grown.record.subject is not FlightKind.GRADIENT and grown.growth.end >= LARGE
 
 
 def _order(grown: Grown) -> tuple[int, float, float]:
