@@ -140,8 +140,19 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
     if not any(record.subject is FlightKind.OUTPUT for record in records):
         lines.append("no output was sampled: compiled code calls no hooks")
     if not lines:
-        return f"{title}: nothing has grown"
+        return f"{title}: nothing has grown{_describe_headroom(records)}"
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+
+
+def _describe_headroom(records: Iterable[FlightRecord]) -> str:
+    """Return how far the largest output of the last sample is from the end of float16; "" for another dtype."""
+    outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
+    finite = [record for record in outputs if math.isfinite(record.largest[-1])]
+    if not finite:
+        return ""
+    largest = max(finite, key=lambda record: record.largest[-1])
+    number = format_magnitude(largest.largest[-1])
+    return f"; {name_subject(largest)} is the largest with {number}, and float16 ends at 65,504"
 
 
 def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list[list[Grown]]:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...casting import compiling
 from ...session import Session
-from ...torch_dispatch import get_current_node, get_scale_on_device
+from ...torch_dispatch import get_current_node, get_scale_on_device, without_dispatch
 from ...torch_private import get_local_tensor, get_sparse_values
 from ..flight_record import FlightKind, FlightRecord
 from ..naming import name_modules
@@ -197,7 +197,8 @@ class Sampler:
             return
         self._remove_hooks()
         self._is_sampling = False
-        pages = [sheet.finish() for sheet in self._sheets.values()]
+        with without_dispatch():
+            pages = [sheet.finish() for sheet in self._sheets.values()]
         measured = tuple(page for page in pages if page is not None)
         if measured:
             self._samples.append(_Sample(step, measured))
@@ -274,7 +275,8 @@ class Sampler:
         dtype = self._rows[row].dtype = short(tensor.dtype)
         if dtype in LARGEST:
             self._low = dtype
-        sheet.measure(row, tensor, scale)
+        with without_dispatch():
+            sheet.measure(row, tensor, scale)
 
     def _find_sheet(self, device: torch.device) -> Sheet:
         sheet = self._sheets.get(device)
@@ -298,7 +300,8 @@ class Sampler:
                 device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
                 row, sheet = self._find_row(FlightKind.SCALE, name, name), self._find_sheet(device)
                 if row < sheet.rows:
-                    sheet.note(row, scale)
+                    with without_dispatch():
+                        sheet.note(row, scale)
 
     def _find_masters(self) -> dict[int, int]:
         """Return for the id of each master the id of its parameter."""
