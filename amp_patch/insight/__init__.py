@@ -10,6 +10,7 @@ from . import runs as runs
 
 if TYPE_CHECKING:
     from . import agreement as agreement
+    from . import checking as checking
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
@@ -60,7 +61,7 @@ _HOMES = {
     "trace": "tracer",
     "tune": "tuning.tuner",
 }
-_MODULES = ("agreement", "comparing", "remedies", "report")
+_MODULES = ("agreement", "checking", "comparing", "remedies", "report")
 
 __all__ = ["runs", *_MODULES, *_HOMES]
 

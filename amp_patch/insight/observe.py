@@ -31,6 +31,7 @@ from ..torch_dispatch import (
 from .faults import FaultFinder
 from .folding import Folding, OpCall
 from .naming import ModuleStack
+from .op_constants import find_constants
 from .ops import Op, compute_in_float32, find_overload
 from .quiet.watch import QuietWatch
 from .rules import RuleFinder, short, spelled
@@ -152,6 +153,7 @@ class Observer:
             calls.append(call)
             try:
                 self._describe(call, spelling, [*args, *kwargs.values()])
+                call.constants = find_constants(op, args, kwargs, replacement)
                 if self._local.is_below:
                     result = replacement(*args, **kwargs)
                 else:  # torch keeps dispatch modes for each thread
@@ -201,7 +203,7 @@ class Observer:
     def note(self, op: Op) -> OpCall | None:
         """Note an op that torch has dispatched in this thread. Return its call; None for an op of amp."""
         self.has_seen = True
-        overload, node, calls = op.overload, op.node, self._local.calls
+        overload, calls = op.overload, self._local.calls
         number = None
         count = count_nodes()
         if self._local.is_below and count != self._local.nodes:
@@ -220,7 +222,7 @@ class Observer:
             call = calls[-1]
             self._note_inside(call, cast, inputs)
         else:
-            call = self._note_alone(overload.name, cast, node, inputs, outputs)
+            call = self._note_alone(op, cast, inputs, outputs)
         if number is not None and call is not None:
             self._by_node[number] = call
         if call is not None:
@@ -259,15 +261,10 @@ class Observer:
             self._folding.count_undone(producer, call, outside, between)
 
     def _note_alone(
-        self,
-        name: str,
-        cast: tuple[Tensor, Tensor] | None,
-        node: Any,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
+        self, op: Op, cast: tuple[Tensor, Tensor] | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> OpCall | None:
         """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list."""
-        forward = None
+        node, forward = op.node, None
         if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))
         if forward is not None:
@@ -278,11 +275,12 @@ class Observer:
             site = find_site()
             if site.by == "amp":
                 return None
-            call = OpCall(f"aten.{name}", self._running.here(), site, self._phase(node, site))
+            call = OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(node, site))
             call.rule, call.entry = self._rules.find_rule_of_unlisted(site, self._running.module_here())
             with restore_caller_state():
                 call.is_reached = self._is_reached()
             call.names_dtype = cast is not None and not site.by and names_dtype()
+            call.constants = find_constants(call.op, op.args, op.kwargs)
         call.casts = int(cast is not None)
         if not self._folding.keeps_ops:
             return call

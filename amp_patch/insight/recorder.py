@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .. import events
 from ..errors import SessionError
+from ..hardware import name_kind
 from ..interrupts import UndoStack
 from ..native import AS_IS, Misuse, NativeSession, find_float32_script, watch
 from ..reporting import find_rank
@@ -195,6 +196,8 @@ def describe_run(session: Session) -> RunRecord:
         script_low=script_low,
         not_widened=() if float32_script is None else tuple(float32_script.not_widened),
         is_timed=float32_script is None or float32_script.is_timed,
+        hardware=name_kind(session.device_type),
+        threads=torch.get_num_threads(),
     )
 
 

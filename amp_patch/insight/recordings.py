@@ -16,6 +16,7 @@ from .fault_record import FaultRecord
 from .flight_record import FlightRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
+from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from .quiet_record import QuietRecord
 from .record_checks import find_problem
 from .records import (
@@ -57,6 +58,9 @@ Record = (
     | SketchRecord
     | LowOpRecord
     | ModulesRecord
+    | OptimizerRecord
+    | ModuleNumbersRecord
+    | StepNormsRecord
 )
 R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
