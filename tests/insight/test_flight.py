@@ -1,7 +1,8 @@
 """A flight recorder leaves the training as it was, keeps magnitudes of some steps, and says which of them have grown.
 
-Guards: insight/flight_record, insight/flight/sheet, insight/flight/sampler, insight/flight/flight_recorder.
-Guards: insight/flight/growth, insight/flight/describe, insight/report/flown, insight/notebook, integrations/trackers.
+Guards: insight/flight_record, insight/flight/sheet, insight/flight/sampler, insight/flight/steps.
+Guards: insight/flight/flight_recorder, insight/flight/growth, insight/flight/describe, insight/report/flown.
+Guards: insight/notebook, integrations/trackers.
 """
 
 import copy
