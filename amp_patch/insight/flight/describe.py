@@ -71,6 +71,7 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
         if growth is None:
             continue
         item = Grown(record, growth, growth.forecast(find_limit(record)))
+        # a forecast for what is inf already says nothing
         is_steady = growth.rise >= STEADY and (item.is_over or _is_large(item))
         if is_steady or growth.rise >= FAR or (item.ends_in is not None and not item.is_over):
             grown.append(item)
@@ -137,6 +138,7 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
     if len(steps) < MIN_SAMPLES:
         return f"{title}: too few to see growth, which takes {MIN_SAMPLES}; sample more often"
     lines = describe_flight(records, fault)
+    # said even if nothing has grown, since nobody has looked at the outputs
     if not any(record.subject is FlightKind.OUTPUT for record in records):
         lines.append("no output was sampled: compiled code calls no hooks")
     if not lines:
@@ -164,7 +166,7 @@ def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list
 
 
 def _describe_group(group: Sequence[Grown]) -> str:
-    first = group[0]
+    first = group[0]  # groups are in the order of `_order`, too
     growth = first.growth
     text = f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
     if first.is_over:
@@ -201,6 +203,7 @@ def name_subject(record: FlightRecord) -> str:
 def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
     """Yield a line for the gradients that float16 loses."""
     scales = [record.largest[-1] for record in records if record.subject is FlightKind.SCALE]
+    # the largest of several scales: with a smaller one, gradients would be zero sooner
     scale = max((scale for scale in scales if math.isfinite(scale)), default=1.0)
     lost = []
     for record in records:
@@ -224,6 +227,7 @@ def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
 def _describe_scales(records: Iterable[FlightRecord]) -> Iterator[str]:
     for record in records:
         if record.subject is FlightKind.SCALE and len(record.steps) >= MIN_SAMPLES:
+            # the median, because a dynamic scale begins high and comes down in its first steps
             usual, last = median(record.largest), record.largest[-1]
             if last * SCALE_FELL <= usual:
                 yield f"{name_subject(record)} fell from {format_scale(usual)} to {format_scale(last)}"

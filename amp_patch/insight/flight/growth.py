@@ -83,6 +83,7 @@ def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | N
         for step, magnitude in zip(steps, magnitudes, strict=True)
         if 0 < magnitude < math.inf
     ]
+    # a growth that began late is clear only in a short window
     shortest: Growth | None = None
     length = len(points)
     while length >= MIN_SAMPLES:
@@ -107,10 +108,12 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     rise = slope * (last - first)
     if rise < max(MIN_RISE, NOISE * noise) or _count_order(heights) < ORDERED:
         return None
+    # where the rise levels off, the last half is slower
     late = blocks[len(blocks) // 2 :]
     pace = _find_slope(late)
     if pace < PACE_KEPT * slope:
         return None
+    # magnitudes that were there, and not those of the line, which misses a bend
     start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
     return Growth(first, last, start, end, rise, pace, noise, is_even=pace * PACE_KEPT <= slope)
 
