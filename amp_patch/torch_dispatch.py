@@ -7,11 +7,13 @@ of `native` fail, and so do the commands that use either package.
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
@@ -152,3 +154,21 @@ def has_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
+    that trains in float16 without a scale.
+    """
+    queue = deque([loss.grad_fn])
+    seen = set[Any]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata = getattr(node, "_input_metadata", None)
+        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
+        queue.extend(following for following, _ in node.next_functions)

@@ -25,8 +25,11 @@ from ..reporting import find_rank, warn
 from ..tables import count_of
 from ..torch_dispatch import CLIP_BY_NORM, has_compiled
 from ..torch_private import get_autocast_depth, get_backward_id, get_version
+from .gradient_reads import GradientReads
 from .misuse import Kind, Misuse
+from .region_watch import RegionWatch
 from .roots import find_line
+from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
@@ -94,12 +97,16 @@ class ScalerWatch:
         self._plain_at = ""  # the line of the last backward pass of an unscaled loss
         self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
         self._in_scaler_step = 0
+        self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
         # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
         self._regions = 0  # outermost regions so far
         self._region_at = ""
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
+        self._reads = GradientReads()
+        self._region_watch = RegionWatch(self._tell)
+        self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, `torch.autograd.backward` and the clipping by norm. Hook optimizer steps."""
@@ -118,7 +125,8 @@ class ScalerWatch:
         ]
         if hasattr(*CLIP_BY_NORM):
             patches.append(Patch(*CLIP_BY_NORM, self._note_clipping))
-        patcher.install(patches)
+        patcher.install([*patches, *self._scale_state.patches()])
+        undo.callback(self._reads.end)
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -127,6 +135,7 @@ class ScalerWatch:
             result = original(scaler, outputs)
             if not scaler.is_enabled() or has_own_amp():
                 return result
+            self._reads.end()
             use = self._uses.setdefault(scaler, _ScalerUse())
             use.is_read = False
             losses = [result] if isinstance(result, Tensor) else result
@@ -146,8 +155,12 @@ class ScalerWatch:
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             # inside a backward pass, it is a checkpoint that calls this
-            if not self._uses or get_backward_id() != -1:
+            if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
+            self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
+            if not self._uses:
+                return original(*args, **kwargs)
+            self._reads.end()
             scaled_before = self._scaled_backwards
             versions_before = self._read_gradients()
             result = original(*args, **kwargs)
@@ -157,6 +170,8 @@ class ScalerWatch:
             else:
                 versions = self._read_gradients()
                 self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
+                if not {Kind.READ, Kind.CLIPPED} <= self._told:
+                    self._reads.begin(self._scaled_backwards)
             return result
 
         return backward
@@ -170,6 +185,10 @@ class ScalerWatch:
             read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
         return read
 
+    def end_reads(self) -> None:
+        """Undo the patches that last until the next call of a GradScaler."""
+        self._reads.end()
+
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +196,7 @@ class ScalerWatch:
             use = self._uses.get(scaler)
             if use is not None:
                 use.is_read = True
+            self._scale_state.note_reading()
             return original(scaler)
 
         return get_scale
@@ -197,6 +217,7 @@ class ScalerWatch:
 
     def _note_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unscale_(scaler: Any, optimizer: Any) -> Any:
+            self._reads.end()
             try:
                 result = original(scaler, optimizer)
             except Exception as error:
@@ -216,8 +237,12 @@ class ScalerWatch:
     def _check_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             use = self._uses.get(scaler)
+            self._reads.end()
             if use is not None:
                 self._check_gradients(scaler, use, optimizer)
+            if scaler.is_enabled() and not has_own_amp():
+                self._region_watch.check_scaled_step()
+            self._has_stepped = False
             self._in_scaler_step += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -230,6 +255,7 @@ class ScalerWatch:
             if use is not None:
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
+                self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
             return result
 
         return step
@@ -250,6 +276,9 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
+        if reading is not None and _read_scale(scaler, use) > 1:
+            self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return
         ids = {id(parameter) for parameter in _parameters_of(optimizer)}
@@ -272,6 +301,7 @@ class ScalerWatch:
                 use.unscaled_at.clear()
                 use.stepped_at.clear()
                 use.clippings.clear()
+                self._reads.clear()
             return result
 
         return update
@@ -281,7 +311,10 @@ class ScalerWatch:
         if has_own_amp():
             return
         self._check_region(optimizer)
-        if self._in_scaler_step or not self._is_on_scaled_gradients(optimizer):
+        if self._in_scaler_step:
+            return
+        self._region_watch.check_own_step(has_scalers=bool(self._uses))
+        if not self._is_on_scaled_gradients(optimizer):
             return
         if optimizer in self._on_scaled:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
@@ -298,13 +331,15 @@ class ScalerWatch:
 
     def _note_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook after each step of an optimizer."""
+        self._has_stepped = True
         if self._uses:
             self._plain_at_step[id(optimizer)] = self._plain_backwards
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
-    def note_region(self) -> None:
-        """Record an enabled region of autocast that is about to begin."""
+    def note_region(self, dtype: torch.dtype) -> None:
+        """Record an enabled region of autocast that is about to begin, with the dtype that the script gives it."""
+        self._region_watch.note_region(dtype)
         if not get_autocast_depth():
             self._regions += 1
             self._region_at = find_line()
@@ -340,7 +375,8 @@ class ScalerWatch:
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
         """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
         if call == "update":
-            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+            kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
+            return Misuse(kind, find_line())
         parameters = list(_parameters_of(optimizer))
         low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
         if low:
