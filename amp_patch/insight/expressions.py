@@ -11,6 +11,7 @@ import linecache
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 UNKNOWN = object()
@@ -37,6 +38,14 @@ _PURE_METHODS = frozenset(
         "transpose",
     }
 )
+
+CAST_METHODS = {
+    torch.float32: ".float()",
+    torch.float16: ".half()",
+    torch.bfloat16: ".bfloat16()",
+    torch.float64: ".double()",
+}
+"""The call that casts a tensor to a dtype."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 

@@ -100,6 +100,7 @@ class ScalerWatch:
         self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
         # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+        self._suspected_at = ""  # the line of the first step of a suspect
         self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
         self._regions = 0  # outermost regions so far
         self._region_at = ""
@@ -243,16 +244,19 @@ class ScalerWatch:
             if scaler.is_enabled() and not has_own_amp():
                 self._region_watch.check_scaled_step()
             self._has_stepped = False
+            backwards_before = 0 if use is None else use.backwards
             self._in_scaler_step += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
-                self._explain(error, scaler, optimizer, "step")
+                self._explain(error, scaler, optimizer, "closure" if "closure" in kwargs else "step")
                 raise
             finally:
                 self._in_scaler_step -= 1
             self._plain_at_step[id(optimizer)] = self._plain_backwards
             if use is not None:
+                if use.backwards > backwards_before:  # torch refuses closure=..., and takes one without its name
+                    self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
                 self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
@@ -320,6 +324,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
         parameter = next((one for one in _parameters_of(optimizer) if one.grad is not None), None)
         if parameter is not None:
+            self._suspected_at = self._suspected_at or find_line()
             self._suspects[optimizer] = weakref.ref(parameter)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
@@ -376,8 +381,11 @@ class ScalerWatch:
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
         """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
         if call == "update":
-            kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
-            return Misuse(kind, find_line())
+            if self._suspects:
+                return Misuse(Kind.SCALED_STEP, self._suspected_at)
+            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+        if call == "closure":
+            return Misuse(Kind.CLOSURE, find_line())
         parameters = list(_parameters_of(optimizer))
         low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
         if low:
