@@ -120,9 +120,7 @@ def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
             return []
     nested = (ast.Call, ast.BinOp, ast.Subscript)
     return [
-        source.spell(part)
-        for part in _flatten(parts)
-        if isinstance(part, nested) and _is_floating(reader.read(part))
+        source.spell(part) for part in _flatten(parts) if isinstance(part, nested) and _is_floating(reader.read(part))
     ]
 
 

@@ -423,7 +423,7 @@ model(x.bfloat16()).float().mean().backward()
 optimizer.step()
 """,
         MIXED,
-        ("weights of Averaging: bf16", "script.py:19: z.to(p.dtype) in place of z"),
+        ("weights of Averaging: bf16", "script.py:20: z.to(p.dtype) in place of z"),
         "",
         ("lerp_(z,", "lerp_(z.to(p.dtype),"),
     ),
