@@ -126,30 +126,31 @@ def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCa
 # ---- inputs and outputs of models ------------------------------------------------------------------------------------
 
 
-def cast_tree(value: Any, cast: TensorCast) -> Any:
+def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type = Tensor) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
     copied, and the copy is filled. Other containers are made by calling their class with the cast items; if the class
     takes other arguments, the container is returned as it is. If nothing changes, `value` itself is returned, so a
     model can still fill a container of its caller. A generator becomes a generator of cast values. Modules, arrays,
-    strings and all other objects are returned as they are.
+    strings and all other objects are returned as they are. With another `kind`, objects of that class are replaced
+    instead of tensors.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return cast(value)
     if value is None or isinstance(value, (str, bytes, bool, int, float, torch.nn.Module, torch.Size)):
         return value
     if isinstance(value, (tuple, list, set, frozenset)):
-        items = [cast_tree(item, cast) for item in value]
+        items = [cast_tree(item, cast, kind) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         return _rebuild(value, items)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, cast)
+        return _cast_mapping(value, cast, kind)
     if isinstance(value, types.GeneratorType):
-        return (cast_tree(item, cast) for item in value)
+        return (cast_tree(item, cast, kind) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, cast)
+        return _cast_dataclass(value, cast, kind)
     return value
 
 
@@ -175,18 +176,18 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     return value
 
 
-def _find_changed(values: Mapping[Any, Any], cast: TensorCast) -> dict[Any, Any]:
+def _find_changed(values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type) -> dict[Any, Any]:
     """Return the values that a cast replaces, by their keys."""
     changed = {}
     for key, value in values.items():
-        result = cast_tree(value, cast)
+        result = cast_tree(value, cast, kind)
         if result is not value:
             changed[key] = result
     return changed
 
 
-def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, Any]:
-    changed = _find_changed(value, cast)
+def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type) -> Mapping[Any, Any]:
+    changed = _find_changed(value, cast, kind)
     if not changed:
         return value
     if type(value) is dict:
@@ -204,12 +205,12 @@ def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, An
     return result
 
 
-def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
+def _cast_dataclass(value: Any, cast: Callable[[Any], Any], kind: type) -> Any:
     fields = {}
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
             fields[field.name] = getattr(value, field.name)
-    changed = _find_changed(fields, cast)
+    changed = _find_changed(fields, cast, kind)
     if not changed:
         return value
     try:

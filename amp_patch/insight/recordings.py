@@ -35,6 +35,7 @@ from .records import (
     StepRecord,
     UndoneCastRecord,
 )
+from .trouble_record import TroubleRecord
 
 Record = (
     RunRecord
@@ -55,6 +56,7 @@ Record = (
     | SketchRecord
     | LowOpRecord
     | ModulesRecord
+    | TroubleRecord
 )
 R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
@@ -109,6 +111,11 @@ class Recording:
     def quiet(self) -> list[QuietRecord]:
         """What 16 bits lose although every value is finite."""
         return self.of(QuietRecord)
+
+    @property
+    def troubles(self) -> list[TroubleRecord]:
+        """The steps of an armed run that went wrong."""
+        return self.of(TroubleRecord)
 
     @property
     def misuses(self) -> list[MisuseRecord]:

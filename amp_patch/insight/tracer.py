@@ -19,7 +19,7 @@ from .fault_text import format_fault
 from .faults import FaultFinder, name_value, none_if_inf
 from .folding import Folding
 from .quiet.watch import QuietWatch
-from .recorder import Recorder, in_block
+from .recorder import Recorder, describe_run, in_block
 from .recordings import Record, Recording
 from .rules import short
 from .runs import check_count, check_function, check_names
@@ -107,6 +107,11 @@ class Tracer(Recorder):
         """The faults of the steps that have ended."""
         return list(self._faults)
 
+    @property
+    def searches(self) -> list[FaultRecord]:
+        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        return list(self._searches)
+
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
@@ -185,6 +190,57 @@ class Tracer(Recorder):
             self._last = 0
             self.stop()
             self._on_end()
+
+    # ---- a step that is repeated -------------------------------------------------------------------------------------
+
+    def begin_at(self, session: Session, step: int, *, smallest_loss: float, largest_weight: float) -> None:
+        """Look at the ops of one step, as if all earlier steps had been looked at.
+
+        Args:
+            step: its number.
+            smallest_loss, largest_weight: of the run until then; inf if unknown.
+        """
+        self._count = self._finder.step = self._finder.findings.step = step
+        self._loss.base, self._largest_weight.base = smallest_loss, largest_weight
+        self.run = describe_run(session)
+        self._session = session
+        self._observe(session)
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Context manager: do not look at the ops of the block, which are not the script's."""
+        if self._observer is None:
+            yield
+            return
+        self._observer.pause()
+        try:
+            yield
+        finally:
+            self._observer.go_on()
+
+    def set_scale(self, scale: float) -> None:
+        """Set the loss scale of the loss that goes backward next."""
+        self._scale = scale
+
+    @property
+    def fault_count(self) -> int:
+        """The number of faults in this step so far, some of which may prove harmless."""
+        return len(self._finder.faults)
+
+    def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
+        """Complete the faults of a repeated step. No optimizer steps. None: the step had not come yet."""
+        if optimizer is None:
+            self.stop()
+            return
+        super().step_begun(optimizer)
+        self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
+        self._look_at_size(optimizer)
+        if self._seen.are_gradients_bad and is_skipped is not None:
+            self._seen.skips.append(is_skipped)
+        self._finish_faults(is_skipped)
+        self.stop()
+
+    # ---- gradients and weights ---------------------------------------------------------------------------------------
 
     def _look_at_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Look at the gradients that an optimizer uses, and at the gradients of other parameters of the models."""

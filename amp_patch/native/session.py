@@ -16,6 +16,7 @@ from ..config import Policy
 from ..dtypes import LOW_DTYPES
 from ..errors import SessionError
 from ..session import Session, Stats, current
+from ..torch_dispatch import get_found_inf
 from ..torch_private import get_autocast_depth
 from .float32_script import find_asked_dtype
 from .roots import find_root
@@ -180,6 +181,13 @@ class NativeSession(Session):
     def is_skipped(self, optimizer: Optimizer) -> bool:
         """Return whether the last step of an optimizer was skipped."""
         return id(optimizer) in self._skipped
+
+    def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
+        """Return the flags of the script's GradScaler, all of which skip the step. Its `step` has to be under way."""
+        for shown in self.scalers:
+            if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):
+                return flags, True
+        return [], False
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the qualified names of parameters; `parameter of shape (...)` for other tensors."""
