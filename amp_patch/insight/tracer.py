@@ -227,6 +227,20 @@ class Tracer(Recorder):
         """The number of faults in this step so far, some of which may prove harmless."""
         return len(self._finder.faults)
 
+    def blame_last_step(self, optimizer: Optimizer) -> bool:
+        """Enter a fault for weights that do not fit. It belongs to the step before, whose gradients were finite.
+
+        Returns False if all weights are finite.
+        """
+        self._look_at_size(optimizer)
+        if self._are_weights_finite:
+            return False
+        self._finder.step -= 1
+        self._finder.faults = [self._make_of_step(optimizer)]
+        self._finish_faults(None)
+        self.stop()
+        return True
+
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
         """Complete the faults of a repeated step. No optimizer steps. None: the step had not come yet."""
         if optimizer is None:
@@ -284,8 +298,11 @@ class Tracer(Recorder):
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
-        if self._are_weights_finite:
-            return
+        if not self._are_weights_finite:
+            self._finder.faults.append(self._make_of_step(optimizer))
+
+    def _make_of_step(self, optimizer: Optimizer) -> FaultRecord:
+        """Return the record of weights that a step of an optimizer has made not fit."""
         bad = next(weight for weight in self._weights_of(optimizer) if not bool(weight.detach().isfinite().all()))
         (name,) = self._watched.names_of([bad])
         master = self._watched.find_master(bad)
@@ -303,8 +320,7 @@ class Tracer(Recorder):
             lr=_read_number(group, "lr"),
         )
         value = name_value(has_nan(bad))
-        fault = FaultRecord(self._finder.step, Phase.STEP, value, Cause.STEP, origin=origin, evidence=evidence)
-        self._finder.faults.append(fault)
+        return FaultRecord(self._finder.step, Phase.STEP, value, Cause.STEP, origin=origin, evidence=evidence)
 
     def _finish_faults(self, is_skipped: bool | None) -> None:
         """Complete the faults of a step, and begin the next."""

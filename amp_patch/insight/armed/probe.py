@@ -28,12 +28,16 @@ from ..tensors import find_largest_of
 from ..tracer import Tracer
 from ..trouble_record import TroubleRecord, format_trouble
 from .call_watch import CallWatch
-from .replay import Replay
+from .replay import Replay, Replayed
+from .surroundings import read_version
 from .tape import Tape
 from .troubles import Trouble, TroubleWatch
 
 Then = Literal["stop", "skip", "go"]
 THEN: tuple[Then, ...] = ("stop", "skip", "go")
+
+_IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
+"""What reports say of the step: None if it does not end."""
 
 _MOST_REPORTS = 5
 _MOST_REPEATED = 64
@@ -81,6 +85,7 @@ class Armed(Probe):
         self._stepping: int | None = None
         self._noted_loss: int | None = None  # id of the scaled loss that was noted last
         self._largest_weight: float | None = None  # before the first step
+        self._written: dict[int, int] = {}  # by id of the optimizer: how often its weights were written, at its last step
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -154,6 +159,7 @@ class Armed(Probe):
         if self._stepping != id(optimizer):  # a step with a closure reports only its end
             self.step_begun(optimizer)
         self._stepping = None
+        self._written[id(optimizer)] = _count_writes(optimizer)
         self._forget_step()
         if self._is_counted(optimizer):
             if self._recorder is not None:
@@ -223,8 +229,11 @@ class Armed(Probe):
         if self._recorder is not None:
             self._recorder.pause()
         try:
-            is_skipped = {"stop": None, "skip": True, "go": False}[self._then] if not trouble.is_skipped else True
-            replayed = Replay(self._tape, session, tracer).run(optimizer, is_skipped=is_skipped)
+            if optimizer is not None and self._is_of_last_step(optimizer) and tracer.blame_last_step(optimizer):
+                replayed = Replayed()
+            else:
+                is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
+                replayed = Replay(self._tape, session, tracer).run(optimizer, is_skipped=is_skipped)
         finally:
             tracer.stop()
             self._watch.is_paused = False
@@ -249,6 +258,10 @@ class Armed(Probe):
             obstacle=replayed.obstacle,
         )
         return self._print_report(record, faults)
+
+    def _is_of_last_step(self, optimizer: Optimizer) -> bool:
+        """Return whether only the last step of an optimizer has written its weights, with gradients that were finite."""
+        return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record trouble, and print it unless it was reported before."""
@@ -276,6 +289,11 @@ class Armed(Probe):
 def _make_recorder(record: int) -> Any:
     """Return a recorder that samples one step in `record`, or None."""
     return None
+
+
+def _count_writes(optimizer: Optimizer) -> int:
+    """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
+    return sum(read_version(weight) for group in optimizer.param_groups for weight in group["params"])
 
 
 def _weights_of(session: Session, optimizer: Optimizer) -> Iterator[Tensor]:
