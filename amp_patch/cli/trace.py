@@ -19,6 +19,7 @@ from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
 from ..terminal import print_error
+from . import armed, trace_armed
 from .ranks import refuse_ranks
 from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
 from .values import new_file, steps
@@ -65,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a list that repairs the fault, run the script with it and in float32, and say whether it is enough",
     )
-    usage = "[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]"
+    armed.add_options(parser)
+    usage = f"[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE] {armed.USAGE}"
     add_script(parser, usage=usage, has_report=True)
 
 
@@ -197,6 +199,9 @@ def run(arguments: argparse.Namespace) -> int:
     2 (`TROUBLE`): the script could not be checked, or this command failed.
     """
     try:
+        if arguments.armed:
+            return trace_armed.trace(arguments)
+        armed.read_options(arguments)
         return _trace(arguments)
     except (AmpError, OSError) as error:
         print_error(arguments.parser.prog, "failed", str(error))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
-    from .armed.probe import armed as armed
+    from .arming.probe import armed as armed
     from .causes import find_remedy as find_remedy
     from .comparing import compare as compare
     from .fault_record import FaultRecord as FaultRecord
@@ -45,7 +45,7 @@ _HOMES = {
     "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
     "Tuner": "tuning.tuner",
-    "armed": "armed.probe",
+    "armed": "arming.probe",
     "compare": "comparing",
     "describe_further": "fault_text",
     "describe_search": "fault_text",

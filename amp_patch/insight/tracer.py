@@ -227,32 +227,21 @@ class Tracer(Recorder):
         """The number of faults in this step so far, some of which may prove harmless."""
         return len(self._finder.faults)
 
-    def blame_last_step(self, optimizer: Optimizer) -> bool:
-        """Enter a fault for weights that do not fit. It belongs to the step before, whose gradients were finite.
-
-        Returns False if all weights are finite.
-        """
-        self._look_at_size(optimizer)
-        if self._are_weights_finite:
-            return False
+    def blame_last_step(self, optimizer: Optimizer) -> None:
+        """Enter a fault for weights that do not fit. The step before has made them, from gradients that were finite."""
         self._finder.step -= 1
         self._finder.faults = [self._make_of_step(optimizer)]
         self._finish_faults(None)
-        self.stop()
-        return True
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
         """Complete the faults of a repeated step. No optimizer steps. None: the step had not come yet."""
         if optimizer is None:
-            self.stop()
+            self.stop()  # completes them as at the end of a script
             return
         super().step_begun(optimizer)
         self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
         self._look_at_size(optimizer)
-        if self._seen.are_gradients_bad and is_skipped is not None:
-            self._seen.skips.append(is_skipped)
         self._finish_faults(is_skipped)
-        self.stop()
 
     # ---- gradients and weights ---------------------------------------------------------------------------------------
 

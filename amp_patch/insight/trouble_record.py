@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..tables import align, count_of
+from ..tables import align
 from .json_values import absent
 
 
@@ -46,7 +46,7 @@ class TroubleRecord:
 _THEN = {
     "stop": "the script is stopped; weights are as they were before this step",
     "skip": "this step changes no weights, and the script goes on",
-    "go": "the script goes on as it would have",
+    "go": "the script goes on as it would have; once weights hold such values, no step is repeated",
 }
 
 
@@ -85,5 +85,5 @@ def _describe_replay(trouble: TroubleRecord) -> str:
     if not trouble.faults:
         return f"{text}. No op gave a value that does not fit: it comes from another rank, or from code outside of torch"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
-        text += f"; the first fault is in micro-batch {trouble.micro_batch} of {count_of(trouble.micro_batches, 'loss')}"
+        text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
     return text

@@ -146,9 +146,14 @@ class ModuleState:
         buffers.update({name: _copy(value) for name, value in self._values.items()})
 
     def set_scratch_buffers(self) -> None:
-        """Replace the buffers by copies, so that a call cannot change them."""
-        buffers = get_own_buffers(self.module)
-        buffers.update({name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None})
+        """Replace the buffers by copies, so that a call cannot change them.
+
+        The statistics of a batch norm may hold NaN of the step that is repeated. In training they are not read.
+        """
+        copies = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
+        if _is_batch_norm(self.module):
+            copies = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in copies.items()}
+        get_own_buffers(self.module).update(copies)
 
 
 def read_version(tensor: Tensor) -> int:

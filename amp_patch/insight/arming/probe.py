@@ -3,6 +3,7 @@ block of code.
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,7 @@ class Armed(Probe):
         self._noted_loss: int | None = None  # id of the scaled loss that was noted last
         self._largest_weight: float | None = None  # before the first step
         self._written: dict[int, int] = {}  # by id of the optimizer: how often its weights were written, at its last step
+        self._is_bad = False  # the step that has begun
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -148,6 +150,7 @@ class Armed(Probe):
         if self._largest_weight is None:
             self._largest_weight = find_largest_of(_weights_of(session, optimizer))
         trouble = self._troubles.judge(session, optimizer)
+        self._is_bad = trouble is not None
         if trouble is not None and get_backward_id() == -1:
             self._act(session, trouble, optimizer)
 
@@ -159,7 +162,9 @@ class Armed(Probe):
         if self._stepping != id(optimizer):  # a step with a closure reports only its end
             self.step_begun(optimizer)
         self._stepping = None
-        self._written[id(optimizer)] = _count_writes(optimizer)
+        self._written.pop(id(optimizer), None)
+        if not self._is_bad:
+            self._written[id(optimizer)] = _count_writes(optimizer)
         self._forget_step()
         if self._is_counted(optimizer):
             if self._recorder is not None:
@@ -187,10 +192,7 @@ class Armed(Probe):
             self._session = session
             self._report(session, Trouble(f"the loss is {bad:g}, and no step followed", bad, False), None)
             self._session = None
-        self._forget_step()
-        self._watch.stop()
-        if self._recorder is not None:
-            self._recorder.detach()
+        self._disarm()
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
 
@@ -203,12 +205,18 @@ class Armed(Probe):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+        # a step that is taken although it is bad spoils the weights, and all that follows from them
+        if self._then == "stop" or (self._then == "go" and not trouble.is_skipped):
+            self._disarm()
         if self._then == "stop":
-            self.is_over = True
-            self._watch.stop()
-            if self._recorder is not None:
-                self._recorder.detach()
             self._on_end()
+
+    def _disarm(self) -> None:
+        self.is_over = True
+        self._forget_step()
+        self._watch.stop()
+        if self._recorder is not None:
+            self._recorder.detach()
 
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record what it has shown, and print a report.
@@ -218,24 +226,12 @@ class Armed(Probe):
         if self._repeated >= _MOST_REPEATED:
             return None
         self._repeated += 1
-        tracer = Tracer(ignore=self._ignore)
-        tracer.begin_at(
-            session,
-            self._count,
-            smallest_loss=self._troubles.smallest_loss(),
-            largest_weight=math.inf if self._largest_weight is None else self._largest_weight,
-        )
         self._watch.is_paused = True
         if self._recorder is not None:
             self._recorder.pause()
         try:
-            if optimizer is not None and self._is_of_last_step(optimizer) and tracer.blame_last_step(optimizer):
-                replayed = Replayed()
-            else:
-                is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
-                replayed = Replay(self._tape, session, tracer).run(optimizer, is_skipped=is_skipped)
+            tracer, replayed = self._repeat(session, trouble, optimizer)
         finally:
-            tracer.stop()
             self._watch.is_paused = False
             if self._recorder is not None:
                 self._recorder.go_on()
@@ -258,6 +254,26 @@ class Armed(Probe):
             obstacle=replayed.obstacle,
         )
         return self._print_report(record, faults)
+
+    def _repeat(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> tuple[Tracer, Replayed]:
+        """Repeat a step under a tracer, unless the step before it has made the weights not fit. The tracer has stopped."""
+        tracer = Tracer(ignore=self._ignore)
+        begin = functools.partial(
+            tracer.begin_at,
+            session,
+            self._count,
+            smallest_loss=self._troubles.smallest_loss(),
+            largest_weight=math.inf if self._largest_weight is None else self._largest_weight,
+        )
+        try:
+            if optimizer is not None and self._is_of_last_step(optimizer) and _has_bad_weights(session, optimizer):
+                begin()
+                tracer.blame_last_step(optimizer)
+                return tracer, Replayed()
+            is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
+            return tracer, Replay(self._tape, session, tracer).run(begin, optimizer, is_skipped=is_skipped)
+        finally:
+            tracer.stop()
 
     def _is_of_last_step(self, optimizer: Optimizer) -> bool:
         """Return whether only the last step of an optimizer has written its weights, with gradients that were finite."""
@@ -294,6 +310,10 @@ def _make_recorder(record: int) -> Any:
 def _count_writes(optimizer: Optimizer) -> int:
     """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
     return sum(read_version(weight) for group in optimizer.param_groups for weight in group["params"])
+
+
+def _has_bad_weights(session: Session, optimizer: Optimizer) -> bool:
+    return not math.isfinite(find_largest_of(_weights_of(session, optimizer)))
 
 
 def _weights_of(session: Session, optimizer: Optimizer) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,11 @@ class Replay:
         self._scale = 1.0
         self._replayed = Replayed()
 
-    def run(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> Replayed:
+    def run(self, begin: Callable[[], None], optimizer: Optimizer | None, *, is_skipped: bool | None) -> Replayed:
         """Repeat the calls. The tracer has the faults afterwards.
 
         Args:
+            begin: lets the tracer begin.
             optimizer: the optimizer that is about to step; None if the step has not come.
             is_skipped: whether its step will be skipped; None: it will not come.
         """
@@ -73,6 +74,7 @@ class Replay:
             return replayed
         optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
         with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
+            begin()
             try:
                 self._repeat_all()
             except Exception as error:
@@ -105,8 +107,9 @@ class Replay:
     def _repeat(self, call: Call) -> None:
         if call.random is not None:
             call.random.restore()
-        for state in call.states:
-            state.restore()
+        with self._tracer.looking_away():
+            for state in call.states:
+                state.restore()
         args, kwargs = self._resolve(call.args), self._resolve(call.kwargs)
         with restored(call.around, self._session):
             if call.kind is Kind.LOSS:
