@@ -126,7 +126,7 @@ def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCa
 # ---- inputs and outputs of models ------------------------------------------------------------------------------------
 
 
-def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type = Tensor) -> Any:
+def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
@@ -176,7 +176,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     return value
 
 
-def _find_changed(values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type) -> dict[Any, Any]:
+def _find_changed(values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type | tuple[type, ...]) -> dict[Any, Any]:
     """Return the values that a cast replaces, by their keys."""
     changed = {}
     for key, value in values.items():
@@ -186,7 +186,7 @@ def _find_changed(values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: t
     return changed
 
 
-def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type) -> Mapping[Any, Any]:
+def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type | tuple[type, ...]) -> Mapping[Any, Any]:
     changed = _find_changed(value, cast, kind)
     if not changed:
         return value
@@ -205,7 +205,7 @@ def _cast_mapping(value: Mapping[Any, Any], cast: Callable[[Any], Any], kind: ty
     return result
 
 
-def _cast_dataclass(value: Any, cast: Callable[[Any], Any], kind: type) -> Any:
+def _cast_dataclass(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, ...]) -> Any:
     fields = {}
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):

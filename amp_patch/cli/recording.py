@@ -112,9 +112,7 @@ class _ProbeStarter(events.Watcher):
             print_error("amp-patch run", "failed", f"{file} cannot be written: {error.strerror or error}")
 
 
-def take_over(
-    *, is_first: bool, folder: str | None, marker: str | None, is_watched: bool, **options: Any
-) -> None:
+def take_over(*, is_first: bool, folder: str | None, marker: str | None, is_watched: bool, **options: Any) -> None:
     """Start a `Takeover` of torch.autocast as soon as torch is imported.
 
     Args:
@@ -268,9 +266,7 @@ def _shorten(error: BaseException) -> str:
     return "".join(shown.format(chain=False))
 
 
-def record(
-    folder: str | None, probe: str, options: dict[str, Any], seed: int | None, file: str | None = None
-) -> None:
+def record(folder: str | None, probe: str, options: dict[str, Any], seed: int | None, file: str | None = None) -> None:
     """Let a probe watch this process, from its first session on, and write its recording.
 
     Args:

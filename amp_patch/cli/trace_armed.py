@@ -1,4 +1,4 @@
-"""`amp-patch trace --armed`: the script trains at full speed until a step goes wrong, which its process then repeats."""
+"""`amp-patch trace --armed`: runs a script at full speed until a step goes wrong, which its process then repeats."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ TROUBLE, FAILED = 1, 2
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Run the script armed. Return 0, or 1 (`TROUBLE`) if a step went wrong, which the script's process has reported."""
+    """Run the script armed. Return 0, or 1 (`TROUBLE`) if a step went wrong; the process of the script has reported it."""
     from ..insight import format_misuses
     from ..insight.runs import Run
 

@@ -83,7 +83,7 @@ def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
-        return f"{text}. No op gave a value that does not fit: it comes from another rank, or from code outside of torch"
+        return f"{text}. No op gave a value that does not fit: it is of another rank, or of code outside of torch"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
     return text

@@ -23,6 +23,7 @@ from .tape import Call, Given, Kind, Tape
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16"})
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel")
+_IN_BULK = ("_foreach_", "_amp_", "_fused_")
 _SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
 
 
@@ -152,7 +153,8 @@ class CallWatch:
         """
         local = self._local
         if not local.is_entered and not has_foreign_function_mode():
-            self._modes.setdefault(threading.get_ident(), _Mode(self)).__enter__()
+            mode = self._modes.setdefault(threading.get_ident(), _Mode(self))
+            mode.__enter__()  # type: ignore[no-untyped-call]
             local.is_entered = True
         local.is_following = local.is_entered
 
@@ -171,7 +173,7 @@ class CallWatch:
         name = str(getattr(function, "__name__", ""))
         changes_first = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         results = [args[0]] if name == "__setitem__" else tensors_of(result)
-        if not results or name in _SKIPPED or _is_gradient(function):
+        if not results or name.startswith(_IN_BULK) or name in _SKIPPED or _is_gradient(function):
             return
         first = next((value for value in args if isinstance(value, Tensor)), None)
         caller = find_caller()

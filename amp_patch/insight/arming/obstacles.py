@@ -10,7 +10,7 @@ _PARALLEL = "torch.nn.parallel.distributed"
 
 
 def find_obstacle(model: nn.Module) -> str:
-    """Return why a model cannot be called again, or "". Its forward would wait for other ranks, which do not call it."""
+    """Return why a model cannot be called again, or "": its forward would wait for other ranks, which do not."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     is_sharded = bool(list(find_fsdp_modules([model])))

@@ -86,7 +86,9 @@ class Armed(Probe):
         self._stepping: int | None = None
         self._noted_loss: int | None = None  # id of the scaled loss that was noted last
         self._largest_weight: float | None = None  # before the first step
-        self._written: dict[int, int] = {}  # by id of the optimizer: how often its weights were written, at its last step
+        self._written: dict[
+            int, int
+        ] = {}  # by id of the optimizer: how often its weights were written, at its last step
         self._is_bad = False  # the step that has begun
         self.is_over = False
         self.error = NonFiniteError("", None)
@@ -331,9 +333,7 @@ def _print(text: str) -> None:
 
 
 @contextlib.contextmanager
-def armed(
-    *, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()
-) -> Iterator[Recording]:
+def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
     A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a scale

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ... import events
 from ...casting import cast_tree, compiling
 from ...session import Session
+from ...torch_private import DYNAMO
 from ...training import unscaling
 from ..sites import repeat
 from ..tracer import Tracer
@@ -118,11 +119,8 @@ class Replay:
             if call.kind is Kind.BACKWARD:
                 self._go_backward(call, args, kwargs)
                 return
-            function = call.function
-            if call.kind is Kind.MODEL:
-                function = unwrap_parallel(function)
-            else:
-                function = self._find_patched(function)
+            is_model = call.kind is Kind.MODEL
+            function = unwrap_parallel(call.function) if is_model else self._find_patched(call.function)
             result = repeat(call.caller, function, args, kwargs)
         results = tensors_of(result)
         if getattr(call.function, "__name__", "") == "__setitem__":
@@ -242,7 +240,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
     watchers = list(events.watchers)
     with contextlib.ExitStack() as undo:
         undo.callback(session.drop_casts)
-        if compiling.DYNAMO in sys.modules:
+        if DYNAMO in sys.modules:
             undo.callback(compiling.run_eagerly())
         undo.callback(events.watchers.__setitem__, slice(None), watchers)
         undo.callback(random.restore)

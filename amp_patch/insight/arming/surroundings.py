@@ -1,4 +1,4 @@
-"""What a call depends on beside its arguments: the settings of its thread, random numbers, and attributes of modules."""
+"""What a call depends on beside its arguments: settings of its thread, random numbers, attributes of modules."""
 
 import contextlib
 import random

@@ -164,7 +164,7 @@ class Tape:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; for a call that changes its first argument, for those of its source."""
+    """Yield for each result whether it is alive; also for those of the source of a call that changes its argument."""
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:

@@ -177,9 +177,9 @@ def _has_bad_gradients(optimizer: Optimizer, losses: list[Tensor], *, has_flags:
             values = unscaling.dense_values(parameter.grad)
             groups.setdefault((values.device, values.dtype), []).append(values)
     numbers = [value.reshape(()).float() for value in losses]
-    for values in groups.values():
+    for gradients in groups.values():
         # the square of a finite number of 16 bits may be infinite in its own dtype
-        numbers += foreach_norm(values, 2, dtype=torch.float32)
+        numbers += foreach_norm(gradients, 2, dtype=torch.float32)
     if not numbers:
         return False
     device = numbers[0].device
