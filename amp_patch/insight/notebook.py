@@ -7,6 +7,7 @@ from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_record import FaultRecord
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
+from .flight.describe import is_flight, summarize
 from .recordings import Recording
 from .records import ComparisonRecord, RunRecord
 from .report.markup import Markup, element, join
@@ -23,7 +24,13 @@ def _format_recording(recording: Recording) -> str:
         return format_comparison(Summary(recording))
     if recording.ops:
         return format_recording(recording)
-    return f"{entitle_recording(recording)}\n{format_faults(recording)}"
+    if is_flight(recording):
+        return f"{entitle_recording(recording)}\n{summarize(recording.flight)}"
+    text = f"{entitle_recording(recording)}\n{format_faults(recording)}"
+    if recording.flight:
+        fault = next(iter(recording.faults), None)
+        text += f"\nwhat led to it: {summarize(recording.flight, fault)}"
+    return text
 
 
 @display.as_text.register
@@ -38,7 +45,9 @@ def _name_recording(recording: Recording) -> str:
     if recording.of(ComparisonRecord):
         return f"Comparison: {heading(Summary(recording))}"
     contents = f"{sum(op.calls for op in recording.ops)} calls of ops"
-    if not recording.ops:
+    if is_flight(recording):
+        contents = summarize(recording.flight).partition("\n")[0].rstrip(":")
+    elif not recording.ops:
         contents = format_faults(recording).partition("\n")[0]
     return f"Recording: {entitle_recording(recording)}; {contents}"
 
@@ -52,6 +61,9 @@ def _show_recording(recording: Recording) -> Markup:
     if faults:
         further = [element("p", line) for line in describe_further(faults)]
         return join([show_fault(faults[0], recording.run), *further])
+    if is_flight(recording):
+        title, *lines = summarize(recording.flight).splitlines()
+        return join([element("p", entitle_recording(recording)), element("p", title), _list(lines)])
     if not recording.ops:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_forward(recording)

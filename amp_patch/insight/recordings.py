@@ -13,6 +13,7 @@ from ..errors import RecordError
 from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
+from .flight_record import FlightRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
 from .quiet_record import QuietRecord
@@ -45,6 +46,7 @@ Record = (
     | FaultRecord
     | QuietRecord
     | MisuseRecord
+    | FlightRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -121,6 +123,11 @@ class Recording:
     def misuses(self) -> list[MisuseRecord]:
         """How the script uses GradScaler and autocast wrongly."""
         return self.of(MisuseRecord)
+
+    @property
+    def flight(self) -> list[FlightRecord]:
+        """The magnitudes of modules over the sampled steps."""
+        return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""

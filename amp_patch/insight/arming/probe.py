@@ -21,6 +21,8 @@ from ...session import Session, current
 from ...torch_private import get_backward_id
 from ..fault_record import FaultRecord
 from ..fault_text import describe_further, format_fault
+from ..flight import describe_flight
+from ..flight.sampler import Sampler
 from ..misuse_record import record_misuse
 from ..recorder import describe_run, make_empty_run
 from ..recordings import Record, Recording
@@ -78,7 +80,7 @@ class Armed(Probe):
         self._tape = Tape()
         self._watch = CallWatch(self._tape, self._get_session, self._note_plain_loss)
         self._troubles = TroubleWatch(every)
-        self._recorder = _make_recorder(record)
+        self._sampler = Sampler(record) if record else None
         self._records_so_far: list[Record] = []
         self._misuses: list[Record] = []
         self._told: set[tuple[object, ...]] = set()
@@ -94,7 +96,7 @@ class Armed(Probe):
         self.error = NonFiniteError("", None)
 
     def _records(self) -> list[Record]:
-        flight = [] if self._recorder is None else self._recorder.records()
+        flight = [] if self._sampler is None else self._sampler.records()
         return [*self._records_so_far, *self._misuses, *flight]
 
     def _get_session(self) -> Session | None:
@@ -107,8 +109,8 @@ class Armed(Probe):
         self.run = describe_run(session)
         if self.is_over:
             return
-        if self._recorder is not None:
-            self._recorder.attach(session)
+        if self._sampler is not None:
+            self._sampler.attach(session.models, session)
         if self._session is session:
             return
         is_first = self._session is None
@@ -116,8 +118,8 @@ class Armed(Probe):
         self._count += getattr(session, "steps_before", 0)
         if is_first:
             self._watch.start()
-        if self._recorder is not None:
-            self._recorder.begin_step(self._count)
+        if self._sampler is not None:
+            self._sampler.begin_step(self._count)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Note a loss."""
@@ -147,8 +149,8 @@ class Armed(Probe):
         if session is None or self.is_over:
             return
         self._watch.leave()
-        if self._recorder is not None:
-            self._recorder.look_at_gradients(optimizer)
+        if self._sampler is not None:
+            self._sampler.look_at_gradients(optimizer)
         if self._largest_weight is None:
             self._largest_weight = find_largest_of(_weights_of(session, optimizer))
         trouble = self._troubles.judge(session, optimizer)
@@ -169,11 +171,11 @@ class Armed(Probe):
             self._written[id(optimizer)] = _count_writes(optimizer)
         self._forget_step()
         if self._is_counted(optimizer):
-            if self._recorder is not None:
-                self._recorder.end_step(self._count)
+            if self._sampler is not None:
+                self._sampler.end_step(self._count)
             self._count += 1
-            if self._recorder is not None:
-                self._recorder.begin_step(self._count)
+            if self._sampler is not None:
+                self._sampler.begin_step(self._count)
 
     def misused(self, misuse: Any) -> None:
         """Record a wrong use of GradScaler or autocast."""
@@ -217,8 +219,8 @@ class Armed(Probe):
         self.is_over = True
         self._forget_step()
         self._watch.stop()
-        if self._recorder is not None:
-            self._recorder.detach()
+        if self._sampler is not None:
+            self._sampler.detach()
 
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record what it has shown, and print a report.
@@ -229,14 +231,14 @@ class Armed(Probe):
             return None
         self._repeated += 1
         self._watch.is_paused = True
-        if self._recorder is not None:
-            self._recorder.pause()
+        if self._sampler is not None:
+            self._sampler.pause()
         try:
             tracer, replayed = self._repeat(session, trouble, optimizer)
         finally:
             self._watch.is_paused = False
-            if self._recorder is not None:
-                self._recorder.go_on()
+            if self._sampler is not None:
+                self._sampler.go_on()
         faults, searches = tracer.faults, tracer.searches
         if trouble.is_skipped and trouble.loss is None and searches and not faults:
             return None
@@ -258,7 +260,7 @@ class Armed(Probe):
         return self._print_report(record, faults)
 
     def _repeat(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> tuple[Tracer, Replayed]:
-        """Repeat a step under a tracer, unless the step before it has made the weights not fit. The tracer has stopped."""
+        """Repeat a step under a tracer, unless the step before has made the weights not fit. The tracer has stopped."""
         tracer = Tracer(ignore=self._ignore)
         begin = functools.partial(
             tracer.begin_at,
@@ -278,7 +280,7 @@ class Armed(Probe):
             tracer.stop()
 
     def _is_of_last_step(self, optimizer: Optimizer) -> bool:
-        """Return whether only the last step of an optimizer has written its weights, with gradients that were finite."""
+        """Return whether nothing has written the weights since the last step, whose gradients were finite."""
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
@@ -297,16 +299,9 @@ class Armed(Probe):
         return text
 
     def _describe_flight(self, faults: list[FaultRecord]) -> list[str]:
-        if self._recorder is None:
+        if self._sampler is None:
             return []
-        from ..flight import describe_flight
-
-        return describe_flight(self._recorder.records(), faults[0] if faults else None)
-
-
-def _make_recorder(record: int) -> Any:
-    """Return a recorder that samples one step in `record`, or None."""
-    return None
+        return describe_flight(self._sampler.records(), faults[0] if faults else None)
 
 
 def _count_writes(optimizer: Optimizer) -> int:
@@ -336,8 +331,8 @@ def _print(text: str) -> None:
 def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
-    A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a scale
-    below 1, or, without such a scale, if a gradient is not finite. A report is printed to stdout.
+    A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a
+    scale below 1, or, without such a scale, if a gradient is not finite. A report is printed to stdout.
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no

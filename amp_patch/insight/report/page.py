@@ -6,10 +6,12 @@ from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
+from ..flight.describe import is_flight
 from ..recordings import Recording
 from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
+from .flown import FLIGHT_STYLE, make_flight
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
@@ -36,7 +38,11 @@ def make_report(recording: Recording, *, command: str = "") -> str:
         sections = [_comparison_header(summary, command), *make_comparison(summary)]
     else:
         sections = [_header(recording, command)]
-    body = element("main", element("h1", title), *sections, *_ops(recording), _data(recording))
+    if is_flight(recording):
+        title = "What led to it"
+    if recording.flight:
+        style += FLIGHT_STYLE
+    body = element("main", element("h1", title), *sections, *make_flight(recording), *_ops(recording), _data(recording))
     head = join(
         [
             element("meta", charset="utf-8"),
