@@ -148,7 +148,7 @@ class Replay:
             return tensor
         # its graph is gone, or would be used up: gradients end here
         if id(tensor) not in self._cut:
-            self._note("a tensor with a gradient comes from code that could not be followed")
+            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
             self._cut[id(tensor)] = tensor.detach().requires_grad_()
         return self._cut[id(tensor)]
 
@@ -178,6 +178,12 @@ class Replay:
             scale = torch.tensor(self._scale, dtype=torch.float32, device=self._session.device_type)
             gradients = [holder.grad for holder in self._holders() if holder.grad is not None]
             unscaling.rescale_(gradients, scale)
+        models = [known for known in self._tape.calls if known.kind is Kind.MODEL]
+        passed_on = {id(source) for known in models for source in known.sources}
+        # what goes on to another model gets its gradient from there
+        arrived = [(self._find(made), gradient) for made, gradient in call.arrived if id(made.call) not in passed_on]
+        if arrived:
+            args, kwargs = ([result for result, _ in arrived], [gradient for _, gradient in arrived]), {}
         backward = inspect.unwrap(torch.autograd.backward)
         repeat(call.caller, backward, args, kwargs)
         pairs = [pair for pairs in self._pairs_with_masters() for pair in pairs]

@@ -6,6 +6,7 @@ that takes one names it by the call that made it (`Made`). Other tensors, such a
 (`Given`).
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Call:
         made: the tensors among the results, by weak reference, with their versions.
         loss: the value of a loss, with its version.
         scale: returns the loss scale of a loss.
+        arrived: of a backward pass whose loss comes from code that was not followed: the gradients of models' results.
         obstacle: why the call cannot be repeated; "" if it can be.
     """
 
@@ -66,15 +68,20 @@ class Call:
     made: list[tuple["weakref.ref[Tensor]", int]] = field(default_factory=list)
     loss: "Given | None" = None
     scale: Callable[[], float] | None = None
+    arrived: "list[tuple[Made, Tensor]]" = field(default_factory=list)
     obstacle: str = ""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Made:
-    """A tensor that a call on the tape has made: one of the tensors in its result, by position."""
+    """A tensor that a call on the tape has made: one of the tensors in its result, by position.
+
+    `has_graph`: whether it had a graph when the call returned.
+    """
 
     call: Call
     position: int
+    has_graph: bool = True
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -91,6 +98,7 @@ class Tape:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.is_too_long = False
+        self.is_cut = False  # a tensor with a graph came from code that was not followed
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
         self._next_pruning = _FIRST_PRUNING
 
@@ -98,7 +106,7 @@ class Tape:
         """Begin a step."""
         self.calls.clear()
         self._makers.clear()
-        self.is_too_long = False
+        self.is_too_long = self.is_cut = False
         self._next_pruning = _FIRST_PRUNING
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -117,7 +125,10 @@ class Tape:
         for position, tensor in enumerate(results):
             reference = weakref.ref(tensor)
             call.made.append((reference, read_version(tensor)))
-            self._makers[id(tensor)] = reference, Made(call, position)
+            made = Made(call, position, tensor.requires_grad)
+            self._makers[id(tensor)] = reference, made
+            if call.kind is Kind.MODEL and tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self.note_gradient, made))
 
     def note_alias(self, tensor: Tensor, source: Tensor) -> None:
         """Note that a tensor stands for another one: a copy that amp has cast, and that it will cast again."""
@@ -131,7 +142,11 @@ class Tape:
     def _find(self, tensor: Tensor) -> Made | Given | None:
         known = self._makers.get(id(tensor))
         # the id of a tensor that is gone may be that of another one
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is None or known[0]() is not tensor:
+            return None
+        # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
+        is_wrapped = tensor.grad_fn is not None and isinstance(known[1], Made) and not known[1].has_graph
+        return None if is_wrapped else known[1]
 
     def _name(self, call: Call, values: Any) -> Any:
         """Return arguments with `Made` and `Given` in the place of tensors."""
@@ -140,9 +155,17 @@ class Tape:
             known = self._find(tensor)
             if isinstance(known, Made):
                 call.sources.append(known.call)
+            elif tensor.grad_fn is not None:
+                self.is_cut = True
             return known or Given(tensor, read_version(tensor))
 
         return cast_tree(values, name)
+
+    def note_gradient(self, made: Made, gradient: Tensor) -> None:
+        """Keep the gradient of a result of a model, a hook, if the tape does not lead from that result to the loss."""
+        last = self.calls[-1] if self.calls else None
+        if self.is_cut and last is not None and last.kind is Kind.BACKWARD:
+            last.arrived.append((made, gradient.detach()))
 
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
