@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import events
-from ..insight.runs import Probe, Run, make_probe, seed_when_imported
+from ..insight.runs import Probe, Run, make_probe, observes_ops, seed_when_imported
 from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
@@ -54,6 +54,7 @@ class _ProbeStarter(events.Watcher):
         self._folder = None if folder is None else Path(folder)
         self._file = None if file is None else Path(file)
         self._run = run
+        self.observes_ops = observes_ops(run)
         self._probe: Probe | None = None
         self._progress_due = time.monotonic() + _PROGRESS_SECONDS
 

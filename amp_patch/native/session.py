@@ -86,9 +86,34 @@ class NativeSession(Session):
         self._low_weights: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
         # ops that torch casts by itself are wrapped only to be observed, or because of module rules
-        if autocast is not None and self.casts is not None and (observes_all or has_rules):
-            rules_switch = ModuleRulesSwitch(self.switch)
-            self.casts.by_torch = OpCasts(rules_switch, self.casts.low, device_type, None, autocast=autocast)
+        if observes_all or has_rules:
+            self._wrap_all()
+
+    def _wrap_all(self) -> bool:
+        """Let the next patches of ops include those that torch casts by itself. Return False if they do already."""
+        if self._autocast is None or self.casts is None or self.casts.by_torch is not None:
+            return False
+        rules_switch = ModuleRulesSwitch(self.switch)
+        casts = OpCasts(rules_switch, self.casts.low, self.device_type, None, autocast=self._autocast)
+        self.casts.by_torch = casts
+        return True
+
+    @contextlib.contextmanager
+    def observing_all(self) -> Iterator[None]:
+        """Context manager: inside the block, ops that torch casts by itself are wrapped, too.
+
+        Only for a session without lists, which has no patches of ops outside of the block.
+        """
+        if not self._wrap_all():
+            yield
+            return
+        try:
+            self.patch_ops_again()
+            yield
+        finally:
+            self.forget_patches_of_ops()
+            assert self.casts is not None
+            self.casts.by_torch = None
 
     # ---- events in the script ----------------------------------------------------------------------------------------
 

@@ -124,6 +124,16 @@ class Session:
         """Install the patches of ops again after `patcher.undo()`."""
         self._installer.patch_ops_again()
 
+    def forget_patches_of_ops(self) -> None:
+        """Undo `patch_ops_again`."""
+        self._installer.forget_patches_of_ops()
+
+    def observing_all(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager. Inside its block, watchers can observe all ops by their patches, as they always can
+        in a session of `initialize`.
+        """
+        return contextlib.nullcontext()
+
     def _decide_together(self, overflow_group: Any) -> None:
         """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
         wanted = self._overflow_group if overflow_group is None else overflow_group

@@ -70,7 +70,6 @@ class CallWatch:
         self._states: dict[int, list[ModuleState]] = {}  # by call: of all modules that are compared
         self._undo = UndoStack()
         self.is_paused = False
-        self.calls_of_models = 0  # since the last step
 
     def start(self) -> None:
         """Watch from now on."""
@@ -79,7 +78,13 @@ class CallWatch:
         self._undo.callback(self.leave)
         self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
         self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        patcher.install([Patch(torch.autograd, "backward", self._watch_backward)])
+        patcher.install(
+            [
+                Patch(torch.autograd, "backward", self._watch_backward),
+                Patch(Tensor, "backward", self._leave_before),
+                Patch(torch.optim.Optimizer, "zero_grad", self._leave_during),
+            ]
+        )
 
     def stop(self) -> None:
         """Undo `start`. Harmless twice."""
@@ -91,7 +96,6 @@ class CallWatch:
         self._tape.clear()
         self._states.clear()
         self._local.running.clear()  # torch calls no hook of a module that a KeyboardInterrupt has ended
-        self.calls_of_models = 0
         self.leave()
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
@@ -120,11 +124,9 @@ class CallWatch:
 
     def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...]) -> None:
         self.leave()
-        is_first = self.calls_of_models == 0
-        self.calls_of_models += 1
         kwargs = get_call_kwargs(sys._getframe(2))
         call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session))
-        call.random = RandomState(session.device_type, has_python=is_first)
+        call.random = RandomState(session.device_type, has_python=False)
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             call.obstacle = "an argument of the model is a generator, which its call has used up"
             args, kwargs = (), {}
@@ -164,6 +166,30 @@ class CallWatch:
         local.is_following = False
         if local.is_entered and leave_function_mode(self._modes[threading.get_ident()]):
             local.is_entered = False
+
+    def _leave_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `Tensor.backward` that takes the mode off. While the mode handles it, the mode would stay on."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._local.is_entered and get_backward_id() == -1:
+                self.leave()
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _leave_during(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `zero_grad` that runs without the mode, which would handle each read of a gradient."""
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if not self._local.is_following:
+                return original(*args, **kwargs)
+            self.leave()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._follow()
+
+        return zero_grad
 
     def note_function(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Write a call of a function of torch that has run, if it has made or changed a tensor."""

@@ -18,7 +18,7 @@ from ...interrupts import UndoStack
 from ...native import watch
 from ...reporting import find_rank
 from ...session import Session, current
-from ...torch_private import get_backward_id
+from ...torch_private import get_backward_id, get_version
 from ..fault_record import FaultRecord
 from ..fault_text import describe_further, format_fault
 from ..flight import describe_flight
@@ -32,7 +32,6 @@ from ..tracer import Tracer
 from ..trouble_record import TroubleRecord, format_trouble
 from .call_watch import CallWatch
 from .replay import Replay, Replayed
-from .surroundings import read_version
 from .tape import Tape
 from .troubles import Trouble, TroubleWatch
 
@@ -61,6 +60,7 @@ class Armed(Probe):
     """
 
     ends_alone = True
+    observes_ops = False
 
     def __init__(
         self,
@@ -275,7 +275,9 @@ class Armed(Probe):
                 tracer.blame_last_step(optimizer)
                 return tracer, Replayed()
             is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
-            return tracer, Replay(self._tape, session, tracer).run(begin, optimizer, is_skipped=is_skipped)
+            replay = Replay(self._tape, session, tracer)
+            with session.observing_all():
+                return tracer, replay.run(begin, optimizer, is_skipped=is_skipped)
         finally:
             tracer.stop()
 
@@ -306,7 +308,8 @@ class Armed(Probe):
 
 def _count_writes(optimizer: Optimizer) -> int:
     """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
-    return sum(read_version(weight) for group in optimizer.param_groups for weight in group["params"])
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return sum(map(get_version, weights))  # an inference tensor, which has none, cannot be trained
 
 
 def _has_bad_weights(session: Session, optimizer: Optimizer) -> bool:

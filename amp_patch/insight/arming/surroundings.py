@@ -81,7 +81,7 @@ class RandomState:
 
     Args:
         device_type: the device whose generator is read as well. Its state is on the host, so nothing waits.
-        has_python: read the generators of Python and numpy, too, which takes longer than a small op.
+        has_python: read the generators of Python and numpy, too. This takes 60 us, too long for each step.
     """
 
     def __init__(self, device_type: str, *, has_python: bool) -> None:

@@ -113,7 +113,9 @@ class Tape:
 
     def add(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Add a call, which has not run yet or has just run."""
-        call.args, call.kwargs = self._name(call, tuple(args)), self._name(call, kwargs)
+        call.args = tuple(self._name_all(call, args))
+        if kwargs:
+            call.kwargs = dict(zip(kwargs, self._name_all(call, kwargs.values()), strict=True))
         if self.is_too_long:
             return
         if len(self.calls) >= self._next_pruning:
@@ -148,18 +150,23 @@ class Tape:
         is_wrapped = tensor.grad_fn is not None and isinstance(known[1], Made) and not known[1].has_graph
         return None if is_wrapped else known[1]
 
-    def _name(self, call: Call, values: Any) -> Any:
-        """Return arguments with `Made` and `Given` in the place of tensors."""
+    def _name_all(self, call: Call, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield arguments with `Made` and `Given` in the place of tensors."""
+        for value in values:
+            if isinstance(value, Tensor):
+                yield self._name(call, value)
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                yield value
+            else:
+                yield cast_tree(value, functools.partial(self._name, call))
 
-        def name(tensor: Tensor) -> Any:
-            known = self._find(tensor)
-            if isinstance(known, Made):
-                call.sources.append(known.call)
-            elif tensor.grad_fn is not None:
-                self.is_cut = True
-            return known or Given(tensor, read_version(tensor))
-
-        return cast_tree(values, name)
+    def _name(self, call: Call, tensor: Tensor) -> "Made | Given":
+        known = self._find(tensor)
+        if isinstance(known, Made):
+            call.sources.append(known.call)
+        elif tensor.grad_fn is not None:
+            self.is_cut = True
+        return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
         """Keep the gradient of a result of a model, a hook, if the tape does not lead from that result to the loss."""

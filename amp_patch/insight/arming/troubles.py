@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...session import Session
-from ...torch_private import foreach_norm
 from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
@@ -170,21 +169,15 @@ def _has_bad_gradients(optimizer: Optimizer, losses: list[Tensor], *, has_flags:
 
     Waits once. If there may be such a gradient, waits for each. With flags, the gradients have been looked at.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in () if has_flags else parameters:
-        if parameter.grad is not None:
-            values = unscaling.dense_values(parameter.grad)
-            groups.setdefault((values.device, values.dtype), []).append(values)
     numbers = [value.reshape(()).float() for value in losses]
-    for gradients in groups.values():
-        # the square of a finite number of 16 bits may be infinite in its own dtype
-        numbers += foreach_norm(gradients, 2, dtype=torch.float32)
+    if not has_flags:
+        numbers += unscaling.find_norms(parameters)
     if not numbers:
         return False
-    device = numbers[0].device
-    if bool(torch.stack([number.to(device) for number in numbers]).isfinite().all()):
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.cpu() for number in numbers]
+    if math.isfinite(float(torch.stack(numbers).sum())):
         return False
-    # the norm of finite values can be infinite
     has_bad_loss = not all(bool(value.isfinite()) for value in losses)
     return has_bad_loss or (not has_flags and bool(unscaling.find_nonfinite(parameters)))
