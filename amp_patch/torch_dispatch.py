@@ -7,7 +7,8 @@ of `native` fail, and so do the commands that use either package.
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._C import _get_function_stack_at as _get_function_mode
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -93,6 +96,11 @@ def find_written(function: Any) -> frozenset[int]:
     return frozenset(written)
 
 
+def get_argument_names(function: Any) -> list[str]:
+    """Return the names of the arguments of an op. Without the schema, reports could not name operands."""
+    return [argument.name for argument in function._schema.arguments]
+
+
 def is_mutable(function: Any) -> bool:
     """Return whether an op writes to an argument."""
     return bool(function._schema.is_mutable)
@@ -157,6 +165,10 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 """
 
 
+# Hides ops from all dispatch modes of this thread, and from tensor classes with a `__torch_dispatch__`.
+# Without it, `explain` would list the ops of a flight recorder that a script uses.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
 # Returns the scale of a GradScaler as a tensor on its device, None before its first use.
 # Without it, `get_scale` would have to be called, which waits for the device.
 get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
@@ -174,3 +186,21 @@ def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.T
     states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
     found_inf = states.get(id(optimizer), {}).get("found_inf_per_device", {})
     return list(found_inf.values())
+
+
+def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
+    that trains in float16 without a scale.
+    """
+    queue = deque([loss.grad_fn])
+    seen = set[Any]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata = getattr(node, "_input_metadata", None)
+        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
+        queue.extend(following for following, _ in node.next_functions)

@@ -16,7 +16,7 @@ TROUBLE, FAILED = 1, 2
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Run the script armed. Return 0, or 1 (`TROUBLE`) if a step went wrong; the process of the script has reported it."""
+    """Run the script armed. Return 0, or 1 (`TROUBLE`) if a step went wrong, which the script's process reports."""
     from ..insight import format_misuses
     from ..insight.runs import Run
 

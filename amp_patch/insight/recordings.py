@@ -16,7 +16,9 @@ from .fault_record import FaultRecord
 from .flight_record import FlightRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
+from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from .quiet_record import QuietRecord
+from .raised_record import RaisedRecord
 from .record_checks import find_problem
 from .records import (
     SCHEMA,
@@ -45,6 +47,7 @@ Record = (
     | StepRecord
     | FaultRecord
     | QuietRecord
+    | RaisedRecord
     | MisuseRecord
     | FlightRecord
     | ComparisonRecord
@@ -59,6 +62,9 @@ Record = (
     | LowOpRecord
     | ModulesRecord
     | TroubleRecord
+    | OptimizerRecord
+    | ModuleNumbersRecord
+    | StepNormsRecord
 )
 R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
@@ -118,6 +124,11 @@ class Recording:
     def troubles(self) -> list[TroubleRecord]:
         """The steps of an armed run that went wrong."""
         return self.of(TroubleRecord)
+
+    @property
+    def raised(self) -> list[RaisedRecord]:
+        """The exception that ended the run, if dtypes or the use of a GradScaler explain it."""
+        return self.of(RaisedRecord)
 
     @property
     def misuses(self) -> list[MisuseRecord]:

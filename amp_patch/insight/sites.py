@@ -93,7 +93,12 @@ _REPEATS = repeat.__code__
 def find_site() -> Site:
     """Return where the code that is running was called from. In a thread of autograd there is no place."""
     caller = find_caller()
-    return Site(_describe_line(caller.file, caller.number) if caller.file else "", caller.by)
+    return Site(describe_line(caller.file, caller.number) if caller.file else "", caller.by)
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether code in a file is neither torch's nor of this package. Other packages count as the user's."""
+    return _find_role(file) is None
 
 
 def names_dtype() -> bool:
@@ -108,7 +113,17 @@ def names_dtype() -> bool:
     return _LOW_DTYPE.search(line) is not None
 
 
-def _describe_line(file: str, line: int) -> str:
+def find_low_lines(file: str) -> list[str]:
+    """Return the lines of a file that name a 16-bit dtype, but for regions of autocast."""
+    lines = enumerate(linecache.getlines(file), 1)
+    return [
+        describe_line(file, number)
+        for number, line in lines
+        if _LOW_DTYPE.search(line.partition("#")[0]) and "autocast" not in line
+    ]
+
+
+def describe_line(file: str, line: int) -> str:
     """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:

@@ -67,11 +67,13 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
     settings = []
     if trouble.loss is not None:
         settings.append(f"loss {trouble.loss:.6g}")
-    settings.append(f"loss scale {trouble.loss_scale:g}")
+    if trouble.loss_scale != 1:
+        settings.append(f"loss scale {trouble.loss_scale:g}")
     rates = sorted(set(trouble.learning_rates), reverse=True)
     if rates:
         settings.append(f"learning rate {' and '.join(f'{rate:.3g}' for rate in rates[:3])}")
-    yield "state", ", ".join(settings)
+    if settings:
+        yield "state", ", ".join(settings)
     yield "replay", _describe_replay(trouble)
     yield "then", _THEN[trouble.then]
 

@@ -137,7 +137,7 @@ class NativeSession(Session):
             self._optimizers.append(weakref.ref(optimizer))
 
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
-        """Count a step, taken or skipped. A flag (0-dim, 1.0 if it was skipped) is read once it has reached the host."""
+        """Count a step, taken or skipped. A flag (0-dim, 1.0: skipped) is read once it has reached the host."""
         if not self._has_stepped:
             # by the end of the first step, the script has called all its modules
             self.bindings.warn_of_unused_rules()

@@ -1,7 +1,7 @@
 """A flight recorder launches a fixed number of ops in the steps that it samples and none in others, and waits for
 nothing.
 
-Guards: insight/flight/sheet, insight/flight/sampler, insight/flight/flight_recorder.
+Guards: insight/flight/sheet, insight/flight/sampler, insight/flight/steps, insight/flight/flight_recorder.
 """
 
 import pytest

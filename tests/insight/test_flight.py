@@ -1,7 +1,8 @@
 """A flight recorder leaves the training as it was, keeps magnitudes of some steps, and says which of them have grown.
 
-Guards: insight/flight_record, insight/flight/sheet, insight/flight/sampler, insight/flight/flight_recorder.
-Guards: insight/flight/growth, insight/flight/describe, insight/report/flown, insight/notebook, integrations/trackers.
+Guards: insight/flight_record, insight/flight/sheet, insight/flight/sampler, insight/flight/steps.
+Guards: insight/flight/flight_recorder, insight/flight/growth, insight/flight/describe, insight/report/flown.
+Guards: insight/notebook, integrations/trackers.
 """
 
 import copy
@@ -76,7 +77,7 @@ def test_a_training_is_bitwise_as_without_it_and_nothing_is_left_behind(mode):
     assert str(recorded[0]) == str(losses) and torch.equal(recorded[2], random_state)
     assert all(map(torch.equal, recorded[1], weights))
     outputs = {record.name: record for record in recorder.records if record.subject is OUTPUT}
-    assert list(outputs)[:5] == ["0", "1", "2", "3", "4"] and outputs["2"].steps == (0, 2, 4)
+    assert {"0", "1", "2", "3", "4"} <= outputs.keys() and outputs["2"].steps == (0, 2, 4)
     assert outputs["2"].zeros[-1] > 0.3 and outputs["0"].zeros[-1] == 0
     amp.reset()
     assert not any(module._forward_hooks for module in net.modules()) and "step" not in vars(scaler)
@@ -237,7 +238,7 @@ HEALTHY = {
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1.5])
 def test_nothing_is_told_of_a_healthy_training(name, noise):
     records = [make_record(HEALTHY[name], noise=noise, seed=seed) for seed in range(10)]
-    assert summarize(records).endswith(": nothing has grown")
+    assert ": nothing has grown; the output of blocks.7.scores is the largest with " in summarize(records)
 
 
 GROWING = {
@@ -260,7 +261,7 @@ def test_equal_layers_share_a_line_and_the_end_of_samples_is_named():
     records = [make_record(lambda step: 2.0 * 2 ** (step / 450), name=f"blocks.{number}.mlp") for number in range(8)]
     records[0] = make_record(lambda step: math.nan if step > 6000 else 2.0 * 2 ** (step / 450), name="blocks.0.mlp")
     (line,) = summarize(records).splitlines()[1:]
-    assert "(and 7 more of blocks.*.mlp), then to NaN" in line
+    assert "(and 7 more of blocks.*.mlp), and was first NaN in step 6,050" in line
 
 
 def test_gradients_that_vanish_and_a_scale_that_falls_are_told():
@@ -271,7 +272,9 @@ def test_gradients_that_vanish_and_a_scale_that_falls_are_told():
     lines = summarize([lost, scale, output]).splitlines()[1:]
     assert lines[0].startswith("  zeros in the gradient of head rose from 13% to 90%: float16 ends below 6e-08")
     assert lines[1:] == ["  the loss scale fell from 2**12 to 1"]
-    assert summarize([lost, make_record(lambda step: 2.0**20, subject=SCALE), output]).endswith("nothing has grown")
+    assert summarize([lost, make_record(lambda step: 2.0**20, subject=SCALE), output]).endswith(
+        "nothing has grown; the output of blocks.7.scores is the largest with 20, and float16 ends at 65,504"
+    )
 
 
 def test_few_samples_say_nothing():
@@ -386,3 +389,61 @@ def test_it_is_read_without_torch():
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_session_may_open_and_close_while_it_records():
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    recorder = insight.FlightRecorder(every=1).attach(net, optimizer)
+    hooks = []
+    for step in range(6):
+        if step == 2:
+            amp.initialize(net, optimizer, opt_level="O2", verbosity=0)
+        if step == 4:
+            amp.reset()
+        hooks.append(len(optimizer._optimizer_step_pre_hooks))
+        loss = net(torch.randn(32, 8)).float().square().mean()
+        optimizer.zero_grad()
+        if 2 <= step < 4:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    recorder.close()
+    assert hooks == [1, 1, 0, 0, 1, 1]  # with a hook, a bound fused optimizer could not skip on the device
+    assert recorder.recording.run.opt_level == "O2"
+    gradients = [record for record in recorder.records if record.subject is GRADIENT]
+    assert {record.steps for record in gradients} == {(0, 1, 2, 3, 4, 5)}
+
+
+def test_a_rank_has_a_file_of_its_own_which_an_interrupt_leaves_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder = insight.FlightRecorder(every=1, path=tmp_path / "flight.jsonl")
+    with pytest.raises(KeyboardInterrupt), recorder.attach(net, optimizer):
+        for step in range(10):
+            net(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            if step == 4:
+                raise KeyboardInterrupt
+    recording = insight.Recording.read(tmp_path / "flight.1.jsonl")
+    assert recording.run.rank == 1 and recording.flight[0].steps == (0, 1, 2, 3, 4)
+
+
+def test_a_recording_of_ops_does_not_have_those_of_the_recorder():
+    found = []
+    for is_recorded in (False, True):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        recorder = insight.FlightRecorder(every=1)
+        if is_recorded:
+            recorder.attach(net, optimizer)
+        with insight.recording() as recording:
+            net(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        recorder.close()
+        found.append([(op.module, op.op, op.calls) for op in recording.ops])
+    assert found[0] == found[1] and recorder.records

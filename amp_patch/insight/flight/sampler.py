@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...casting import compiling
 from ...session import Session
-from ...torch_dispatch import get_current_node, get_scale_on_device
+from ...torch_dispatch import get_current_node, get_scale_on_device, without_dispatch
 from ...torch_private import get_local_tensor, get_sparse_values
 from ..flight_record import FlightKind, FlightRecord
 from ..naming import name_modules
@@ -25,7 +25,7 @@ from ..rules import short
 from ..runs import check_count
 from ..short_dtypes import LARGEST
 from ..tensors import floating_in
-from .sheet import Page, Sheet
+from .sheet import UNSEEN, Columns, Page, Sheet
 
 _SPARE_ROWS = 64
 """Rows for values that a script shows for the first time in a step that has begun already."""
@@ -67,24 +67,6 @@ class _Sample(NamedTuple):
 
     step: int
     pages: tuple[Page, ...]
-
-
-@dataclass(slots=True)
-class _Point:
-    """The numbers of a module in one step, over all of its parameters and devices."""
-
-    largest: float = 0.0
-    values: int = 0
-    zeros: float = 0.0
-    near: float = 0.0
-
-    def add(self, largest: float, values: int, zeros: float, near: float) -> None:
-        """Take in the numbers of one row."""
-        if math.isnan(largest) or largest > self.largest:
-            self.largest = largest
-        self.values += values
-        self.zeros += zeros
-        self.near += near
 
 
 class Sampler:
@@ -215,7 +197,8 @@ class Sampler:
             return
         self._remove_hooks()
         self._is_sampling = False
-        pages = [sheet.finish() for sheet in self._sheets.values()]
+        with without_dispatch():
+            pages = [sheet.finish() for sheet in self._sheets.values()]
         measured = tuple(page for page in pages if page is not None)
         if measured:
             self._samples.append(_Sample(step, measured))
@@ -231,29 +214,34 @@ class Sampler:
         samples = list(self._samples)
         if last is not None:
             samples = samples[-last:]
-        series: dict[tuple[FlightKind, str], dict[int, _Point]] = {}
-        dtypes: dict[tuple[FlightKind, str], str] = {}
-        for sample in samples:
-            for page in sample.pages:
-                numbers = page.read()
-                for row, count in page.counts.items():
-                    key = self._rows[row].subject, self._rows[row].name
-                    dtypes[key] = self._rows[row].dtype
-                    point = series.setdefault(key, {}).setdefault(sample.step, _Point())
-                    point.add(numbers[0][row], count, numbers[1][row], numbers[2][row])
-        return [
-            FlightRecord(
-                subject,
-                name,
-                dtypes[subject, name],
-                tuple(points),
-                tuple(_shorten(point.largest, subject) for point in points.values()),
-                tuple(_shorten(point.zeros / max(point.values, 1)) for point in points.values()),
-                tuple(_shorten(point.near / max(point.values, 1)) for point in points.values()),
-                self._low,
-            )
-            for (subject, name), points in series.items()
-        ]
+        columns = [(sample.step, _merge([page.unfold() for page in sample.pages])) for sample in samples]
+        rows: dict[tuple[FlightKind, str], list[int]] = {}
+        for number, row in enumerate(self._rows):
+            rows.setdefault((row.subject, row.name), []).append(number)
+        records = [self._make_record(subject, name, numbers, columns) for (subject, name), numbers in rows.items()]
+        return [record for record in records if record.steps]
+
+    def _make_record(
+        self, subject: FlightKind, name: str, rows: Sequence[int], columns: Sequence[tuple[int, Columns]]
+    ) -> FlightRecord:
+        """Return the samples of some rows, such as the parameters of a module, as one record."""
+        points = []
+        for step, (counts, *numbers) in columns:
+            seen = [row for row in rows if row < len(counts) and counts[row] != UNSEEN]
+            if seen:
+                values = max(1.0, sum(counts[row] for row in seen))
+                largest, zeros, near = ([column[row] for row in seen] for column in numbers)
+                points.append((step, _find_largest(largest), sum(zeros) / values, sum(near) / values))
+        return FlightRecord(
+            subject,
+            name,
+            self._rows[rows[-1]].dtype,
+            tuple(point[0] for point in points),
+            tuple(point[1] if subject is FlightKind.SCALE else _shorten(point[1]) for point in points),
+            tuple(_shorten(point[2]) for point in points),
+            tuple(_shorten(point[3]) for point in points),
+            self._low,
+        )
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -287,7 +275,8 @@ class Sampler:
         dtype = self._rows[row].dtype = short(tensor.dtype)
         if dtype in LARGEST:
             self._low = dtype
-        sheet.measure(row, tensor, scale)
+        with without_dispatch():
+            sheet.measure(row, tensor, scale)
 
     def _find_sheet(self, device: torch.device) -> Sheet:
         sheet = self._sheets.get(device)
@@ -311,7 +300,8 @@ class Sampler:
                 device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
                 row, sheet = self._find_row(FlightKind.SCALE, name, name), self._find_sheet(device)
                 if row < sheet.rows:
-                    sheet.note(row, scale)
+                    with without_dispatch():
+                        sheet.note(row, scale)
 
     def _find_masters(self) -> dict[int, int]:
         """Return for the id of each master the id of its parameter."""
@@ -353,6 +343,28 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _shorten(number: float, subject: FlightKind | None = None) -> float:
-    """Return a number with five digits; a loss scale, which is a power of two, as it is."""
-    return number if subject is FlightKind.SCALE else float(f"{number:.5g}")
+def _merge(pages: Sequence[Columns]) -> Columns:
+    """Return the columns of all devices as one. Most models are on one."""
+    merged, *others = pages
+    for columns in others:
+        for row, count in enumerate(columns[0]):
+            if count == UNSEEN:
+                continue
+            for column in merged:
+                column.extend([UNSEEN if column is merged[0] else 0.0] * (row + 1 - len(column)))
+            is_first = merged[0][row] == UNSEEN
+            merged[0][row] = count if is_first else merged[0][row] + count
+            merged[1][row] = columns[1][row] if is_first else _find_largest([merged[1][row], columns[1][row]])
+            for column, added in zip(merged[2:], columns[2:], strict=True):
+                column[row] = added[row] if is_first else column[row] + added[row]
+    return merged
+
+
+def _find_largest(numbers: Sequence[float]) -> float:
+    """Return the largest number; NaN if one is."""
+    return math.nan if any(number != number for number in numbers) else max(numbers)
+
+
+def _shorten(number: float) -> float:
+    """Return a number with five digits."""
+    return float(f"{number:.5g}") if number else 0.0

@@ -16,6 +16,12 @@ from ..flight_record import NEAR
 VALUES = 512
 """Shares are estimated from so many values of a tensor. The standard error of a share is then at most 2.3 %."""
 
+UNSEEN = -1.0
+"""The count of a row that was not measured."""
+
+Columns = list[list[float]]
+"""Counts, largest magnitudes, zeros and near values of a step, each by row."""
+
 # torch's own overloads, which no list patches. With `out`, autocast does not cast their arguments.
 _reduce = torch.ops.aten.linalg_vector_norm.out
 _take_larger = torch.ops.aten.maximum.out
@@ -41,15 +47,20 @@ class Page:
     event: "torch.Event | None" = field(compare=False)
 
     def is_here(self) -> bool:
-        """Return whether the numbers have arrived, so that `read` does not wait."""
+        """Return whether the numbers have arrived, so that `unfold` does not wait."""
         return self.event is None or bool(self.event.query())
 
-    def read(self) -> list[list[float]]:
-        """Return the numbers. Waits for their copy, but not for work queued after it."""
+    def unfold(self) -> Columns:
+        """Return the counts by row, `UNSEEN` where nothing was measured, and the numbers. Waits for their copy, but not
+        for work queued after it.
+        """
         if self.event is not None:
             self.event.synchronize()
-        lists: list[list[float]] = self.numbers.tolist()
-        return lists
+        numbers: list[list[float]] = self.numbers.tolist()
+        counts = [UNSEEN] * len(numbers[0])
+        for row, count in self.counts.items():
+            counts[row] = count
+        return [counts, *numbers]
 
 
 class Sheet:
