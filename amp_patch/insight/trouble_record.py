@@ -25,6 +25,7 @@ class TroubleRecord:
         faults: the number of faults that the repetition has found.
         differences: how the repetition differs from the step; empty if it was the same.
         obstacle: why the step could not be repeated to its end; "" if it was.
+        has_stepped: whether the step had changed the weights already, as one with a closure does.
     """
 
     kind: ClassVar[str] = "trouble"
@@ -41,10 +42,11 @@ class TroubleRecord:
     faults: int = 0
     differences: tuple[str, ...] = ()
     obstacle: str = ""
+    has_stepped: bool = False
 
 
 _THEN = {
-    "stop": "the script is stopped; weights are as they were before this step",
+    "stop": "the script is stopped",
     "skip": "this step changes no weights, and the script goes on",
     "go": "the script goes on as it would have; once weights hold such values, no step is repeated",
 }
@@ -75,12 +77,15 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
     if settings:
         yield "state", ", ".join(settings)
     yield "replay", _describe_replay(trouble)
-    yield "then", _THEN[trouble.then]
+    then = _THEN[trouble.then]
+    if trouble.then == "stop" and not trouble.has_stepped:
+        then += "; weights are as they were before this step"
+    yield "then", then
 
 
 def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.obstacle:
-        return f"none, or only in part: {trouble.obstacle}"
+        return f"the step was not repeated to its end: {trouble.obstacle}"
     text = "the step was repeated under trace, bit for bit as the first time"
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"

@@ -288,6 +288,41 @@ def test_skips_on_the_way_down_of_a_loss_scale_are_no_trouble(capsys):
     assert not recording.troubles
 
 
+def test_a_step_with_a_closure_is_told_and_not_repeated():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.log(model(torch.ones(2, 4)).square().mean() * 0)
+        loss.backward()
+        return loss
+
+    with insight.armed(then="go", record=0) as recording:
+        optimizer.step(closure)
+    (trouble,) = recording.troubles
+    assert trouble.has_stepped and "closure" in trouble.obstacle
+    assert "not repeated to its end" in str(recording)
+
+
+def test_a_step_that_never_comes_is_repeated_when_the_run_ends():
+    model = nn.Linear(4, 1)
+    with insight.armed(record=0) as recording:
+        torch.log(model(torch.ones(2, 4)).square().mean() * 0).backward()
+    assert "no step followed" in recording.troubles[0].symptom
+    assert recording.faults[0].origin.aten == "log"
+
+
+def test_a_recording_of_trouble_is_written_and_read_and_told(tmp_path):
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: torch.log(model(torch.ones(2, 4)).square().mean() * factor), model)
+    recording = arm(step, bad=0.0)
+    recording.to_jsonl(tmp_path / "trouble.jsonl")
+    again = insight.Recording.read(tmp_path / "trouble.jsonl")
+    assert again.troubles == recording.troubles
+    assert str(again) == str(recording)
+
+
 def test_wrong_arguments_and_two_blocks_are_refused():
     for options in ({"then": "halt"}, {"every": 0}, {"record": -1}):
         with pytest.raises(ArgumentValueError), insight.armed(**options):

@@ -92,6 +92,7 @@ class Armed(Probe):
             int, int
         ] = {}  # by id of the optimizer: how often its weights were written, at its last step
         self._is_bad = False  # the step that has begun
+        self._has_stepped = False  # it has changed the weights already
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -155,7 +156,7 @@ class Armed(Probe):
             self._largest_weight = find_largest_of(_weights_of(session, optimizer))
         trouble = self._troubles.judge(session, optimizer)
         self._is_bad = trouble is not None
-        if trouble is not None and get_backward_id() == -1:
+        if trouble is not None:
             self._act(session, trouble, optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -164,7 +165,11 @@ class Armed(Probe):
         if session is None or self.is_over:
             return
         if self._stepping != id(optimizer):  # a step with a closure reports only its end
+            self._has_stepped = True
             self.step_begun(optimizer)
+            self._has_stepped = False
+            if self.is_over:
+                return
         self._stepping = None
         self._written.pop(id(optimizer), None)
         if not self._is_bad:
@@ -248,7 +253,7 @@ class Armed(Probe):
             symptom=trouble.symptom,
             loss=trouble.loss,
             loss_scale=min(session.stats(wait=True).loss_scales, default=1.0),
-            learning_rates=() if optimizer is None else tuple(float(group["lr"]) for group in optimizer.param_groups),
+            learning_rates=() if optimizer is None else _rates_of(optimizer),
             rank=find_rank() or 0,
             then=self._then,
             micro_batch=replayed.micro_batch if faults else None,
@@ -256,6 +261,7 @@ class Armed(Probe):
             faults=len(faults),
             differences=tuple(replayed.differences),
             obstacle=replayed.obstacle,
+            has_stepped=self._has_stepped,
         )
         return self._print_report(record, faults)
 
@@ -270,6 +276,10 @@ class Armed(Probe):
             largest_weight=math.inf if self._largest_weight is None else self._largest_weight,
         )
         try:
+            if self._has_stepped:
+                return tracer, Replayed(obstacle="a step with a closure changes weights before anything can be seen")
+            if get_backward_id() != -1:
+                return tracer, Replayed(obstacle="the optimizer steps inside of the backward pass")
             if optimizer is not None and self._is_of_last_step(optimizer) and _has_bad_weights(session, optimizer):
                 begin()
                 tracer.blame_last_step(optimizer)
@@ -310,6 +320,10 @@ def _count_writes(optimizer: Optimizer) -> int:
     """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return sum(map(get_version, weights))  # an inference tensor, which has none, cannot be trained
+
+
+def _rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
 
 
 def _has_bad_weights(session: Session, optimizer: Optimizer) -> bool:
