@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...casting import cast_tree, compiling
 from ...interrupts import UndoStack
+from ...native import calls_under_way
 from ...patching import Patch, Patcher
 from ...session import Session
 from ...torch_dispatch import has_foreign_function_mode, leave_function_mode
@@ -85,6 +87,8 @@ class CallWatch:
                 Patch(torch.optim.Optimizer, "zero_grad", self._leave_during),
             ]
         )
+        for module, frame in calls_under_way():  # a session may be opened by the first call of a model
+            self._note_entry(module, frame.f_locals.get("args", ()), frame)
 
     def stop(self) -> None:
         """Undo `start`. Harmless twice."""
@@ -102,13 +106,16 @@ class CallWatch:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
-        if compiling.is_dynamo_compiling():
-            return
+        if not compiling.is_dynamo_compiling():
+            self._note_entry(module, args, sys._getframe(1))
+
+    def _note_entry(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
+        """Note that a module is called. `frame` is torch's frame of the call."""
         local = self._local
         if not local.running and not self.is_paused and not is_replica(module) and get_backward_id() == -1:
             session = self._get_session()
             if session is not None and not compiling.is_traced():
-                self._begin_call(session, module, args)
+                self._begin_call(session, module, args, get_call_kwargs(frame))
         local.running.append(module)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -122,9 +129,8 @@ class CallWatch:
             call, local.call = local.call, None
             self._end_call(call, output)
 
-    def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leave()
-        kwargs = get_call_kwargs(sys._getframe(2))
         call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session))
         call.random = RandomState(session.device_type, has_python=False)
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
