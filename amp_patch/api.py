@@ -17,9 +17,11 @@ from .functions import (
     get_original,
     half_function,
     is_patched,
+    match_function,
     promote_function,
     register_float_function,
     register_half_function,
+    register_match_function,
     register_promote_function,
 )
 from .hardware import as_device_type
@@ -44,10 +46,12 @@ __all__ = [
     "is_patched",
     "load_state_dict",
     "master_params",
+    "match_function",
     "promote_function",
     "refresh",
     "register_float_function",
     "register_half_function",
+    "register_match_function",
     "register_promote_function",
     "reset",
     "scale",
@@ -108,8 +112,7 @@ def initialize(
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
-        presets: path of a presets file to use instead of the shipped one. Default: the environment variable
-            AMP_PATCH_PRESETS.
+        presets: path of a presets file in place of the shipped one. Default: environment variable AMP_PATCH_PRESETS.
         replace: close a session that is still in use instead of raising an error.
         overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
             reduce a few numbers in each step. None: the ranks that hold shards of the models, if any. Without shards,
@@ -148,9 +151,8 @@ def initialize(
         return returned
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
-        raise ModelError(
-            "initialize needs at least one model: pass it, or use amp.session(opt_level=...) for code without a model"
-        )
+        advice = "pass it, or use amp.session(opt_level=...) for code without a model"
+        raise ModelError(f"initialize needs at least one model: {advice}")
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ArgumentTypeError(
             f"num_losses={num_losses!r} must be a whole number of at least 1: pass the number of losses, or leave it"
@@ -244,8 +246,7 @@ def scale_loss(
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:
         raise ArgumentTypeError(
-            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, as the"
-            " second argument"
+            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, after it"
         )
     return current.scale_loss(loss, optimizer_list, loss_id, delay_unscale)
 
@@ -315,9 +316,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
         expected = "one optimizer at a time" if isinstance(optimizer, (list, tuple)) else "the optimizer"
+        given = type(optimizer).__name__
         raise ArgumentTypeError(
-            f"master_params takes {expected}, not"
-            f" {type(optimizer).__name__}: write `for p in amp.master_params(optimizer)`"
+            f"master_params takes {expected}, not {given}: write `for p in amp.master_params(optimizer)`"
         )
     return (parameter for group in groups for parameter in group["params"])
 
@@ -419,8 +420,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 def reset() -> None:
     """Undo `initialize`: restore torch's functions and the optimizers. Weights keep their trained values.
 
-    Weights that were cast become float32, with the values of the masters; at levels without masters they return to
-    their earlier dtype.
+    Weights that were cast become float32, with the values of the masters; without masters, they get their old dtype.
 
     Examples:
         >>> original = torch.matmul

@@ -30,13 +30,13 @@ to_copy = torch.ops.aten._to_copy.default
 
 Key = tuple[str, str]
 
-_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
 # Autocast is to cast to the one 16-bit dtype, and the tensors have the other: a kernel that runs in low or in float32
 # must cast either way.
 _LOW, _OTHER = torch.bfloat16, torch.float16
 
 # Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
-_UNSEEN: dict[str, dict[str, OpRule]] = {"cuda": {"_cudnn_rnn": OpRule.WHITELIST}, "cpu": {}}
+_UNSEEN: dict[str, dict[str, OpRule]] = {"cuda": {"_cudnn_rnn": OpRule.WHITELIST}, "cpu": {}, "mps": {}, "xpu": {}}
 # F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the
 # former is meant.
 _NAMES = {"max_pool3d": "torch.max_pool3d"}

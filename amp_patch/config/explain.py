@@ -29,6 +29,10 @@ class Ruling:
     overridden: tuple[OpEntry, ...] = ()
     package: str | None = None
 
+    def describe_effects(self, low: str) -> dict[str, str]:
+        """Return the effect on an argument, by the name of its dtype. See `OpRule.describe_effects`."""
+        return self.kind.describe_effects(low, "" if self.entry is None else self.entry.like)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -159,12 +163,14 @@ def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruli
             yield Difference(".".join(key), (".".join(key),), left_rule, right_rule)
 
 
-def _get_rule(key: SpellingKey, rulings: _Rulings) -> OpRule:
-    """Return the rule of a spelling. A neutral entry takes it off its list, so it counts as unlisted."""
+def _get_rule(key: SpellingKey, rulings: _Rulings) -> str:
+    """Return the rule of a spelling, with the argument that its entry names. A neutral entry takes it off its list, so
+    it counts as unlisted.
+    """
     ruling = rulings.get(key)
     if ruling is None or ruling.kind is OpRule.NEUTRAL:
         return OpRule.UNLISTED
-    return ruling.kind
+    return ruling.kind.describe("" if ruling.entry is None else ruling.entry.like)
 
 
 def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:

@@ -6,6 +6,7 @@ too. Reading a list imports no package and runs no code of one. docs/lists.md de
 """
 
 import hashlib
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ..errors import OpListError, did_you_mean
+from ..errors import OpListError
 from .list_file import Diagnostics as Diagnostics
 from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
-from .list_file import error_at, get_items, is_null, read_entries, read_keys, read_text
+from .list_file import find_base, get_items, identify, is_null, read_entries, read_keys, read_text
 from .list_names import locate as locate
 from .module_rules import ModuleRule, read_module_rule
+from .op_arguments import find_position as find_position
 from .op_names import (
     SpellingKey,
     find_deferred,
@@ -61,6 +63,10 @@ class Spelling:
     rule: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
+
+    def describe_rule(self) -> str:
+        """Return the rule with the argument that its entry names, such as "match v"."""
+        return self.rule.describe(self.entry.like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +205,24 @@ def find_owner(spelling: Spelling) -> object | None:
     """
     entry = spelling.entry
     try:
-        return find_deferred(entry.op)
+        owner = find_deferred(entry.op)
+        if owner is not None:
+            _check_argument(entry, owner, (spelling.owner_name, spelling.name))
+        return owner
     except OpListError as error:
         raise _error_of(entry, str(error)) from None
+
+
+def _check_argument(entry: OpEntry, owner: object, key: SpellingKey) -> None:
+    """Raise OpListError, without a location, if the function of a spelling lacks the argument that an entry names."""
+    if not entry.rule.takes_argument:
+        return
+    try:
+        find_position(inspect.getattr_static(owner, key[1]), entry.like)
+    except OpListError as error:
+        if "." in entry.op:
+            raise
+        raise OpListError(f"{entry.op!r} also means {'.'.join(key)}: {error}") from None
 
 
 # ---- merging files ---------------------------------------------------------------------------------------------------
@@ -236,7 +257,7 @@ class Overlay:
 
         `chain`: the files whose `extends` led to this one, so that a circle is noticed.
         """
-        identity = _identify(path)
+        identity = identify(path)
         if identity in self._files_read:
             return
         content = self._diagnostics.files[path] = read_bytes(path, OpListError)
@@ -248,7 +269,7 @@ class Overlay:
             extends = None
         for node in get_items(extends, path, "extends"):
             with self._diagnostics:
-                self.read_file(_find_base(node, path, (*chain, identity)), (*chain, identity))
+                self.read_file(find_base(node, path, (*chain, identity)), (*chain, identity))
         self._files_read.add(identity)
         self._read_settings(keys, path)
         self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
@@ -301,6 +322,9 @@ class Overlay:
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
+            for key, owner in owners.items():
+                if owner is not None:
+                    _check_argument(entry, owner, key)
         except OpListError as error:
             raise _error_of(entry, str(error)) from None
         # a file may not name an op twice; an op that torch lacks has no spelling, so its name is compared
@@ -362,7 +386,7 @@ class Overlay:
 
     def _digest(self, spellings: Iterable[Spelling]) -> str:
         # the order of module rules matters, the order of op rules does not
-        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.rule}" for spelling in spellings)
+        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.describe_rule()}" for spelling in spellings)
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -402,14 +426,15 @@ class Overlay:
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)
         for entry, keys in by_entry.items():
-            reasons = [self._explain_redundant(key, entry.rule, named) for key in keys]
+            reasons = [self._explain_redundant(key, entry, named) for key in keys]
             if None not in reasons:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
-    def _explain_redundant(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return why a spelling would follow a rule without its entry in this file, or None if it would not."""
+    def _explain_redundant(self, key: SpellingKey, entry: OpEntry, named: Mapping[SpellingKey, Spelling]) -> str | None:
+        """Return why a spelling would follow the rule of its entry in this file without it, or None if it would not."""
+        rule, like = entry.rule, entry.like
         earlier = self._spellings.get(key)
-        if earlier and earlier.entry.rule is not rule:
+        if earlier and (earlier.entry.rule is not rule or earlier.entry.like != like):
             return None
         if earlier:
             return f"by {earlier.entry.op!r} at {earlier.entry.location}"
@@ -433,37 +458,6 @@ def _find_rule(name: str, rule: OpRule) -> OpRule:
     if writes and not rule.covers_writes:
         return OpRule.MATCH_SELF
     return rule
-
-
-def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
-    """Return the file that an item of `extends` in the file `path` names.
-
-    Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
-    """
-    text = read_text(node, path, "extends")
-    try:
-        base = locate(text, path.parent)
-    except OpListError as error:
-        raise error_at(str(error), path, node) from None
-    if not os.path.exists(base):
-        files = (file.name for file in base.parent.glob("*.y*ml") if file.name != path.name)
-        hint = did_you_mean(base.name, files, prefix=text.removesuffix(base.name), cutoff=0.8)
-        known = ", ".join(shipped_names())
-        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
-        raise error_at(problem, path, node)
-    identity = _identify(base)
-    if identity in chain:
-        shown = " -> ".join(Path(name).name for name in (*chain, identity))
-        raise error_at(f"the files extend each other: {shown}; remove one `extends`", path, node)
-    return base
-
-
-def _identify(path: Path) -> str:
-    """Return the path without links, so that a file under two paths is recognized."""
-    try:
-        return os.path.realpath(path)
-    except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
-        return str(path)
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:
