@@ -38,6 +38,9 @@ LEVEL = {
 }
 """The properties of a level, for a person."""
 
+_PATH_OR_VERSION = r"(\.ya?ml(@[0-9.]+)?$|[/\\]|@[0-9.]+$)"
+"""What names a list and is no shipped name: a path, or a list as it is for a version of torch."""
+
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 
 
@@ -122,7 +125,7 @@ def _lists() -> dict[str, Any]:
     """Return the definitions of what names a list, and of one or several of those."""
     several = {"type": "array", "items": _definition("list")}
     return {
-        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": r"(\.ya?ml$|[/\\])"}]},
+        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": _PATH_OR_VERSION}]},
         "lists": {"anyOf": [_definition("list"), several, {"type": "null"}]},
     }
 

@@ -84,10 +84,11 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
         rule = entry.rule.describe(entry.like)
         yield f"\n{rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
-        yield (
-            f"\n{entry.rule.describe(entry.like)} by {location(entry)}, without effect:"
-            f" {bounds(entry)} keeps it out on torch {torch.__version__}"
-        )
+        rule = entry.rule.describe(entry.like)
+        # a list may be read for another version of torch, as autocast-cuda@2.11
+        is_for_running = entry.is_for(config.op_lists.get_running_torch())
+        kept_out = "in the version after @" if is_for_running else f"on torch {torch.__version__}"
+        yield f"\n{rule} by {location(entry)}, without effect: {bounds(entry)} keeps it out {kept_out}"
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."

@@ -114,6 +114,16 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     return (*differences, *_compare_modules(left.modules, right.modules))
 
 
+def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
+    """Yield the ops on which two lists differ, and that the running torch lacks: lists may be read for another one."""
+    left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
+    right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
+    for op in {**left_rules, **right_rules}:
+        rules = left_rules.get(op, OpRule.UNLISTED), right_rules.get(op, OpRule.UNLISTED)
+        if rules[0] != rules[1]:
+            yield Difference(op, (), *rules)
+
+
 def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) -> Iterator[Difference]:
     left_runs = {rule.chooser: rule.run for rule in left}
     right_runs = {rule.chooser: rule.run for rule in right}

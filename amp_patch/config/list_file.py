@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from ..errors import OpListError, did_you_mean
-from .list_names import locate
+from .list_names import OLDEST_TORCH, Version, locate, parse_version, split_version
 from .op_namespaces import get_op_names
 from .op_rules import RULE_KEYS, OpRule
 from .shipped import shipped_names
@@ -39,7 +39,6 @@ ENTRY_KEYS = ("op", "like", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
 ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
-OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
@@ -209,14 +208,14 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
     raise error_at(f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`", path, node)
 
 
-def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
-    """Return the file that an item of `extends` in the file `path` names.
+def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Version | None]:
+    """Return the file that an item of `extends` in the file `path` names, and the version of torch that it names.
 
     Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
     """
     text = read_text(node, path, "extends")
     try:
-        base = locate(text, path.parent)
+        base, version = locate(text, path.parent), split_version(text)[1]
     except OpListError as error:
         raise error_at(str(error), path, node) from None
     if not os.path.exists(base):
@@ -229,7 +228,7 @@ def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
     if identity in chain:
         shown = " -> ".join(Path(name).name for name in (*chain, identity))
         raise error_at(f"the files extend each other: {shown}; remove one `extends`", path, node)
-    return base
+    return base, version
 
 
 def identify(path: Path) -> str:
@@ -274,26 +273,23 @@ class OpEntry:
         """`file:line:column` of the entry."""
         return f"{self.path}:{self.line}:{self.column}"
 
-    def is_for_this_torch(self) -> bool:
-        """Return whether the bounds include the running torch."""
-        if not self.since and not self.until:
-            return True
-        running = _running_torch()
-        is_early = bool(self.since) and running < _parse_version(self.since)
-        is_late = bool(self.until) and running >= _parse_version(self.until)
+    def is_for(self, torch_version: Version) -> bool:
+        """Return whether the bounds include a version of torch."""
+        is_early = bool(self.since) and torch_version < _parse_version(self.since)
+        is_late = bool(self.until) and torch_version >= _parse_version(self.until)
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
         """Return the text of a warning if the bounds exclude every supported version of torch, or None."""
         # an entry may be for a later minor version than the running one, but not for another major version
-        if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
+        if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
             return f"it ends before torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, the oldest that amp_patch supports"
         return None
 
 
-def _running_torch() -> tuple[int, ...]:
+def get_running_torch() -> Version:
     """Return the three numbers of the running torch's version."""
     return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
 
@@ -402,7 +398,8 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     return name
 
 
-def _parse_version(text: str) -> tuple[int, ...]:
-    """Return the three numbers of a version; missing ones are 0."""
-    parts = [int(part) for part in text.split(".")]
-    return (*parts, 0, 0, 0)[:3]
+def _parse_version(text: str) -> Version:
+    """Return the three numbers of a version that has been checked."""
+    version = parse_version(text)
+    assert version is not None
+    return version

@@ -20,7 +20,10 @@ from .list_file import Diagnostics as Diagnostics
 from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
 from .list_file import find_base, get_items, identify, is_null, read_entries, read_keys, read_text
+from .list_file import get_running_torch as get_running_torch
+from .list_names import Version
 from .list_names import locate as locate
+from .list_names import split_version as split_version
 from .module_rules import ModuleRule, read_module_rule
 from .op_arguments import find_position as find_position
 from .op_names import (
@@ -120,11 +123,11 @@ def load_oplists(
         known = ", ".join(shipped_names())
         raise OpListError(f"op lists {spec!r}: give a shipped name ({known}), a path, or a non-empty list of those")
     names = tuple(str(os.fspath(name)) for name in specs)
-    paths = tuple(map(_locate, specs))
-    key = (names, tuple(map(str, paths)), torch.__version__, may_be_overlay)
+    sources = tuple(map(_locate, specs))
+    key = (names, sources, torch.__version__, may_be_overlay)
     cached = _cache.pop(key, None)
     if cached is None or not cached.is_current():
-        cached = _CachedLists(names, paths, may_be_overlay=may_be_overlay)
+        cached = _CachedLists(names, sources, may_be_overlay=may_be_overlay)
     if not cached.has_warned:  # lists with a warning are loaded each time, so the user sees the warning each time
         _cache[key] = cached
     while len(_cache) > MAX_CACHED:
@@ -132,9 +135,13 @@ def load_oplists(
     return cached.lists
 
 
-def _locate(spec: str | os.PathLike[str]) -> Path:
+_Source = tuple[Path, Version | None]
+"""A file, and the version of torch that it is read for; None for the running one."""
+
+
+def _locate(spec: str | os.PathLike[str]) -> _Source:
     try:
-        return locate(spec, Path())
+        return locate(spec, Path()), split_version(spec)[1]
     except OpListError as error:
         raise OpListError(f"op list {os.fspath(spec)!r}: {error}") from None
 
@@ -142,11 +149,11 @@ def _locate(spec: str | os.PathLike[str]) -> Path:
 class _CachedLists:
     """Merged lists, with everything that they were made from: the files, and the names in torch's namespaces."""
 
-    def __init__(self, names: tuple[str, ...], paths: Sequence[Path], *, may_be_overlay: bool) -> None:
+    def __init__(self, names: tuple[str, ...], sources: Sequence[_Source], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
         overlay = Overlay(diagnostics, may_be_overlay=may_be_overlay)
-        for path in paths:
-            overlay.read_file(path)
+        for path, version in sources:
+            overlay.read_file(path, version)
         self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
         self._files = diagnostics.files
@@ -190,11 +197,13 @@ def _has_same_owner(spelling: Spelling) -> bool:
 _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
 
 
-def check_oplists(path: Path) -> Diagnostics:
-    """Return all errors and warnings about a list file and the files that it extends. Raises no OpListError."""
+def check_oplists(path: Path, version: Version | None = None) -> Diagnostics:
+    """Return all errors and warnings about a list file and the files that it extends, read for a version of torch. None
+    stands for the running torch. Raises no OpListError.
+    """
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
-        Overlay(diagnostics, may_be_overlay=True).read_file(path)
+        Overlay(diagnostics, may_be_overlay=True).read_file(path, version)
     return diagnostics
 
 
@@ -245,20 +254,22 @@ class Overlay:
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
-        self._files_read: set[str] = set()
+        self._files_read: set[tuple[str, Version | None]] = set()
         self._spellings: dict[SpellingKey, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
         self._other_torch: list[OpEntry] = []
         self._is_whole = is_whole
 
-    def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
+    def read_file(self, path: Path, version: Version | None = None, chain: tuple[str, ...] = ()) -> None:
         """Read the files that a file extends, then the file itself, unless it was read before.
 
-        `chain`: the files whose `extends` led to this one, so that a circle is noticed.
+        Args:
+            version: the version of torch for which entries are read; None for the running one.
+            chain: the files whose `extends` led to this one, so that a circle is noticed.
         """
         identity = identify(path)
-        if identity in self._files_read:
+        if (identity, version) in self._files_read:
             return
         content = self._diagnostics.files[path] = read_bytes(path, OpListError)
         keys = read_keys(load_mapping(path, OpListError, content), path, self._diagnostics)
@@ -269,10 +280,12 @@ class Overlay:
             extends = None
         for node in get_items(extends, path, "extends"):
             with self._diagnostics:
-                self.read_file(find_base(node, path, (*chain, identity)), (*chain, identity))
-        self._files_read.add(identity)
+                base, base_version = find_base(node, path, (*chain, identity))
+                self.read_file(base, base_version or version, (*chain, identity))
+        self._files_read.add((identity, version))
         self._read_settings(keys, path)
-        self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
+        entries = read_entries(keys, path, self._diagnostics)
+        self._merge(entries, version or get_running_torch(), is_shipped=Path(identity).parent == lists_dir())
 
     def _read_settings(self, keys: Mapping[str, Node], path: Path) -> None:
         """Read the keys of a file that are not rules for ops."""
@@ -285,12 +298,12 @@ class Overlay:
                 if rule is not None:
                     self._modules.append(rule)
 
-    def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Add the entries of one file. They override the entries of earlier files."""
+    def _merge(self, entries: Iterable[OpEntry], version: Version, is_shipped: bool) -> None:
+        """Add the entries of one file for a version of torch. They override the entries of earlier files."""
         named: dict[SpellingKey, Spelling] = {}  # by this file
         missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
-            if not entry.is_for_this_torch():
+            if not entry.is_for(version):
                 self._other_torch.append(entry)
                 self._warn_of_version(entry, is_shipped)
                 continue
