@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import OpListError
 from .list_file import OpEntry
+from .list_names import OLDEST_TORCH, parse_version
 from .module_rules import ModuleRule
-from .op_lists import OpLists
+from .op_lists import OpLists, load_oplists
 from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
@@ -63,6 +64,15 @@ class Difference:
     right: str
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The differences of a list between two versions of torch, `before` and `after`, such as "2.11" and "2.12"."""
+
+    before: str
+    after: str
+    differences: tuple[Difference, ...]
+
+
 _Rulings = dict[SpellingKey, Ruling]
 """The ruling of each spelling that lists name. Its field `spellings` is empty."""
 
@@ -112,6 +122,21 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     for op, keys in by_op.items():
         differences += _compare_op(op, keys, left_rulings, right_rulings)
     return (*differences, *_compare_modules(left.modules, right.modules))
+
+
+def find_changes(name: str) -> Iterator[Change]:
+    """Yield what each version of torch changed in a shipped list, the oldest version first."""
+    lists = load_oplists(name)
+    entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
+    bounds: set[tuple[int, int]] = set()
+    for entry in (*entries, *lists.missing, *lists.other_torch):
+        for version in filter(None, map(parse_version, (entry.since, entry.until))):
+            bounds.add((version[0], version[1]))
+    for major, minor in sorted(bounds):
+        if (major, minor) > OLDEST_TORCH:
+            before, after = f"{major}.{minor - 1}", f"{major}.{minor}"
+            left, right = load_oplists(f"{name}@{before}"), load_oplists(f"{name}@{after}")
+            yield Change(before, after, compare(left, right))
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
