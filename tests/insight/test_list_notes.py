@@ -56,8 +56,8 @@ def test_casts_back_after_norms_are_counted_and_avoided(
     text, undone = explain(Attention(), [lists], level)
     low = "bf16" if level == "O4" else "f16"
     assert (
-        f"rms_norm computes in float32 inside: lists=['{lists}', 'fast'], or `whitelist: [rms_norm]` in a list, keeps the"
-        f" results in {low} and avoids 2 casts back"
+        f"rms_norm computes in float32 inside: lists=['{lists}', 'fast'], or `whitelist: [rms_norm]` in a list, keeps"
+        f" the results in {low} and avoids 2 casts back"
     ) in text
     amp.reset()
     overlay = "fast"
