@@ -4,7 +4,7 @@ A *dtype finder* takes the arguments of a call, and returns the dtype that all t
 None for a call that runs as it was written: torch's own promotion, or its own error, then applies.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,29 +19,14 @@ DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
 
 
 def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return float32 if the tensors among the arguments have several castable dtypes."""
-    return _choose_widest((*args, *kwargs.values()))
+    """Return float32 if the tensors among the arguments have several dtypes, all castable.
 
-
-def find_widest_in_sequence(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return float32 if the tensors in the first argument, a sequence, have several castable dtypes."""
-    given = args[0] if args else kwargs.get("tensors")  # the name in all of torch's functions
-    if given.__class__ is list or given.__class__ is tuple:
-        return _choose_widest(given)
-    return None
-
-
-def _choose_widest(values: Iterable[Any]) -> torch.dtype | None:
-    """Return float32 if the tensors have several dtypes, all castable. The wider one of two 16-bit dtypes is float32,
-    too, and one that is never cast, such as float64, leaves the choice to torch.
+    The wider one of the two 16-bit dtypes is float32, too. Tensors in lists have no say.
     """
     dtypes = set()
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_floating_point() or value.is_complex():
-                dtypes.add(value.dtype)
-        elif value.__class__ is list or value.__class__ is tuple:
-            dtypes.update(tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point())
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            dtypes.add(value.dtype)
     if len(dtypes) < 2 or not dtypes <= CASTABLE:
         return None
     return torch.float32

@@ -19,7 +19,7 @@ from ..torch_private import count_dispatch_modes
 from .autocast import Autocast, ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .float32_products import Float32Products
-from .followed import DtypeFinder, find_widest, find_widest_in_sequence, follow_argument, follow_first
+from .followed import DtypeFinder, find_widest, follow_argument, follow_first
 from .mode import Mode, Switch
 from .replacement import (
     NEVER,
@@ -56,6 +56,7 @@ _VIEW_INDEXES = (int, slice, type(None), type(Ellipsis))
 _BY_LISTS = Mode.BY_LISTS
 
 _NO_ENTRIES: Mapping[int, Any] = {}
+_NO_NAMES: dict[str, Any] = {}
 
 _LAYER_NORM, _LAYER_NORM_KERNEL = torch.nn.functional.layer_norm, torch.layer_norm
 
@@ -159,7 +160,9 @@ class OpCasts:
             return follow_argument(original, like, self.device_type, location)
         if rule is OpRule.MATCH_SELF:
             return follow_first(self.device_type)
-        return {OpRule.PROMOTE: find_widest, OpRule.SEQUENCE_PROMOTE: find_widest_in_sequence}.get(rule)
+        if rule in (OpRule.PROMOTE, OpRule.SEQUENCE_PROMOTE):
+            return find_widest
+        return None
 
     def _replace(
         self, rule: OpRule, original: OpFunction, name: str, public: PublicOp, find_dtype: DtypeFinder | None
@@ -178,7 +181,9 @@ class OpCasts:
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
             original = run_in_region(original, Mode.OFF, self.switch)
         if find_dtype is not None:
-            general = replace(original, self._follow(original, find_dtype), self.switch, public, None)
+            general = replace(
+                original, self._follow(original, find_dtype, in_sequence=rule.takes_sequence), self.switch, public, None
+            )
         else:
             # each rule's method, and its `no_cast_dtype` (see `replace`)
             make_prepare, no_cast_dtype = {
@@ -379,19 +384,28 @@ class OpCasts:
 
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
-    def _follow(self, original: OpFunction, find_dtype: DtypeFinder) -> PrepareCall:
-        """Run in the dtype that `find_dtype` finds: all tensors are cast to it. See `followed`."""
-        casts = {dtype: make_plain_cast(dtype, self.device_type) for dtype in CASTABLE}
+    def _follow(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
+        """Run in the dtype that `find_dtype` finds: all tensors are cast to it. See `followed`.
+
+        `in_sequence`: the arguments are the items of a sequence, which is the first argument: torch calls it `tensors`.
+        """
+        casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
         is_on_device = make_device_test(self.device_type)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and kwargs.get("out") is not None:
                 return original, args, kwargs
-            target = find_dtype(args, kwargs)
+            given: Any = args
+            named = kwargs
+            if in_sequence:
+                given, named = args[0] if args else kwargs.get("tensors"), _NO_NAMES
+                if given.__class__ is not list and given.__class__ is not tuple:
+                    return original, args, kwargs
+            target = find_dtype(given, named)
             if target is None:
                 return original, args, kwargs
-            cast, convert = casts[target], get_conversion(target)
-            values = [*args, *kwargs.values()]
+            cast, convert = casts[target]
+            values = [*given, *named.values()]
             for index, value in enumerate(values):
                 if isinstance(value, Tensor):
                     if value.dtype is target or value.dtype not in CASTABLE:
@@ -401,8 +415,10 @@ class OpCasts:
                     values[index] = convert(value) if is_plain else cast(value)
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     values[index] = cast_nested(value, cast)
-            if not kwargs:
-                return original, values, kwargs
+            if in_sequence and not args:
+                return original, (), {**kwargs, "tensors": values}
+            if in_sequence:
+                return original, (values, *args[1:]), kwargs
             count = len(args)
             return original, values[:count], dict(zip(kwargs, values[count:], strict=True))
 
