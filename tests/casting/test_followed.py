@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_patch as amp
+from amp_patch import insight, native
 from amp_patch.errors import ArgumentTypeError, OpListError
 
 HALF, LOW, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -103,6 +104,21 @@ def test_normed_queries_follow_the_values(tmp_path: Path, is_compiled: bool) -> 
         expected = F.scaled_dot_product_attention(norm(q.float()).to(LOW), norm(k.float()).to(LOW), v)
     assert result.dtype is LOW and torch.equal(result, expected)
     assert model.norm.weight.grad is not None and model.norm.weight.grad.dtype is FULL
+
+
+def test_recordings_and_regions_of_autocast_follow_the_argument(kernels: types.ModuleType, tmp_path: Path) -> None:
+    lists = write(tmp_path, "match: [{op: followed_kernels.attend, like: v}]")
+    with amp.session("O4", device="cpu", lists=lists), insight.recording() as recording:
+        kernels.attend(ones(FULL), ones(LOW), ones(LOW))
+    (record,) = [op for op in recording.ops if op.op.endswith("attend")]
+    assert (record.rule, record.entry, record.casts, record.out) == ("match", "matched.yaml:2", 1, ("bf16",))
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("match: [{op: followed_kernels.attend, like: v}]")
+    with native.install(lists=str(overlay)):
+        with torch.autocast("cpu", LOW):
+            assert kernels.attend(ones(FULL), ones(FULL), ones(LOW)).dtype is LOW
+        with pytest.raises(AssertionError):  # outside of regions nothing is cast
+            kernels.attend(ones(FULL), ones(FULL), ones(LOW))
 
 
 def test_what_cannot_be_followed_runs_as_it_was_written(kernels: types.ModuleType) -> None:
