@@ -1,8 +1,8 @@
 """The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
 
-`native` uses some of these names to keep a script in float32. As in `torch_private`, a sentence with "would" says what
-happens if torch drops a name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports
-of this module, of `insight` and of `native` fail, and so do the commands that use either package.
+`native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
+All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
+of `native` fail, and so do the commands that use either package.
 """
 
 import operator
@@ -25,8 +25,8 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
-# The function that gives the bytes of a file or of another process to a tensor, with its owner. It is patched while a
-# script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+# Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
+# a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
 
@@ -72,8 +72,8 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops whose result is their argument under another name, beside those that torch calls views.
-# Without one, its argument would be taken for a tensor that the op has made.
+# Ops that return their argument as a new tensor object, beside those that torch calls views. If one is missing here,
+# its result would be taken for a tensor that the op has computed.
 ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
 
 # Ops that overwrite their first argument without reading it. If one is missing here, the uninitialized memory that it
@@ -112,9 +112,9 @@ def is_random(function: Any) -> bool:
 
 
 def leave_mode(mode: TorchDispatchMode) -> bool:
-    """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
+    """Take a mode off the stack of this thread, even if others are above it. Return whether it was there.
 
-    torch itself always takes the topmost mode off. The topmost mode may be the user's, who has entered it later.
+    torch itself always takes the topmost mode off. The user may have entered another mode later, which is then on top.
     """
     if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False
@@ -133,7 +133,7 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
 def leave_function_mode(mode: TorchFunctionMode) -> None:
     """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
 
-    Without it, the mode that a script has entered last would be taken off instead.
+    Without the names used here, the mode that a script has entered last would be taken off instead.
     """
     above = []
     for _ in range(_len_torch_function_stack()):
@@ -146,7 +146,9 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 
 CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
-"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
+"""`clip_grad_norm_` calls this function, so a patch of it also sees the calls of a script that has imported
+`clip_grad_norm_` by name. Without it, such calls would not be seen.
+"""
 
 
 def has_compiled() -> bool:

@@ -21,7 +21,8 @@ DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
 def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """Return float32 if the tensors among the arguments have several dtypes, all castable.
 
-    The wider one of the two 16-bit dtypes is float32, too. Tensors in lists have no say.
+    float16 beside bfloat16 gives float32, as torch promotes. float64, float8 and complex leave the choice to torch.
+    Tensors in lists have no say.
     """
     dtypes = set()
     for value in (*args, *kwargs.values()):

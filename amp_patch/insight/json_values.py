@@ -83,7 +83,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
         name, type_of_field = declared.name, declared.type
         if is_dataclass(type_of_field):
             values[name] = _build(type_of_field, data)  # type: ignore[arg-type]
-        elif name in data and _is_stored(declared):  # a file of an earlier version lacks later keys
+        elif name in data and is_stored(declared):  # a file of an earlier version lacks later keys
             is_none = "absent" in declared.metadata and data[name] == plain(declared.metadata["absent"])
             values[name] = None if is_none else to_type(data[name], type_of_field, name)
     return kind(**values)
@@ -137,12 +137,13 @@ def flatten(record: Any) -> dict[str, Any]:
         value = getattr(record, declared.name)
         if is_dataclass(value):
             flat.update(flatten(value))
-        elif _is_stored(declared):
+        elif is_stored(declared):
             flat[declared.name] = declared.metadata.get("absent") if value is None else value
     return flat
 
 
-def _is_stored(declared: Field[Any]) -> bool:
+def is_stored(declared: Field[Any]) -> bool:
+    """Return whether a field is written to files. Its metadata says so if it is not."""
     return bool(declared.metadata.get("is_stored", True))
 
 

@@ -92,7 +92,7 @@ class ScalerWatch:
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `backward` and the function that clips gradients by their norm."""
+        """Patch GradScaler, `torch.autograd.backward` and the clipping by norm. Hook optimizer steps."""
         patcher = Patcher()
         undo.callback(patcher.undo)
         undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)
@@ -152,7 +152,7 @@ class ScalerWatch:
         return backward
 
     def _read_gradients(self) -> dict[Optimizer, tuple[int, int] | None]:
-        """Return the id and the version of a gradient of each suspect."""
+        """Return the id and the version of the gradient of each suspect's parameter; None without a gradient."""
         read: dict[Optimizer, tuple[int, int] | None] = {}
         for optimizer, reference in self._suspects.items():
             parameter = reference()
@@ -225,7 +225,7 @@ class ScalerWatch:
         return step
 
     def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Check what a step by a scaler is about to unscale."""
+        """Check the gradients that a step by a scaler is about to unscale."""
         key = id(optimizer)
         if key in use.unscaled_at or use.is_read:
             return
