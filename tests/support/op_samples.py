@@ -279,6 +279,7 @@ NO_SAMPLE = {
     "_cudnn_rnn": "cuDNN's layer",
     "cudnn_convolution": "cuDNN's kernel",
     "cudnn_convolution_transpose": "cuDNN's kernel",
+    "_mps_convolution": "the kernel of Apple GPUs",
     "_scaled_dot_product_flash_attention": "the flash kernel of GPUs",
     "mkldnn_rnn_layer": "returns its workspace, memory that nobody clears; it is the body of torch.lstm, which is here",
 }
