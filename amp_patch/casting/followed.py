@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import op_arguments
 from ..dtypes import CASTABLE, dtype_name
 from ..errors import OpListError
-from .tensor_cast import make_device_test, tensors_in
+from .tensor_cast import tensors_in
 
 DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
 
@@ -74,12 +74,11 @@ def _follow(
 
     `refuse` gets the argument and all values of a call in which it is given, and has no castable dtype.
     """
-    is_on_device = make_device_test(device_type)
 
     def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
         value = args[position] if position is not None and len(args) > position else kwargs.get(name)
         if isinstance(value, Tensor) and value.dtype in CASTABLE:
-            return value.dtype if is_on_device(value) else None
+            return value.dtype if value.device.type == device_type else None
         if value is not None and refuse is not None:
             refuse(value, (*args, *kwargs.values()))
         return None

@@ -393,7 +393,7 @@ class OpCasts:
         `in_sequence`: the arguments are the items of a sequence, which is the first argument: torch calls it `tensors`.
         """
         casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
-        is_on_device = make_device_test(self.device_type)
+        device_type = self.device_type
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and kwargs.get("out") is not None:
@@ -413,9 +413,11 @@ class OpCasts:
                 if isinstance(value, Tensor):
                     if value.dtype is target or value.dtype not in CASTABLE:
                         continue
-                    # a plain tensor is cast here, which saves a frame
-                    is_plain = value.__class__ in PLAIN_CLASSES and is_on_device(value)
-                    values[index] = convert(value) if is_plain else cast(value)
+                    # `device.type`, because Dynamo cannot call the test of `make_device_test`
+                    if value.__class__ in PLAIN_CLASSES and value.device.type == device_type:
+                        values[index] = convert(value)
+                    else:
+                        values[index] = cast(value)
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     values[index] = cast_nested(value, cast)
             if in_sequence and not args:
