@@ -170,6 +170,9 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("layer_norm native_layer_norm", call(MATRIX, (4,), VECTOR, VECTOR2, 1e-5)),
     **_each("rms_norm", call(MATRIX, (4,), VECTOR, 1e-5)),
     **_each("group_norm", call(IMAGE, 2, rand(2), rand(2, seed=1))),
+    # with the statistics of training, which are not written
+    **_each("torch.nn.functional.batch_norm", call(IMAGE, rand(2), rand(2, seed=1), variables=1)),
+    **_each("torch.batch_norm", call(IMAGE, rand(2), rand(2), rand(2), rand(2), False, 0.1, 1e-5, False, variables=1)),
     **_each("local_response_norm", call(IMAGE, 2)),
     # losses
     **_each(
