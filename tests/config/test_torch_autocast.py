@@ -1,8 +1,8 @@
 """The rules of torch.autocast, as observed, are those of torch's C++ header and test tables, and those of the lists
 that are generated from them.
 
-Guards: tools/torch_autocast.py, tools/generate_autocast_lists.py, tools/autocast_history.json, lists/autocast-cpu.yaml,
-lists/autocast-cuda.yaml, lists/autocast-mps.yaml, lists/autocast-xpu.yaml, config/list_names.
+Guards: tools/torch_autocast.py, tools/generate_autocast_lists.py, tools/autocast_history.json, config/list_names.
+Guards: lists/autocast-cpu.yaml, lists/autocast-cuda.yaml, lists/autocast-mps.yaml, lists/autocast-xpu.yaml.
 """
 
 import itertools
