@@ -145,10 +145,11 @@ def test_a_list_can_be_read_for_another_torch() -> None:
         left, right = (op_lists.load_oplists(f"autocast-cuda@{version}") for version in (before, after))
         differences = (*explain.compare(left, right), *explain.compare_missing(left, right))
         if differences:
-            changed[after] = {(difference.op, difference.left, difference.right) for difference in differences}
+            # a torch that lacks an op shows its full name
+            changed[after] = {(row.op.rpartition(".")[2], row.left, row.right) for row in differences}
     assert changed == {
         "2.12.0": {("rms_norm", "unlisted", "blacklist")},
-        "2.14.0": {("torch.linalg.matrix_sqrth", "unlisted", "blacklist")},
+        "2.14.0": {("matrix_sqrth", "unlisted", "blacklist")},
     }
 
 

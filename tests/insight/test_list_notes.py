@@ -76,6 +76,7 @@ def test_a_table_in_float32_makes_the_casts_back_necessary() -> None:
 
 @pytest.mark.parametrize(("lists", "is_told"), [("autocast-cuda", True), ("bfloat16", False), ("autocast-cpu", False)])
 def test_a_rule_that_a_version_of_torch_changed_is_told_once(lists: str, is_told: bool) -> None:
+    is_told = is_told and VERSION >= (2, 12)  # before, rms_norm is on no list of autocast
     text, _ = explain(Attention(), [lists])
     told = [line for line in text.splitlines() if line.startswith("torch 2.12 changed")]
     assert (
