@@ -22,6 +22,8 @@ def _note_avoidable(recording: Recording) -> Iterator[str]:
 
     The kernels of these ops compute in float32 inside, so a cast of their arguments makes no result more exact.
     """
+    if not any(cast.between == "f32" for cast in recording.undone):
+        return
     fast = load_oplists(_FAST, may_be_overlay=True)
     rules = {spelling.entry.op: spelling.entry.rule for spelling in (*fast.spellings, *fast.neutral)}
     counts: dict[str, int] = {}

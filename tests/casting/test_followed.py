@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import amp_patch as amp
 from amp_patch import insight, native
+from amp_patch.casting.mode import Switch
+from amp_patch.casting.wrappers import OpCasts
 from amp_patch.errors import ArgumentTypeError, OpListError
 
 HALF, LOW, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -190,3 +192,33 @@ def test_the_decorator_and_the_registration_check_the_argument(kernels: types.Mo
             wrong()
     with pytest.raises(ArgumentTypeError, match="as text, not attend: write like='value'"):
         amp.match_function(attend)  # type: ignore[arg-type]
+
+
+RULES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "promote": (torch.dot, (torch.ones(2), torch.ones(2, dtype=LOW))),
+    "sequence_promote": (torch.cat, ([torch.ones(2), torch.ones(2, dtype=LOW)],)),
+    "match_self": (torch.Tensor.add_, (torch.ones(2), torch.ones(2, dtype=LOW))),
+    "match": (attend, (torch.ones(2), torch.ones(2), torch.ones(2, dtype=LOW))),
+}
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_call_that_casts_takes_three_frames(rule: str) -> None:
+    """The replacement, what prepares the call, and what finds the dtype: casts themselves take none."""
+    op, args = RULES[rule]
+    switch = Switch()
+    switch.turn_on()
+    replacement = OpCasts(switch, LOW, "cpu", None).wrap(rule, op, "v")
+    package, names = str(Path(amp.__file__).parent), []
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        replacement(*args)
+    finally:
+        sys.setprofile(None)
+    names = [name for name in names if "overrides" not in name]  # ops that take lists look into them first
+    assert len(names) == 3 and names[:2] == ["wrapper", "prepare"]
