@@ -7,12 +7,16 @@ of `native` fail, and so do the commands that use either package.
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -101,6 +105,11 @@ def find_written(function: Any) -> frozenset[int]:
     return frozenset(written)
 
 
+def get_argument_names(function: Any) -> list[str]:
+    """Return the names of the arguments of an op. Without the schema, reports could not name operands."""
+    return [argument.name for argument in function._schema.arguments]
+
+
 def is_mutable(function: Any) -> bool:
     """Return whether an op writes to an argument."""
     return bool(function._schema.is_mutable)
@@ -156,3 +165,21 @@ def has_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
+    that trains in float16 without a scale.
+    """
+    queue = deque([loss.grad_fn])
+    seen = set[Any]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata = getattr(node, "_input_metadata", None)
+        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
+        queue.extend(following for following, _ in node.next_functions)

@@ -9,6 +9,7 @@ from ..config import OpRule
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
 from .list_notes import note_lists
+from .raised_text import format_raised
 from .recordings import Recording
 from .records import OpRecord
 
@@ -35,7 +36,9 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     if by == "module":
         lines += _legend(recording, forward)
     lines += _describe_hidden(recording, forward)
-    return "\n".join([*lines, "", *_sums(recording), *_undone(recording), *note_lists(recording)])
+    raised = [f"\n{format_raised(raised, recording.run)}" for raised in recording.raised]
+    notes = [*_sums(recording), *_undone(recording), *note_lists(recording)]
+    return "\n".join([*lines, "", *notes, *raised])
 
 
 def describe_recording(recording: Recording) -> list[str]:
