@@ -160,6 +160,15 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 """
 
 
+# Hides ops from all dispatch modes of this thread, and from tensor classes with a `__torch_dispatch__`.
+# Without it, `explain` would list the ops of a flight recorder that a script uses.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+# Returns the scale of a GradScaler as a tensor on its device, None before its first use.
+# Without it, `get_scale` would have to be called, which waits for the device.
+get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
+
+
 def has_compiled() -> bool:
     """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
     utils = sys.modules.get("torch._dynamo.utils")

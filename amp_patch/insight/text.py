@@ -75,11 +75,16 @@ def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     return _merge(replace(op, step=0) for op in ops)
 
 
+def star_layers(module: str) -> str:
+    """Return the name of a module with `*` for its numbers, so that equal layers have one name."""
+    return _NUMBER.sub("*", module)
+
+
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     """Yield one record for records whose modules differ only in numbers, with `*` for the numbers."""
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
-        starred = replace(op, module=_NUMBER.sub("*", op.module))
+        starred = replace(op, module=star_layers(op.module))
         alike.setdefault(_without_counts(starred), []).append(op)
     for layers in alike.values():
         module = star_numbers(op.module for op in layers)
@@ -129,7 +134,9 @@ def entitle_recording(recording: Recording) -> str:
     title += f", {dtype}"
     if run.device:  # "" if nothing ran
         title += f" on {run.device}"
-    title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"
+    title += f", torch {run.torch}"
+    if recording.steps or not recording.flight:
+        title += f", {count_of(len(recording.steps), 'step')}"
     if run.lists:
         title += f", lists {', '.join(run.lists)}"
     return title
@@ -230,7 +237,7 @@ def _sums(recording: Recording) -> Iterator[str]:
 def _undone(recording: Recording) -> Iterator[str]:
     sums: dict[tuple[str, ...], int] = {}
     for cast in recording.undone:
-        module = _NUMBER.sub("*", cast.module) or "(no module)"
+        module = star_layers(cast.module) or "(no module)"
         key = (module, cast.producer, cast.consumer, cast.outside, cast.between)
         sums[key] = sums.get(key, 0) + cast.calls
     if sums:

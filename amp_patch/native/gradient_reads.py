@@ -1,7 +1,7 @@
 """`GradientReads`: notices gradients that a script measures or clamps itself while a GradScaler scales them.
 
-It patches functions of torch from the end of a scaled backward pass until the next call of the GradScaler, so that a
-forward pass meets no patch.
+It patches functions of torch from the end of a scaled backward pass until the next call of the GradScaler, or the next
+region of autocast, so that a forward pass meets no patch.
 """
 
 import sys
@@ -63,7 +63,9 @@ class GradientReads:
             self._patcher = Patcher()
             # not on top of a session's patch, which may be undone before this one
             readers = [reader for reader in _READERS if getattr(*reader[:2]) is _ORIGINALS[reader[:2]]]
-            self._patcher.install([Patch(owner, name, self._noting(kind)) for owner, name, kind in readers])
+            patches = [Patch(owner, name, self._noting(kind)) for owner, name, kind in readers]
+            # which knows torch's functions by their identity
+            self._patcher.install([*patches, Patch(torch.jit, "script", self._end_before)])
 
     def end(self) -> None:
         """Undo the patches."""
@@ -84,6 +86,13 @@ class GradientReads:
             if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._found:
                 return self._found[gradient.data_ptr()]
         return None
+
+    def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.end()
+            return original(*args, **kwargs)
+
+        return call
 
     def _noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def factory(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ class ScaleState:
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
         self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # and their steps
         self._saved_at = ""  # the line that saved an optimizer without a scaler
-        self._is_read = False  # whether the script has asked the scaler for its state, or for its scale
+        self._is_read = False  # whether the script has asked the scaler for its state, perhaps for another file
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches of the scheduler, of torch.save and of the scaler's state."""
@@ -50,9 +50,8 @@ class ScaleState:
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-            count = self._schedules[scheduler] = (
-                self._schedules.get(scheduler, -1) + 1
-            )  # its constructor calls it first
+            # its constructor makes the first call
+            count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
             steps = self._steps.get(scheduler.optimizer, 0)
             # a schedule of epochs takes fewer steps than its optimizer
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():

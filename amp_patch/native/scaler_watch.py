@@ -340,6 +340,7 @@ class ScalerWatch:
     def note_region(self, dtype: torch.dtype) -> None:
         """Record an enabled region of autocast that is about to begin, with the dtype that the script gives it."""
         self._region_watch.note_region(dtype)
+        self._reads.end()
         if not get_autocast_depth():
             self._regions += 1
             self._region_at = find_line()

@@ -361,6 +361,16 @@ def test_an_error_between_loss_and_step_leaves_torch_as_it_was() -> None:
     assert before == (torch.norm, Tensor.norm, vars(Tensor).get("std"), torch._foreach_norm)
 
 
+def test_functions_can_be_scripted_between_loss_and_step() -> None:
+    def norm(x):
+        return torch.norm(x)
+
+    training = Training()
+    with native.install():
+        training.scaler.scale(training.loss()).backward()
+        assert torch.jit.script(norm)(torch.ones(4)) == 2
+
+
 @pytest.mark.parametrize(("step", "kind"), RAISING)
 @pytest.mark.filterwarnings("ignore:.*test_scaler_watch")
 def test_an_error_of_the_scaler_has_a_note(step, kind) -> None:
