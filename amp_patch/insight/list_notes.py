@@ -1,8 +1,11 @@
-"""Notes about the lists of a recording: casts that the list `fast` avoids, and rules that versions of torch changed."""
+"""Notes about the lists of a recording: casts that the list `fast` avoids, and rules that versions of torch changed.
+
+Imports torch only if there may be something to say: commands that read recordings start without it.
+"""
 
 from collections.abc import Iterator
 
-from ..config import explain, load_oplists, shipped
+from .. import config
 from ..tables import count_of
 from .recordings import Recording
 
@@ -24,7 +27,7 @@ def _note_avoidable(recording: Recording) -> Iterator[str]:
     """
     if not any(cast.between == "f32" for cast in recording.undone):
         return
-    fast = load_oplists(_FAST, may_be_overlay=True)
+    fast = config.load_oplists(_FAST, may_be_overlay=True)
     rules = {spelling.entry.op: spelling.entry.rule for spelling in (*fast.spellings, *fast.neutral)}
     counts: dict[str, int] = {}
     for cast in recording.undone:
@@ -53,8 +56,8 @@ def _note_changes(recording: Recording) -> Iterator[str]:
     """Yield a line for each op that ran under a rule of torch's autocast which differs between versions of torch."""
     ran = {op.op for op in recording.ops}
     lists = {op.entry.partition(".yaml:")[0] for op in recording.ops if op.entry.startswith(_AUTOCAST)}
-    for name in sorted(lists.intersection(shipped.shipped_names())):
-        for change in explain.find_changes(name):
+    for name in sorted(lists.intersection(config.shipped.shipped_names())):
+        for change in config.explain.find_changes(name):
             for row in change.differences:
                 if not ran.isdisjoint(map(_shorten, row.spellings)):
                     yield (
