@@ -171,14 +171,14 @@ def _get_names_of_torch() -> list[list[str]]:
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name outside torch still has the same owner.
+    """Return whether a name outside torch's namespaces still has the same owner.
 
     Notebooks replace owners: they reload modules, and run cells that define classes again.
     """
     if spelling.owner_name in NAMESPACES:
         return True
     owners = find_spellings(spelling.entry.op, may_be_missing=True)
-    return owners == {(spelling.owner_name, spelling.name): spelling.owner}
+    return owners.get((spelling.owner_name, spelling.name), "missing") is spelling.owner
 
 
 _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
@@ -199,7 +199,7 @@ def find_owner(spelling: Spelling) -> object | None:
     """
     entry = spelling.entry
     try:
-        return find_deferred(entry.op)
+        return find_deferred(spelling.owner_name, spelling.name)
     except OpListError as error:
         raise _error_of(entry, str(error)) from None
 
