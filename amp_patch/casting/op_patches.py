@@ -16,7 +16,7 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
-from ..torch_private import C_NN, find_cast_inputs, get_first_weight
+from ..torch_private import C_NN, FLEX_ATTENTION, FLEX_KERNEL, find_cast_inputs, get_first_weight
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
@@ -55,12 +55,30 @@ _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module."""
+    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module, and
+    for the kernel of flex_attention.
+    """
     for patch in planned:
         yield patch
+        if (getattr(patch.owner, "__name__", ""), patch.name) == (FLEX_ATTENTION, "flex_attention"):
+            yield Patch(patch.owner, FLEX_KERNEL, functools.partial(_replace_kernel, patch=patch))
         for owner, second in _SECOND_PLACES:
             if patch.owner is owner and vars(owner).get(patch.name) is vars(second).get(patch.name, owner):
                 yield Patch(second, patch.name, patch.factory, patch.note)
+
+
+def _replace_kernel(kernel: Callable[..., Any], patch: Patch) -> OpFunction:
+    """Return the replacement of flex_attention's kernel: the rule of `patch`, which replaces flex_attention, holds.
+
+    Scripts compile flex_attention when they are imported. Such a function holds torch's own flex_attention, but finds
+    the kernel by its name.
+    """
+
+    def call_kernel(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*args, **kwargs)
+
+    call_kernel.__module__ = FLEX_ATTENTION
+    return patch.factory(call_kernel)
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
@@ -165,7 +183,8 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.rule, casts, spelling.entry.location)])
+        patch = plan_op(owner, name, spelling.rule, casts, spelling.entry.location)
+        self._patcher.install(with_second_places([patch]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
@@ -191,6 +210,13 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
         return original(replayed, *args, **kwargs)
 
     return checkpoint
+
+
+def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
+    """Return a function of torch that runs without casts, because it is written in Python, and computes the result of
+    one op from others.
+    """
+    return run_in_region(original, Mode.OFF, switch)
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:

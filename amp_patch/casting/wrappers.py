@@ -29,6 +29,7 @@ from .replacement import (
     Replacements,
     replace,
     run_in_region,
+    supports_overrides,
 )
 from .tensor_cast import (
     cast_arguments,
@@ -137,7 +138,8 @@ class OpCasts:
         is_of_torch = _is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_of_torch else ""
-        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.takes_sequence)
+        overridable = original if is_of_torch and supports_overrides(original) else None
+        public = PublicOp(name, overridable, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_of_torch and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
         return public.set_replacement(self._replace(rule, original, name, public))

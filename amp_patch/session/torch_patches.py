@@ -18,7 +18,7 @@ from ..casting import OpCasts, WeightCache, op_patches
 from ..config import OpLists
 from ..patching import Patch, Patcher
 from ..torch_distributed import SYNC_MODULE_STATES
-from ..torch_private import JIT_TRACE, VF
+from ..torch_private import EAGER_FLEX_ATTENTION, JIT_TRACE, VF
 from ..training import PATCHED_LAYERS, gradient_patches, take_any_input
 from .bindings import Bindings
 
@@ -32,6 +32,8 @@ def plan_with_ops(
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
+        for owner, name in EAGER_FLEX_ATTENTION:
+            yield Patch(owner, name, lambda original: op_patches.run_without_casts(original, casts.switch))
         if casts.autocast is None:  # otherwise, torch's own decorator casts
             yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
