@@ -73,6 +73,9 @@ bits. Where this list cannot say what autocast does:
 LATER = {"torch.linalg.matrix_sqrth": "2.14"}
 """What autocast runs in float32 on both devices, with the first torch that has it: the lists serve newer ones, too."""
 
+SINCE = {"flex_attention": "2.11"}
+"""Ops that older versions of torch have, too, with the first version whose autocast casts them."""
+
 
 def render(device_type: str) -> str:
     """Return the text of the list file for "cpu" or "cuda"."""
@@ -84,11 +87,18 @@ def render(device_type: str) -> str:
     ]
     blocks = ["\n".join(head)]
     for rule, ops in get_rules(device_type).items():
-        entries = {op: f"  - {{op: {op}, why: parity}}" for op in ops}
+        versions = {op: SINCE.get(op, "") for op in ops}
         if rule == "blacklist":
-            entries |= {op: f"  - {{op: {op}, why: parity, since: {version}}}" for op, version in LATER.items()}
+            versions |= LATER
+        entries = {op: _render_entry(op, version) for op, version in versions.items()}
         blocks.append("\n".join([f"{rule}:", *(entries[op] for op in sorted(entries))]))
     return "\n\n".join(blocks) + "\n"
+
+
+def _render_entry(op: str, since: str) -> str:
+    """Return the line of an entry. `since`: the first torch that it is for; "" for all."""
+    bound = f", since: {since}" if since else ""
+    return f"  - {{op: {op}, why: parity{bound}}}"
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ from .tensor_cast import (
 from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
-_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg", "linear_cross_entropy", "multi_head_attention_forward"})
 
 # The ops that models call most, with (input, weight, bias, ...).
 _WEIGHTED = frozenset(

@@ -164,11 +164,13 @@ def get_names(op: str) -> tuple[str, ...]:
 def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
 
-    Operators have none.
+    Operators have none. A twin that ends with `_out` takes the tensor that it writes to as an additional argument.
     """
     owner_name, name = key
-    if owner_name not in NAMESPACES or name.endswith("_"):
+    if name.endswith("_") or owner_name.partition(".")[0] != "torch":
         return ()
+    if owner_name not in NAMESPACES:
+        return tuple((owner_name, twin) for twin in (f"{name}_", f"{name}_out") if torch_modules.has_op(owner_name, twin))
     twins: list[SpellingKey] = []
     for twin in get_names(f"{name}_"):
         value = getattr(NAMESPACES[owner_name], twin, None)
@@ -181,7 +183,7 @@ def get_name_of_op(name: str) -> str:
     """Return the name of the op whose in-place twin may have this name: `exp` for `exp_`, and for `exp` itself."""
     if name == SET_ITEM:
         name = "index_put_"
-    return name.removesuffix("_")
+    return name.removesuffix("_").removesuffix("_out")
 
 
 def get_op(key: SpellingKey) -> str:
@@ -211,7 +213,7 @@ def find_or_none(op: str) -> dict[SpellingKey, object | None]:
 
 def is_inplace(name: str) -> bool:
     """Return whether an op of this name always writes to its first argument. Augmented operators only may."""
-    return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
+    return name == SET_ITEM or name.endswith("_out") or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:

@@ -129,7 +129,7 @@ def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | Non
         return "a class"
     if isinstance(value, types.ModuleType):
         return "a module"
-    if not callable(value):
+    if not callable(value) or type(value).__module__ == "typing":
         return "not a function"
     if isinstance(value, types.FunctionType):
         # the original of a replacement: a replacement has the `__module__` of its original, but is never a builtin

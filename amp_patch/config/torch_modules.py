@@ -80,24 +80,48 @@ def find_short_name(name: str) -> dict[tuple[str, str], object | None]:
     owners: dict[tuple[str, str], object | None] = {}
     reasons: list[str] = []
     for module_name in _list_op_modules():
-        module = sys.modules.get(module_name)
-        kind = _read_definitions(module_name).get(name) if module is None else None
-        value = None if module is None else vars(module).get(name)
-        if module is None:
-            reason = "a class" if kind == "class" else None
-            is_defined = kind is not None
-        else:
-            reason = explain_non_op_in(value, name, module_name)
-            is_defined = getattr(value, "__module__", None) == module_name or name in getattr(module, "__all__", ())
-        if not is_defined:
-            continue  # the module has only imported it
-        if reason:
+        reason = _classify(module_name, name)
+        if reason == _AN_OP:
+            owners[module_name, name] = sys.modules.get(module_name)
+        elif reason is not None:
             reasons.append(f"{module_name}.{name} is {reason}")
-        else:
-            owners[module_name, name] = module
     if reasons and not owners:
         raise OpListError(f"{reasons[0]}, so no rule can apply to it; name a function that computes with tensors")
     return owners
+
+
+def get_op_names() -> tuple[str, ...]:
+    """Return the full names of the ops in those modules that are imported, sorted. Private names are left out."""
+    names: list[str] = []
+    for module_name in _list_op_modules():
+        module = sys.modules.get(module_name)
+        for name in () if module is None else _get_public(module):
+            if _classify(module_name, name) == _AN_OP:
+                names.append(f"{module_name}.{name}")
+    return tuple(sorted(names))
+
+
+def has_op(module_name: str, name: str) -> bool:
+    """Return whether a module of torch, imported or not, defines an op of that name."""
+    return _may_have_ops(module_name) and _classify(module_name, name) == _AN_OP
+
+
+_AN_OP = ""
+
+
+def _classify(module_name: str, name: str) -> str | None:
+    """Return why an attribute of a module is not an op, `_AN_OP` if it is one, or None if the module does not define
+    it, but has only imported it.
+    """
+    module = sys.modules.get(module_name)
+    if module is None:
+        kind = _read_definitions(module_name).get(name)
+        return {"def": _AN_OP, "class": "a class", None: None}[kind]
+    value = vars(module).get(name)
+    is_own = value is not None and getattr(value, "__module__", None) == module_name
+    if not is_own and name not in getattr(module, "__all__", ()):
+        return None
+    return explain_non_op_in(value, name, module_name) or _AN_OP
 
 
 def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
@@ -109,8 +133,8 @@ def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
     if inspect.isgeneratorfunction(function):
         return "a context manager"
     annotations = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
-    is_known = bool(annotations) and annotations[0] is not inspect.Parameter.empty
-    if not is_known or any("Tensor" in str(annotation) for annotation in annotations):
+    is_unknown = bool(annotations) and annotations[0] is inspect.Parameter.empty
+    if is_unknown or any("Tensor" in str(annotation) for annotation in annotations):
         return None
     return "a function that takes no tensors"
 
@@ -201,7 +225,7 @@ def _list_below(package_name: str) -> tuple[str, ...]:
 
 def _may_have_ops(name: str) -> bool:
     """Return whether a module is a public one of torch, and neither one of `NAMESPACES` nor without ops."""
-    if not name.startswith("torch.") or name in NAMESPACES:
+    if not name.startswith("torch.") or name in NAMESPACES or name == "torch.functional":  # which `torch` passes on
         return False
     parts = name.split(".")
     if any(part.startswith("_") for part in parts):
