@@ -37,6 +37,7 @@ The rules hold for float16 and bfloat16 alike, as torch's do. Where this list ca
   interpolate           float32 in every mode; with mode="area", a pooling, autocast keeps the dtype of the input
   cov, corrcoef, matrix_power, matrix_exp, ldexp, linalg.pinv
                         unlisted; autocast casts a part of each, with a result whose dtype depends on the arguments
+  affine_grid           the grid is made in low; autocast makes it in the dtype of theta, and rounds it then
   torchvision.ops       results stay float32; autocast rounds them to the dtype of the input
   _native_multi_head_attention, _transformer_encoder_layer_fwd
                         autocast keeps layers off these fused paths; here they run, in the dtype that the layer then has
@@ -59,6 +60,7 @@ bits. Where this list cannot say what autocast does:
   mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
   forward-mode derivatives (jvp, jacfwd, hessian) through linear, layer_norm, linear
                         fail for mixed dtypes; autocast runs them, and so does the list bfloat16
+  affine_grid           the grid is made in low; autocast makes it in the dtype of theta, and rounds it then
   torchvision.ops       results stay float32; autocast rounds them to the dtype of the input
   products with a compressed sparse operand (CSR, CSC, BSR, BSC)
                         in the dtype of that operand; autocast fails, since CPUs have no 16-bit kernels for them
