@@ -340,9 +340,10 @@ def chooses_flash_attention(*args: Any, **kwargs: Any) -> bool:
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 """The module of flex_attention. torch does not import it before a script does."""
 
-FLEX_KERNEL = "flex_attention_hop"
-"""The name in `FLEX_ATTENTION` by which flex_attention calls its kernel. Without it, functions that torch.compile has
-made from flex_attention before a session would not be cast.
+FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
+"""The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
+
+Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
 """
 
 # flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.

@@ -16,7 +16,7 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
-from ..torch_private import C_NN, FLEX_ATTENTION, FLEX_KERNEL, find_cast_inputs, get_first_weight
+from ..torch_private import C_NN, FLEX_ATTENTION, FLEX_CALLS, find_cast_inputs, get_first_weight
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
@@ -56,29 +56,31 @@ _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
     """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module, and
-    for the kernel of flex_attention.
+    for what flex_attention calls.
     """
     for patch in planned:
         yield patch
         if (getattr(patch.owner, "__name__", ""), patch.name) == (FLEX_ATTENTION, "flex_attention"):
-            yield Patch(patch.owner, FLEX_KERNEL, functools.partial(_replace_kernel, patch=patch))
+            for name in FLEX_CALLS:
+                yield Patch(patch.owner, name, functools.partial(_replace_call, patch=patch))
         for owner, second in _SECOND_PLACES:
             if patch.owner is owner and vars(owner).get(patch.name) is vars(second).get(patch.name, owner):
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
-def _replace_kernel(kernel: Callable[..., Any], patch: Patch) -> OpFunction:
-    """Return the replacement of flex_attention's kernel: the rule of `patch`, which replaces flex_attention, holds.
+def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
+    """Return the replacement of a function that flex_attention calls: the rule of `patch`, which replaces
+    flex_attention, holds.
 
     Scripts compile flex_attention when they are imported. Such a function holds torch's own flex_attention, but finds
-    the kernel by its name.
+    what that calls by name.
     """
 
-    def call_kernel(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
 
-    call_kernel.__module__ = FLEX_ATTENTION
-    return patch.factory(call_kernel)
+    call.__module__ = FLEX_ATTENTION  # a function of torch
+    return patch.factory(call)
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
