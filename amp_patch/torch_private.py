@@ -337,21 +337,6 @@ def chooses_flash_attention(*args: Any, **kwargs: Any) -> bool:
     return torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.FLASH_ATTENTION.value
 
 
-FLEX_ATTENTION = "torch.nn.attention.flex_attention"
-"""The module of flex_attention. torch does not import it before a script does."""
-
-FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
-"""The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
-
-Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
-"""
-
-# flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
-# Without them, these methods would round scores to 16 bits, which torch keeps in float32.
-_flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
-EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
-
-
 def has_cpu_flag(flag: str) -> bool:
     """Return whether torch sees an instruction set, such as "avx512_bf16", on this CPU. False if torch cannot tell."""
     probe = getattr(torch.cpu, f"_is_{flag}_supported", None)

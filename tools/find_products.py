@@ -3,10 +3,11 @@
     python tools/find_products.py            add what this torch has to the file
     python tools/find_products.py --check    print what the file lacks, and write nothing
 
-A product is a function that reaches a kernel which multiplies and adds: a matrix product, a convolution, attention. Each
-function is called with small float32 tensors, while torch's profiler and a dispatch mode record the kernels; only the
-profiler sees kernels that others call. Functions without arguments to call them with are told by the name. Run the tool with each new torch: ops of other versions stay in the file. A test
-fails if a public function of torch is not in the file, or if one of its products has no rule.
+A product is a function that reaches a kernel which multiplies and adds: a matrix product, a convolution, attention.
+Each function is called with small float32 tensors, while torch's profiler and a dispatch mode record the kernels; only
+the profiler sees kernels that others call. A function that cannot be called here counts by its name. Run the tool with
+each new torch: ops of other versions stay in the file. A test fails if a public function of torch is not in the file,
+or if one of its products has no rule.
 """
 
 import argparse
@@ -33,8 +34,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 import op_samples  # noqa: E402
 
 from amp_patch.config import torch_modules  # noqa: E402
-from amp_patch.config.op_namespaces import OPERATORS, get_op_names  # noqa: E402
 from amp_patch.config.op_names import find_or_none, find_spellings, get_names  # noqa: E402
+from amp_patch.config.op_namespaces import OPERATORS, get_op_names  # noqa: E402
 
 FILE = Path(__file__).with_name("torch_products.yaml")
 HEADER = """\
@@ -68,12 +69,15 @@ WITHOUT_RULE = {
 # Modules of torch with ops that torch does not import itself.
 LATE_MODULES = ("torch.nn.attention.flex_attention", "torch.nn.attention.varlen")
 
-_WORDS = frozenset(
-    "mm addmm bmm baddbmm addbmm smm hspmm sspaddmm mv addmv dot vdot addr matmul linear trilinear attention attn conv"
-    " conv1d conv2d conv3d convolution rnn lstm gru einsum tensordot vecdot bilinear gemm".split()
+_WORD_ROWS = (
+    "mm addmm bmm baddbmm addbmm smm hspmm sspaddmm mv addmv dot vdot vecdot tensordot addr matmul einsum gemm linear",
+    "bilinear trilinear attention attn conv conv1d conv2d conv3d convolution rnn lstm gru",
 )
+_WORDS = frozenset(word for row in _WORD_ROWS for word in row.split())
 # Names with one of these words that multiply and add nothing.
-_NO_PRODUCTS = re.compile(r"upsample|interpolate|can_use|flash_attention_impls?$|linear_quantize_weight|_pack_|type_comment")
+_NO_PRODUCTS = re.compile(
+    r"upsample|interpolate|can_use|flash_attention_impls?$|linear_quantize_weight|_pack_|type_comment"
+)
 
 
 def is_product_name(name: str) -> bool:
@@ -89,7 +93,7 @@ def is_product_name(name: str) -> bool:
 
 
 def list_ops() -> list[str]:
-    """Return the public ops of this torch by the names that lists use: dotted ones only where a bare name misses the op.
+    """Return the public ops of this torch, by their names on lists: dotted ones only where a bare name misses the op.
 
     In-place twins count as their op. Operators are aliases of functions.
     """
@@ -193,7 +197,9 @@ def make_calls(spelling: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]
         yield sample.args, sample.kwargs
     entry = read_database().get(name)
     if entry is not None:
-        for _, drawn in zip(range(6), entry.sample_inputs_func(entry, "cpu", torch.float32, requires_grad=False)):
+        for _, drawn in zip(
+            range(6), entry.sample_inputs_func(entry, "cpu", torch.float32, requires_grad=False), strict=False
+        ):
             yield (drawn.input, *drawn.args), drawn.kwargs
     for make in _GENERIC:
         yield make(), {}
@@ -267,7 +273,7 @@ def merge(content: dict[str, Any], found: dict[str, list[str]], version: str) ->
             products[op] = products.get(op, set()) | set(kernels)
         else:
             others.add(op)
-    for op, kernels in products.items():
+    for kernels in products.values():
         if len(kernels) > 1:
             kernels.discard(BY_NAME)
     versions = sorted({*content["torch"], version}, key=lambda text: [int(part) for part in text.split(".")])

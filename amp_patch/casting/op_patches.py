@@ -16,7 +16,8 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
-from ..torch_private import C_NN, FLEX_ATTENTION, FLEX_CALLS, find_cast_inputs, get_first_weight
+from ..torch_dispatch import FLEX_ATTENTION, FLEX_CALLS
+from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch

@@ -20,7 +20,7 @@ class Ruling:
         kind: the rule that they follow. For spellings that write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package, or module of torch, that is not imported yet, so that the rule has no effect yet; else None.
+        package: the package, or module of torch, that is not imported yet, so the rule has no effect yet; else None.
     """
 
     spellings: tuple[str, ...]

@@ -170,7 +170,9 @@ def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     if name.endswith("_") or owner_name.partition(".")[0] != "torch":
         return ()
     if owner_name not in NAMESPACES:
-        return tuple((owner_name, twin) for twin in (f"{name}_", f"{name}_out") if torch_modules.has_op(owner_name, twin))
+        return tuple(
+            (owner_name, twin) for twin in (f"{name}_", f"{name}_out") if torch_modules.has_op(owner_name, twin)
+        )
     twins: list[SpellingKey] = []
     for twin in get_names(f"{name}_"):
         value = getattr(NAMESPACES[owner_name], twin, None)

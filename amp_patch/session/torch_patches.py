@@ -17,8 +17,9 @@ from torch.nn.utils import clip_grad
 from ..casting import OpCasts, WeightCache, op_patches
 from ..config import OpLists
 from ..patching import Patch, Patcher
+from ..torch_dispatch import EAGER_FLEX_ATTENTION, FLEX_ATTENTION
 from ..torch_distributed import SYNC_MODULE_STATES
-from ..torch_private import EAGER_FLEX_ATTENTION, FLEX_ATTENTION, JIT_TRACE, VF
+from ..torch_private import JIT_TRACE, VF
 from ..training import PATCHED_LAYERS, gradient_patches, take_any_input
 from .bindings import Bindings
 

@@ -1,4 +1,4 @@
-"""flex_attention runs as under torch.autocast, in eager mode and compiled, whenever and however a script got hold of it.
+"""flex_attention runs as under torch.autocast, in eager mode and compiled, also if it was compiled before a session.
 
 Guards: casting/op_patches, session/torch_patches, config/torch_modules.
 """
@@ -15,7 +15,8 @@ import amp_patch as amp
 
 NAME = "torch.nn.attention.flex_attention"
 LOW = torch.bfloat16
-Q, K, V, BIAS = (torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in [(1, 2, 32, 16)] * 3 + [32])
+Q, K, V = torch.randn(3, 1, 2, 32, 16, generator=torch.Generator().manual_seed(3))
+BIAS = torch.randn(32, generator=torch.Generator().manual_seed(4))
 GIVEN = {
     "float32": (Q, K, V),
     "normalized q and k": (Q, K, V.to(LOW)),  # as after a norm that runs in float32
@@ -111,10 +112,9 @@ def test_scores_of_an_op_on_no_list_keep_their_dtype(flex, tmp_path):
 
 def test_it_is_patched_when_it_is_imported():
     assert NAME not in sys.modules
-    with amp.session("O4", device="cpu"):
-        with imported() as flex:
-            assert amp.is_patched(flex, "flex_attention")
-            assert flex.flex_attention(*GIVEN["normalized q and k"]).dtype is LOW
+    with amp.session("O4", device="cpu"), imported() as flex:
+        assert amp.is_patched(flex, "flex_attention")
+        assert flex.flex_attention(*GIVEN["normalized q and k"]).dtype is LOW
 
 
 @by_autocast
