@@ -13,6 +13,7 @@ or if one of its products has no rule.
 import argparse
 import contextlib
 import functools
+import itertools
 import re
 import sys
 import warnings
@@ -197,9 +198,8 @@ def make_calls(spelling: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]
         yield sample.args, sample.kwargs
     entry = read_database().get(name)
     if entry is not None:
-        for _, drawn in zip(
-            range(6), entry.sample_inputs_func(entry, "cpu", torch.float32, requires_grad=False), strict=False
-        ):
+        drawn_calls = entry.sample_inputs_func(entry, "cpu", torch.float32, requires_grad=False)
+        for drawn in itertools.islice(drawn_calls, 6):
             yield (drawn.input, *drawn.args), drawn.kwargs
     for make in _GENERIC:
         yield make(), {}

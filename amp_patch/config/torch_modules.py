@@ -58,7 +58,8 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
             if source is None:
                 _check_attribute(op, path, inspect.getattr_static(module, part, None))
                 raise LookupError(f"torch {torch.__version__} has no {path!r}.")
-            return _find_in_source(op, owner_name, name)
+            _check_source(op, owner_name, name)
+            return None
         module = sys.modules[path]
     value = vars(module).get(name)
     if value is None:
@@ -164,7 +165,7 @@ def _check_attribute(op: str, path: str, value: object) -> None:
 # ---- modules that are not imported yet -------------------------------------------------------------------------------
 
 
-def _find_in_source(op: str, owner_name: str, name: str) -> None:
+def _check_source(op: str, owner_name: str, name: str) -> None:
     """Check by the source of a module that it has a function. Raises like `find_in_module`."""
     source = _find_source(owner_name)
     if source is None:
