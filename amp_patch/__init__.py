@@ -98,5 +98,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without subpackages and modules."""
+    """Return the public names, and the attributes that every package has. Leave out private modules and subpackages."""
     return [*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__", "__spec__"]

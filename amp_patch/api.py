@@ -87,7 +87,7 @@ def initialize(
     """Prepare models and optimizers for mixed precision at an optimization level.
 
     Call it after the models are on their device and sharded (`fully_shard`, tensor parallelism,
-    FullyShardedDataParallel), and the optimizers exist. Wrap in DistributedDataParallel after it.
+    FullyShardedDataParallel), and the optimizers exist. Wrap models in DistributedDataParallel afterwards.
 
     Args:
         models: a torch.nn.Module or a sequence of them, in float32. Frozen weights may be in 16 bits at O1 and O4, and
@@ -97,13 +97,13 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains them.
-        patch_torch_functions_type, compute: likewise.
+        patch_torch_functions_type, compute: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
             else unchanged.
-        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. A later `initialize` with
-            another optimizer starts dynamic scales anew, as in Apex.
+        num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
+            `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
@@ -116,8 +116,8 @@ def initialize(
             or with False, each rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
-        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them.
-        Calling it again with them changes nothing.
+        `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them
+        (an iterator becomes a list). Calling `initialize` again with the same arguments changes nothing.
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
@@ -166,7 +166,7 @@ def initialize(
 
 
 def _announce(session: Session, *, is_joined: bool) -> None:
-    """Print the properties of a new session, or one line if the models have joined an earlier session."""
+    """Tell the user the properties of a new session, or in one line that the models have joined an earlier session."""
     policy = session.policy
     if is_joined:
         names = ", ".join(type(model).__name__ for model in session.models())
@@ -185,7 +185,7 @@ def _announce(session: Session, *, is_joined: bool) -> None:
 
 
 def _find_valid_optimizers(optimizers: Any) -> Sequence[Any]:
-    """Return the optimizers in an argument, or none if it is not valid: a disabled amp checks no arguments."""
+    """Return the optimizers in an argument, or none if it is not valid: with `enabled=False`, it is not checked."""
     with contextlib.suppress(ArgumentTypeError):
         return as_optimizers(optimizers)
     return ()
@@ -202,24 +202,24 @@ def scale_loss(
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
     After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
-    as usual. If one is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is skipped,
-    and the scale falls (to half, by default).
+    as usual. If a gradient is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is
+    skipped, and the scale falls (to half, by default).
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scale to use.
         model: ignored, as in Apex.
-        delay_unscale: leave the gradients scaled until a later block. Apex scripts pass it for all but the last
-            backward pass of an accumulation window.
+        delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it for all but the
+            last backward pass of an accumulation window.
         delay_overflow_check: ignored, because a check costs nothing until the step reads it.
 
     Yields:
-        `loss.float()` times the scale, or the loss itself if it is float32 and the scale is 1.
+        `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
 
-    Never waits for the device. Under a dynamic scale `step()` waits once, except with torch's fused Adam, AdamW, SGD
-    and Adagrad, which skip on the device. Messages about their steps then come one step later, or when you read
-    `step_was_skipped` or `stats()`.
+    Does not wait for the device, unless the block raises an exception. Under a dynamic scale `step()` waits once,
+    except with torch's fused Adam, AdamW, SGD and Adagrad, which skip on the device. Messages about their steps then
+    come one step later, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
         SessionError: `initialize` was not called, or the models have changed device. OptimizerError: `initialize` does
@@ -256,7 +256,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     The product is float32 and differentiable. If the scale is always 1, or amp is disabled, returns `tensors` itself.
     For a gradient penalty, scale the output, take gradients with `create_graph=True`, `unscale` them, and add the
     penalty to the loss that you pass to `scale_loss`. If the product overflows, that loss overflows too, so the scale
-    falls as usual. Raises ArgumentTypeError for a number.
+    falls as usual. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -265,14 +265,14 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # listeners compute nothing, so casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")  # watchers compute nothing here, so casts may stay on
     return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number.
+    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -357,8 +357,8 @@ def session(
         device: the device whose tensors are cast. Default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError inside another session, PolicyError at a level that casts models, and ArgumentValueError for an
-    unknown device.
+    Raises SessionError inside another session, PolicyError at a level that casts models, ArgumentValueError for an
+    unknown device, and the errors of `initialize` for its arguments.
 
     Examples:
         >>> with amp.session(opt_level="O4", device="cpu"):
@@ -379,10 +379,10 @@ def session(
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """Context manager: call `initialize`, and undo it at the end of the block, even after an exception.
 
-    After the block, torch and the optimizers are as before, and weights keep their trained values. Weights that were
-    cast become float32, with the values of the masters; at levels without masters they return to their earlier dtype.
-    Optimizer states are converted in the same way. You can use several scopes one after the other, also on the same
-    objects, but you cannot nest them.
+    After the block, torch and the optimizers are as before, and weights keep their trained values. At levels with
+    masters, weights that were cast take the float32 values of their masters. At other levels, they return to their
+    earlier dtype. Optimizer states are converted in the same way. You can use several scopes one after the other, also
+    on the same objects, but you cannot nest them.
 
     Args:
         models, optimizers, options: as for `initialize`, except `replace`.
@@ -419,8 +419,8 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 def reset() -> None:
     """Undo `initialize`: restore torch's functions and the optimizers. Weights keep their trained values.
 
-    Weights that were cast become float32, with the values of the masters; at levels without masters they return to
-    their earlier dtype.
+    At levels with masters, weights that were cast take the float32 values of their masters. At other levels, they
+    return to their earlier dtype.
 
     Examples:
         >>> original = torch.matmul
@@ -433,10 +433,10 @@ def reset() -> None:
 
 
 def refresh() -> None:
-    """Recast every cached weight, and copy masters to parameters, before their next use.
+    """Copy masters to parameters, and recast every cached weight before its next use.
 
-    Call it after edits that torch cannot see, such as `p.data.mul_(2)`: of weights, or at levels with masters, of the
-    masters. There, such an edit of a weight itself is lost.
+    Call it after an edit of weights that torch does not track, such as `weight.data.mul_(2)`. At levels with masters,
+    edit the masters instead: `refresh` overwrites the weights with them.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
@@ -468,15 +468,15 @@ def fsdp_policy(
 ) -> "MixedPrecisionPolicy":
     """Return the `mp_policy` to pass to `torch.distributed.fsdp.fully_shard` for a level.
 
-    At O2 and O5, the float32 shards are the masters. Parameters are gathered, used and reduced in the low dtype, as
-    under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
+    At O2 and O5, the float32 shards are the masters. Parameters are gathered and used in the low dtype, and gradients
+    are reduced in it, as under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
 
     Args:
         opt_level: a level of the shipped presets, or of the file that AMP_PATCH_PRESETS names.
-        module: the module that is sharded. Pass it for batch normalization layers that are sharded separately, which
-            stay float32 at O2 and O5. Other modules make no difference.
-        reduce_dtype: the dtype in which gradients are summed over the ranks. None: the low dtype. float32 is more exact
-            and doubles the traffic.
+        module: the module that is sharded. It matters only for a batch normalization layer that is sharded by itself:
+            the layer stays float32 at O2 and O5.
+        reduce_dtype: the dtype in which gradients are summed over the ranks, at O2 and O5. None: the low dtype. float32
+            is more exact and doubles the traffic.
 
     Raises PolicyError for an unknown level, and ArgumentTypeError if `module` or `reduce_dtype` has the wrong type.
 

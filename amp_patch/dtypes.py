@@ -19,9 +19,9 @@ float64, complex, integer, float8 and quantized tensors stay as they are, as und
 """
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
-"""The classes of most tensors. Tensors of these classes are never opaque.
+"""The classes of most tensors. Tensors of exactly these classes are never opaque.
 
-It is a tuple, because Dynamo of torch 2.6 cannot look a class up in a frozenset.
+This is a tuple because Dynamo of torch 2.6 cannot look a class up in a frozenset.
 """
 
 _BY_NAME = {
@@ -76,17 +76,17 @@ def is_opaque(tensor: Tensor) -> bool:
 
     Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
     (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,
-    are not opaque. Nor are classes of torch itself, such as DTensor, unless they wrap an opaque tensor, or are
-    semi-structured sparse tensors, which cannot be cast.
+    are not opaque. Nor are tensors of torch's own classes, with two exceptions: a DTensor whose local tensor is opaque,
+    and semi-structured sparse tensors, which cannot be cast.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:
         return False
     for base in kind.__mro__:
         if vars(base).get("__torch_dispatch__", disabled_torch_dispatch) is not disabled_torch_dispatch:
-            inner = get_local_tensor(tensor)
-            is_of_torch = base.__module__.partition(".")[0] == "torch" and not issubclass(
-                kind, torch.sparse.SparseSemiStructuredTensor
-            )
-            return not is_of_torch or (isinstance(inner, Tensor) and is_opaque(inner))
+            is_of_torch = base.__module__.partition(".")[0] == "torch"
+            if not is_of_torch or issubclass(kind, torch.sparse.SparseSemiStructuredTensor):
+                return True
+            local = get_local_tensor(tensor)
+            return isinstance(local, Tensor) and is_opaque(local)
     return False

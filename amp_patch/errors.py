@@ -27,7 +27,7 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The length limit of a message about a file, which may quote the file. The middle of a longer one is left out."""
+"""The most characters of a message that may quote a file. Of a longer one, the middle is left out."""
 
 
 class _Located(Exception):
@@ -89,7 +89,7 @@ class LossIdError(AmpError, IndexError):
 
 
 class SessionError(AmpError):
-    """A call needs a session and there is none, or needs that no other session is in use."""
+    """A call comes at the wrong time: there is no session, another one is in use, or a `scale_loss` block is open."""
 
 
 class BannedOpError(AmpError, NotImplementedError):
@@ -113,7 +113,7 @@ class NonFiniteError(AmpError, FloatingPointError):
 
 
 class CheckpointError(AmpError, ValueError):
-    """A saved amp state does not fit the session."""
+    """A saved amp state does not fit the session, or cannot be read."""
 
 
 class RecordError(AmpError, ValueError):
@@ -144,8 +144,8 @@ class NoLoss:
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` with the allowed words that `word` may mean.
 
-    Returns an empty string if no allowed word is similar, or if `word` itself is allowed. Case, hyphens and underscores
-    do not matter. A synonym of allowed words (`synonyms`) counts more than a similar spelling.
+    Returns an empty string if no allowed word is similar, if `word` itself is allowed, or if it is not text. Case,
+    hyphens and underscores do not matter. A synonym of allowed words (`synonyms`) counts more than a similar spelling.
 
     Args:
         prefix: put before each suggested word.
@@ -183,7 +183,7 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 MAX_WORD = 100
-"""The largest length of a word for which there are suggestions, and of words that are suggested for their spelling."""
+"""Longer words get no suggestions, and are not suggested for their spelling."""
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
 
 
 def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """Return the name that `difflib.get_close_matches` would find, or None.
+    """Return the name that `difflib.get_close_matches` would put first, or None.
 
     There may be thousands of names, and comparing two words is slow. So an upper bound of the similarity is computed
     for each name from the letters that it shares with the word. Names are compared in the order of these bounds, until
@@ -225,7 +225,8 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
         if len(name) > MAX_WORD:
             continue
         shared = (letters & _count_letters(name)).bit_count()
-        # the formula of SequenceMatcher.ratio, which counts only shared letters in the same order, so it is not larger
+        # SequenceMatcher.ratio has the same formula. It counts only shared letters in the same order, so it is at most
+        # this bound.
         bound = 2 * shared / (len(word) + len(name) or 1)
         if bound >= cutoff:
             bounds.append((bound, name))
@@ -247,13 +248,13 @@ def _compare(word: str, name: str) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _count_letters(word: str) -> int:
-    """Return the counts of the letters of a word, as a number with a bit for each letter of the word.
+    """Return a number with a bit for each letter of a word, in which equal letters have different bits.
 
-    The letters that two words share are the bits that both numbers have.
+    Two words share at most as many letters as their numbers have bits in common.
     """
     bits = 0
     for letter in word:
-        # each letter has MAX_WORD bits of its own, and its second occurrence in the word sets the second of these
+        # each of 64 classes of letters has MAX_WORD bits; the second letter of a class sets the second of these
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
         while bits & bit:
             bit <<= 1

@@ -1,6 +1,6 @@
 """Events of a session, and the watchers that listen to them.
 
-There are a few events in a step and none for an op. Without watchers, events cost nothing.
+There are a few events in a step and none for an op. Without watchers, an event costs one test of a list.
 """
 
 import threading
@@ -31,20 +31,28 @@ class Watcher:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """Called when `step` of a bound optimizer begins, without a closure. Gradients are computed and unscaled."""
+        """Called when `step` of a bound optimizer begins. Gradients are computed and unscaled. Not called for a step
+        with a closure, which computes them later.
+        """
 
     def step_ended(self, optimizer: Any) -> None:
         """Called when a `step` of a bound optimizer has been taken or skipped."""
 
     def misused(self, misuse: Any) -> None:
-        """Called when a script without `amp.initialize` has used GradScaler or autocast wrongly: a `native.Misuse`."""
+        """Called when a script without `amp.initialize` has used GradScaler or autocast wrongly.
+
+        `misuse` is a `native.Misuse`.
+        """
+
+    def refused(self, misuse: Any, error: Any) -> None:
+        """Called when GradScaler has raised `error` in a script without `amp.initialize`, because of a misuse."""
 
 
 watchers: list[Watcher] = []
 
 
 class _EventCount:
-    """The number of events so far, as an object that other modules can import."""
+    """The number of events so far that watchers were told of, as an object that other modules can import."""
 
     value = 0
 
@@ -55,7 +63,8 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager in which casts are off, so that the computations of watchers are not cast.
+    `region` is a context manager around these calls. Casts are off in it, so that the computations of watchers are not
+    cast.
     """
     if watchers:
         event_count.value += 1

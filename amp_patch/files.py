@@ -7,22 +7,20 @@ import shutil
 from pathlib import Path
 
 _NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
-"""Errors of writing beside a file and renaming, if the file may be written but its folder may not, or if the file is a
-mount point.
-"""
+"""The errors of `_replace` if only the file may be written, and not its folder, or if the file is a mount point."""
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, text in UTF-8. Raises OSError with the path.
 
-    Writes a temporary file beside it and renames that, so the old file survives a full disk or a killed process. If the
-    folder may not be written to, the file is overwritten in place. Anything but a regular file, such as /dev/stdout or
-    a pipe, is written to directly. A link stays a link, and its target is written.
+    Writes a temporary file beside it and renames that, so the old file survives a full disk or a killed process. If
+    only the file may be written, and not its folder, the file is overwritten in place. Anything but a regular file,
+    such as /dev/stdout or a pipe, is written to directly. A link stays a link, and its target is written.
     """
     target = Path(os.path.realpath(path))
     data = content
     if isinstance(content, str):
-        # names of files, which the text may contain, need not be UTF-8
+        # the text may contain names of files, which need not be UTF-8
         data = content.encode(errors="backslashreplace")
     assert isinstance(data, bytes)
     try:
@@ -48,15 +46,17 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise the OSError that `write_file` would raise, as far as it can be known before. Leaves nothing changed."""
     target = Path(os.path.realpath(path))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if target.lstat() and target.is_dir():
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if target.is_file():
-                with target.open("ab"):
-                    pass
+        try:
+            target.lstat()
+        except FileNotFoundError:
+            # see whether a file can be made in the folder
+            _make_temporary(target.parent).unlink()
             return
-        # there is no such file: see whether one can be made in its folder
-        _make_temporary(target.parent).unlink()
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.is_file():
+            with target.open("ab"):
+                pass
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 

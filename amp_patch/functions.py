@@ -12,7 +12,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def half_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in the low dtype while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to the low dtype, and run whitelisted
+    and blacklisted ops in its body in the low dtype, too.
 
     Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
@@ -28,7 +29,8 @@ def half_function(function: Function) -> Function:
 
 
 def float_function(function: Function) -> Function:
-    """Decorator: run the function, and everything it calls, in float32 while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to float32, and run whitelisted and
+    blacklisted ops in its body in float32, too.
 
     Under `amp_patch.apex`, only its arguments are cast, as in Apex.
 
@@ -44,7 +46,7 @@ def float_function(function: Function) -> Function:
 
 
 def promote_function(function: Function) -> Function:
-    """Decorator: run the function in the widest dtype of its arguments while a session patches functions.
+    """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
     Examples:
         >>> @amp.promote_function
@@ -81,7 +83,7 @@ def _decorate(function: Any, rule: OpRule) -> Any:
         session = _current.state.session
         if session is None or session.casts is None:
             return function(*args, **kwargs)
-        # wrap the function anew if this is not the session of the last call
+        # a wrapper belongs to one session, so make a new one if the session has changed since the last call
         if casts is not session.casts:
             casts, cast_function = session.casts, session.casts.wrap(rule, function)
         return cast_function(*args, **kwargs)

@@ -1,4 +1,5 @@
-"""Finds out whether hardware has instructions for products of 16-bit values, which torch otherwise imitates slowly.
+"""Finds out whether a device has instructions for products of 16-bit values. Without them, torch imitates such products
+slowly.
 
 Products are matrix products, convolutions and the like.
 """
@@ -11,19 +12,21 @@ from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 
 CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
-"""The x86 instructions for 16-bit products that torch reports."""
+"""The instructions of x86 CPUs for products of 16-bit values, under the names that torch uses."""
 
 _BFLOAT16_FLAGS = CPU_FLAGS[:3]  # the others are for float16
 
 
 def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether devices of a type have instructions for products in a 16-bit dtype.
+    """Return whether devices of a type compute products in a 16-bit dtype fast.
 
-    On a CPU, this can only be so for bfloat16. oneDNN must have products of bfloat16 (ONEDNN_MAX_CPU_ISA and
+    CPUs do so only in bfloat16. oneDNN must have products of bfloat16 (ONEDNN_MAX_CPU_ISA and
     `torch.backends.mkldnn.enabled` can forbid it). An x86 CPU must also have the instructions, because oneDNN imitates
     them on any CPU with AVX-512. float16 has fast kernels on no CPU, not even with avx512_fp16 (torch 2.13.0: the
-    backward pass of a convolution takes 150 times as long as in float32). NVIDIA GPUs count as having float16, and from
-    compute capability 8.0 on bfloat16. Any other device counts as having both.
+    backward pass of a convolution takes 150 times as long as in float32).
+
+    An NVIDIA GPU has products of bfloat16 from compute capability 8.0 on. Otherwise, every device counts as having
+    both.
     """
     if device_type == "cpu":
         if dtype is not torch.bfloat16 or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -34,17 +37,17 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def get_longest_attention(device_type: str, dtype: torch.dtype) -> int:
-    """Return the size up to which attention is faster in float32 than in 16-bit kernels, with the backward pass and
-    casts.
+def get_max_attention_scores(device_type: str, dtype: torch.dtype) -> int:
+    """Return the number of scores up to which attention is clearly faster in float32 than in 16-bit kernels.
 
-    The size is the number of queries times the number of keys. 0 if 16 bits are always faster, or on hardware that was
-    not measured.
+    Each head computes a score for each query and key. The number is 0 on hardware that was not measured, and where
+    `has_low_products` is False.
 
     On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it
-    calls oneDNN for each of many small products. Time in float32 as a part of the time in bfloat16, measured with
-    AVX512_BF16 (torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196, 0.9 at 256x256, 1 at
-    384x384. With AMX, products are faster, but a call of oneDNN costs the same, so float32 wins only up to 64x64.
+    calls oneDNN for each of many small products. Forward, backward and casts together take this part of the time of
+    bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196, 0.9 at
+    256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so float32 wins only up
+    to 64x64.
     """
     if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):
         return 0
@@ -81,8 +84,8 @@ def as_device_type(device: torch.device | str | None) -> str:
 
 
 def explain_products(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence about products that are computed in float32. If the hardware is the reason, it names the cost
-    and the remedy.
+    """Return the message that products are computed in float32. If the hardware is the reason, it also names the faster
+    levels, and on a CPU the cost.
     """
     name = str(dtype).removeprefix("torch.")
     rounding = f"values are rounded to {name}, products are computed in float32, as tensor cores do"
@@ -101,10 +104,10 @@ def explain_products(device_type: str, dtype: torch.dtype) -> str:
 
 
 def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
-    """Return a sentence about 16-bit products that torch imitates, because the user has chosen `compute="native"`."""
+    """Return the message that torch imitates 16-bit products, because the user has chosen `compute="native"`."""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"this {device_type.upper()} has no fast {name} products, and compute='native' has torch imitate them, on most"
+        f"this {device_type.upper()} has no fast {name} products. With compute='native', torch imitates them, on most"
         " CPUs 8 to 30 times slower than float32: leave compute out, or pass compute='float32'"
     )
 
@@ -112,6 +115,17 @@ def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
 def cpu_flags() -> tuple[str, ...]:
     """Return the instructions in `CPU_FLAGS` that torch sees on this CPU."""
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))
+
+
+def name_kind(device_type: str) -> str:
+    """Return the kind of a device: on two of the same kind, torch runs the same kernels.
+
+    It is the name of an accelerator, or the architecture of a CPU with the instructions by which torch chooses kernels.
+    """
+    if device_type == "cpu":
+        return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_flags()])
+    get_name = getattr(torch.get_device_module(device_type), "get_device_name", None)
+    return device_type if get_name is None else str(get_name())
 
 
 def _is_x86() -> bool:

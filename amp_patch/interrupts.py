@@ -13,15 +13,15 @@ from typing import Any
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script: the command must end it."""
+    """A command has received SIGTERM. The command must end the script: unlike Ctrl-C, the signal does not reach it."""
 
 
 class UndoStack:
     """A stack of callbacks that `close` runs last in, first out.
 
-    `contextlib.ExitStack` removes a callback before it runs it, so an interrupt in a callback loses the rest of it.
-    Here, a callback that an interrupt cut short runs again at the next `close`. Register a callback before the change
-    that it undoes. A callback must be harmless if it runs twice, or if the change was never made.
+    `contextlib.ExitStack` removes a callback before it runs it, so a callback that an interrupt cuts short never runs
+    to its end. Here, it runs again at the next `close`. Register a callback before the change that it undoes. A
+    callback must be harmless if it runs twice, or if the change was never made.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class UndoStack:
 
 
 class Change:
-    """A context manager around code that changes many tensors. It records whether an exception left it half done.
+    """A context manager around code that changes many tensors. It records whether an exception cut the change short.
 
     Attributes:
-        is_half_done: True inside a block, and after a block that ended with an exception, until one ends without.
+        is_half_done: True inside a block, and after a block that raised, until a later block ends without an exception.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ops on many tensors in few kernels, grouped by device and dtype. No list casts these ops."""
+"""Ops on many tensors in few kernels: one for all tensors of the same device and dtype. No list casts these ops."""
 
 import operator
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from torch import Tensor
 from .torch_private import foreach_copy_
 
 Group = tuple[list[Tensor], ...]
-"""Rows of equal length, such as targets and sources. All tensors of a row have the same dtype. All tensors of the first
-row are on the same device.
+"""Rows of equal length, such as a row of targets and a row of sources. All tensors of a row have the same dtype. All
+tensors of the first row are on the same device.
 """
 
 clone = torch.ops.aten.clone.default
@@ -24,7 +24,7 @@ _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dt
 
 
 def group(*rows: Iterable[Tensor]) -> list[Group]:
-    """Split rows of equal length, such as targets and sources, into groups that one kernel can take.
+    """Split rows of equal length, such as a row of targets and a row of sources, into groups that one kernel can take.
 
     Tensors at the same position in the rows stay together, in their order. A group has one dtype for each row, and one
     device for the first row; only `copy_` may be used if the other rows are on another device.
@@ -39,7 +39,7 @@ def group(*rows: Iterable[Tensor]) -> list[Group]:
 
 def copy_(groups: Iterable[Group]) -> None:
     """Copy the second row of each group, the sources, into the first, the targets. Each group takes one kernel."""
-    # outside of inference mode, because these are normal tensors, which autograd uses later
+    # leave inference mode, because the targets are normal tensors, which autograd uses later
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             copy_(groups)

@@ -1,8 +1,8 @@
 """Shows messages to the user.
 
 They go to the logger "amp_patch". A handler of this module shows them on stdout, because scripts and log scrapers look
-for Apex's messages there. If the user has a handler for the console, such as the one of `logging.basicConfig`, that one
-shows them instead, so that no line appears twice.
+for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds, only the
+user's handler shows them, so that no line appears twice.
 
 The stand-in for Apex uses `print`, as Apex does. So a script for Apex gets each line once, whatever handlers it sets.
 """
@@ -53,7 +53,7 @@ def _is_console(handler: logging.Handler) -> bool:
 
 
 def _other_handlers() -> Iterator[logging.Handler]:
-    """Yield the handlers that get the package's records, except its own: those of its logger and of the parents."""
+    """Yield the handlers of the package's logger and of its parents, except the package's own handler."""
     current: logging.Logger | None = logger
     while current is not None:
         for handler in current.handlers:
@@ -73,8 +73,8 @@ _verbosity = 0
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
     """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
 
-    With `is_printing` they are shown by `print`, and no logging handler sees them. Raises ArgumentTypeError if
-    `verbosity` is not a whole number.
+    With `is_printing` and a verbosity above 0, `print` shows them, and no logging handler sees them; warnings go to the
+    logger nevertheless. Raises ArgumentTypeError if `verbosity` is not a whole number.
     """
     global _is_printing, _verbosity
     if not isinstance(verbosity, int):
@@ -90,8 +90,9 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
         logger.removeHandler(_handler)
 
 
-def tells_parameters() -> bool:
-    """Return whether each overflow is reported with the names of its parameters (`verbosity=2`).
+def reports_parameters() -> bool:
+    """Return whether each overflow is reported with the names of its parameters: with `verbosity=2`, if messages are
+    logged and not printed.
 
     Every step then waits for the device.
     """
@@ -99,13 +100,13 @@ def tells_parameters() -> bool:
 
 
 def say(message: str, *args: object) -> None:
-    """Log a line at level INFO, in a distributed run on rank 0 only."""
+    """Log a line at level INFO, or print it (see `set_verbosity`). In a distributed run, only rank 0 does so."""
     if not find_rank():
         say_on_every_rank(message, *args)
 
 
 def say_once(message: str) -> None:
-    """Log a line at level INFO once in this process, in a distributed run on rank 0 only."""
+    """Do as `say`, once in this process for each message."""
     if message not in _shown_once:
         # while the logger drops messages of this level, the message does not count as shown
         if _is_printing or logger.isEnabledFor(logging.INFO):
@@ -114,13 +115,13 @@ def say_once(message: str) -> None:
 
 
 def log_warning(message: str, *args: object) -> None:
-    """Log a line at level WARNING, in a distributed run on rank 0 only."""
+    """Log a line at level WARNING. In a distributed run, only rank 0 does so."""
     if not find_rank():
         logger.warning(message, *args)
 
 
 def say_on_every_rank(message: str, *args: object) -> None:
-    """Log a line at level INFO on every rank."""
+    """Do as `say`, but on every rank."""
     if _is_printing:
         print(message % args)
     else:

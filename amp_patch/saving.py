@@ -8,12 +8,16 @@ from .session import current as _current
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return amp's state for a checkpoint: the loss scales. Empty if amp is disabled.
+    """Return amp's state for a checkpoint: the loss scales. If amp is disabled, there are none.
 
-    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale,
-    which also holds `hysteresis_tracker` if the scale has a `hysteresis` above 1.
-    `torch.load` can read it with weights_only=True. Waits for the device. Raises ArgumentTypeError if `destination`, to
-    which the entries are added, is not a dictionary, and SessionError before `initialize`.
+    The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
+    The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. `torch.load` can read the result
+    with weights_only=True. Waits for the device.
+
+    Args:
+        destination: a dictionary to add the entries to. None makes a new one.
+
+    Raises ArgumentTypeError if `destination` is not a dictionary, and SessionError before `initialize`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
@@ -35,8 +39,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, of this package or of Apex. Does nothing if amp is disabled.
 
-    Raises ArgumentTypeError if it is not a mapping, and CheckpointError if it does not fit the loss scales. In both
-    cases nothing is loaded. Raises SessionError before `initialize`.
+    Raises ArgumentTypeError if it is not a mapping, CheckpointError if it does not fit the loss scales or cannot be
+    read, and SessionError before `initialize`. Then nothing is loaded.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
@@ -63,7 +67,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for name, scaler in zip(expected, scalers, strict=True):
             scaler.load_state_dict(_check_entry(name, state_dict[name]))
     except (TypeError, ValueError) as error:
-        # all or nothing: undo the loading of the scalers before the faulty entry
+        # all or nothing: restore the scalers whose entries were loaded before the faulty one
         for scaler, saved in zip(scalers, before, strict=True):
             scaler.load_state_dict(saved)
         raise CheckpointError(
@@ -73,7 +77,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _advise(state_dict: Mapping[str, Any]) -> str:
-    """Return what to do about a state whose keys do not fit the loss scales."""
+    """Return the remedy for a state whose keys do not fit the loss scales."""
     for name, value in state_dict.items():
         if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
             return f"pass the entry {name!r} of this checkpoint"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
-# arguments of `initialize` that only make sense at the level that the script was written for
+# arguments of `initialize` that override properties of a level
 _OF_LEVELS = frozenset(
     {"cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights"}
 )
@@ -34,9 +34,10 @@ class Settings(NamedTuple):
     lists: tuple[str, ...] = ()
 
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the arguments `given` that fit it, and the names of the arguments that do not fit.
+        """Return the level to use, the arguments that fit it, and the names of the arguments that do not fit.
 
-        Properties of a level do not fit another level.
+        `opt_level` and `given` are the script's level and its other arguments. Properties of a level do not fit another
+        level. An argument that is None counts as not given.
         """
         level = self.opt_level or opt_level
         kept: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Words that users write for an op, a class or a key of a list, each with the names that they mean.
 
-`errors.did_you_mean` suggests these names, besides names with a similar spelling. If a word stands for several names,
-only the names that are allowed where the word was given are suggested.
+`errors.did_you_mean` suggests these names rather than names with a similar spelling, but only names that are allowed
+where the word was given.
 """
 
 # Each row has words on the left, and on the right the names that each of them means.

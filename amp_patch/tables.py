@@ -8,7 +8,8 @@ def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = 2) 
     """Return rows, which have the same number of cells, as lines with aligned columns.
 
     Args:
-        left: the number of columns that are aligned to the left; the others are aligned to the right. None for all.
+        left: the number of columns that are aligned to the left; the others are aligned to the right. None: all are
+            aligned to the left.
         gap: the number of spaces between columns.
     """
     cells = list(rows)
@@ -44,7 +45,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
-    """Return a sort key for names in which numbers count as numbers, so that block.9 comes before block.10."""
+    """Return a sort key for a name that compares numbers in it as numbers: block.9 comes before block.10."""
     key = []
     for part in re.findall(r"\d+|[^\d.]+", text):
         if part.isdecimal():
@@ -57,7 +58,7 @@ def natural_order(text: str) -> list[tuple[int, str]]:
 def star_numbers(texts: Iterable[str]) -> str:
     """Return one text for texts that differ only in numbers, with `*` for each number in which they differ.
 
-    `block.*.norm` for `block.0.norm` and `block.1.norm`.
+    For `block.0.norm` and `block.1.norm`, this is `block.*.norm`.
     """
     parts = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
     return "".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

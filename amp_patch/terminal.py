@@ -1,4 +1,5 @@
-"""Output to a terminal: in colour if the terminal supports it, and without in a file, a pipe or a notebook.
+"""Prints reports and errors: in colour on a terminal that supports it, and without colour to a file, a pipe or a
+notebook.
 
 The environment variables NO_COLOR and FORCE_COLOR override this if they are not empty; NO_COLOR wins
 (https://no-color.org, https://force-color.org).
@@ -14,7 +15,7 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 # change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-BOLD, RED = "1", "1;31"
+BOLD, RED = "1", "1;31"  # as in the escape sequence `\x1b[1m`
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -39,7 +40,7 @@ def make_printable(text: str) -> str:
 
 
 def print_report(text: str) -> None:
-    """Print text to stdout and flush it. The heading of a table (the line above dashes) is bold."""
+    """Print text to stdout and flush it. In colour, the heading of a table (the line above dashes) is bold."""
     lines = make_printable(text).split("\n")
     for number, below in enumerate(lines[1:]):
         if re.fullmatch(r"-{3,}(  +-+)*", below):

@@ -1,18 +1,22 @@
 """The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
-`native` uses some of these names to keep a script in float32. As in `torch_private`, a sentence with "would" says what
-happens if torch drops a name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports
-of this module, of `insight` and of `native` fail, and so do the commands that use either package.
+`native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
+All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
+of `native` fail, and so do the commands that use either package.
 """
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,8 +29,8 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
-# The function that gives the bytes of a file or of another process to a tensor, with its owner. It is patched while a
-# script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+# Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
+# a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
@@ -75,8 +79,8 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops whose result is their argument under another name, beside those that torch calls views.
-# Without one, its argument would be taken for a tensor that the op has made.
+# Ops that return their argument as a new tensor object, beside those that torch calls views. If one is missing here,
+# its result would be taken for a tensor that the op has computed.
 ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
 
 # Ops that overwrite their first argument without reading it. If one is missing here, the uninitialized memory that it
@@ -104,6 +108,11 @@ def find_written(function: Any) -> frozenset[int]:
     return frozenset(written)
 
 
+def get_argument_names(function: Any) -> list[str]:
+    """Return the names of the arguments of an op. Without the schema, reports could not name operands."""
+    return [argument.name for argument in function._schema.arguments]
+
+
 def is_mutable(function: Any) -> bool:
     """Return whether an op writes to an argument."""
     return bool(function._schema.is_mutable)
@@ -115,9 +124,9 @@ def is_random(function: Any) -> bool:
 
 
 def leave_mode(mode: TorchDispatchMode) -> bool:
-    """Take a mode off the stack of this thread, even if others are above it. Return False if it is not there.
+    """Take a mode off the stack of this thread, even if others are above it. Return whether it was there.
 
-    torch itself always takes the topmost mode off. The topmost mode may be the user's, who has entered it later.
+    torch itself always takes the topmost mode off. The user may have entered another mode later, which is then on top.
     """
     if not any(entered is mode for entered in _get_current_dispatch_mode_stack()):
         return False
@@ -136,7 +145,7 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
 def leave_function_mode(mode: TorchFunctionMode) -> None:
     """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
 
-    Without it, the mode that a script has entered last would be taken off instead.
+    Without the names used here, the mode that a script has entered last would be taken off instead.
     """
     above = []
     for _ in range(_len_torch_function_stack()):
@@ -149,7 +158,9 @@ def leave_function_mode(mode: TorchFunctionMode) -> None:
 
 
 CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
-"""Called by `clip_grad_norm_`, also where a script has imported that by name. A session replaces the public names."""
+"""`clip_grad_norm_` calls this function, so a patch of it also sees the calls of a script that has imported
+`clip_grad_norm_` by name. Without it, such calls would not be seen.
+"""
 
 
 def has_compiled() -> bool:
@@ -157,3 +168,21 @@ def has_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
+    that trains in float16 without a scale.
+    """
+    queue = deque([loss.grad_fn])
+    seen = set[Any]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata = getattr(node, "_input_metadata", None)
+        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
+        queue.extend(following for following, _ in node.next_functions)

@@ -76,7 +76,7 @@ GET_OPTIM_STATE_DICT, LOAD_OPTIM_STATE_DICT = "_get_optim_state_dict", "_load_op
 
 
 def init_optim_state(optimizer: Any) -> None:
-    """Make an optimizer create its state by a step with a learning rate of 0, as these functions do.
+    """Make an optimizer create its state by a step with a learning rate of 0, as get_state_dict and set_state_dict do.
 
     Without it, they would create the state themselves, from 16-bit parameters.
     """

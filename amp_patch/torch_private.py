@@ -62,8 +62,8 @@ unflatten_dense_tensors: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]
 HOT_PATH_ATTRIBUTES = frozenset({"_version"})
 """Private attributes that hot paths in other modules read themselves, because a call of a function would cost time.
 
-`Tensor._version` is the version counter. Every edit in place raises it, except edits by fused optimizers. Without it,
-every use of a weight would make a new copy.
+`Tensor._version` is the version counter. Edits in place raise it, except edits of `.data` and by fused optimizers.
+Without it, every use of a weight would make a new copy.
 """
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
@@ -84,7 +84,7 @@ def get_storage_address(tensor: Tensor) -> int:
 
 
 view_negated: Callable[[Tensor], Tensor] = torch._neg_view
-"""Returns a view of the memory of a gradient that torch negates only when it is read (`is_neg()`), so that the gradient
+"""Returns a view of the memory of a gradient with `is_neg()`, whose values torch negates when it reads them. The view
 can be scaled in place. Without it, a copy of the gradient would be scaled, and copied back.
 """
 
@@ -214,7 +214,8 @@ def get_step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 def put_first(handle: RemovableHandle, hooks: str, owner: Any) -> None:
     """Make a hook that was just registered run before the others in the table `hooks` of `owner`.
 
-    Without it, a hook after a step would see weights of the step before, and a state_dict hook renamed keys.
+    Without it, a hook after a step would see weights of the step before, and a state_dict hook would see keys that
+    another hook has renamed.
     """
     getattr(owner, hooks).move_to_end(handle.id, last=False)
 
@@ -270,7 +271,7 @@ queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Vari
 
 
 def is_engine_thread() -> bool:
-    """Return whether this is a thread of the autograd engine, which runs the backward pass of a device, with hooks."""
+    """Return whether this is a thread of the autograd engine. It runs the backward pass of a device, and its hooks."""
     return get_backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -280,7 +281,7 @@ is_region_enabled: Callable[[Any], bool] = operator.attrgetter("_enabled")
 
 
 def get_autocast_depth() -> int:
-    """Return the number of torch.autocast blocks around this thread, including blocks that disable it.
+    """Return the number of torch.autocast blocks that this thread is in, including blocks that disable it.
 
     Without it, a module rule would act inside a block `autocast(enabled=False)` in the module.
     """
@@ -355,7 +356,7 @@ def onednn_takes_bfloat16() -> bool:
     return answer is not None and bool(answer())
 
 
-# ---- Dynamo: only casting/compiling uses these names -----------------------------------------------------------------
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
 
 DYNAMO = "torch._dynamo"
 
@@ -388,7 +389,7 @@ def mark_constant(function: Callable[[], Any]) -> None:
 def is_tracing_graph() -> bool:
     """Return whether Dynamo is compiling in this thread.
 
-    If torch drops the name, this returns False, and patching at such a time makes the compilation fail.
+    If torch renames `torch._guards`, this returns False, and patching at such a time makes the compilation fail.
     """
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
@@ -436,7 +437,7 @@ def set_keys(*are_set: bool) -> None:
 
 
 def get_forced_setting(config: Any, name: str) -> object:
-    """Return the value to pass to `force_setting` later, to restore a setting of one of torch's config modules."""
+    """Return the value of a setting of one of torch's config modules, to restore it with `force_setting`."""
     value: object = getattr(*_find_setting(config, name))
     return value
 

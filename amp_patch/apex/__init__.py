@@ -9,9 +9,9 @@ or, without a change to the script, `amp-patch run script.py`. After `install`, 
 `amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that does
 not exist here raises an error that names a modern replacement.
 
-If NVIDIA's `apex` is installed, it is used as far as possible. If it is an old one that has `amp`, this package does
-nothing, unless `force` is given. If it is a new one without `amp`, only the parts that it lacks come from here. An
-`apex` of another project (PyPI has one) is replaced, with a warning.
+What happens if an `apex` is installed depends on which: an old one of NVIDIA that has `amp` is used alone. A new one
+without `amp` is used, and only the parts that it lacks come from here. An `apex` of another project (PyPI has one) is
+replaced, with a warning. With `force`, any of them is replaced.
 """
 
 __role__ = ""  # in reports of `insight`: see its `sites`
@@ -35,23 +35,26 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 class Installed(contextlib.ExitStack):
-    """The handle of one call of `install`. `remove()`, or leaving it as a `with` block, undoes that call."""
+    """The handle of one call of `install`. `remove()` undoes that call; so does the end of a `with` block of it."""
 
     def remove(self) -> None:
-        """Undo the call. Harmless twice."""
+        """Undo the call. A second call does nothing."""
         self.close()
 
 
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
-    """Make `import apex`, its submodules and `import amp_C` find the stand-in. Calling it twice is harmless.
+    """Make `import apex`, its submodules and `import amp_C` find the stand-in.
+
+    You may call it again: `opt_level` and `lists`, if either is given, replace those of the last call. `force` then has
+    no effect.
 
     Args:
         opt_level: a level to use instead of the script's.
         lists: op lists (names or paths) on top of the list `apex`, at levels that patch functions. Later lists win.
         force: use the stand-in even if an installed `apex` has the part that is imported.
 
-    Returns a handle whose `remove()` undoes this call; it works as a `with` block. Raises ArgumentTypeError if
-    `lists` is text.
+    Returns a handle whose `remove()` undoes this call; it also works as a `with` block. Raises ArgumentTypeError if
+    `lists` is a str.
     """
     if isinstance(lists, str):
         raise ArgumentTypeError(f"lists={lists!r} must be a sequence of lists: write lists=[{lists!r}]")
@@ -60,7 +63,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
         in_force.settings = Settings(opt_level, tuple(lists))
     installed = Installed()
     installed.callback(setattr, in_force, "settings", before)
-    if _finder.installed() is None:
+    if _finder.get_installed() is None:
         finder = ApexFinder(__name__, force=force)
         finder.insert()
         installed.callback(finder.remove)
@@ -68,8 +71,8 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: restore `sys.meta_path` and `sys.modules`. Harmless if nothing is installed."""
-    finder = _finder.installed()
+    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget the level and the lists in force."""
+    finder = _finder.get_installed()
     if finder is not None:
         finder.remove()
     in_force.settings = Settings()

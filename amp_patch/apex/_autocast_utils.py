@@ -9,9 +9,7 @@ from ._core import cast_tree
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Return the arguments, with floating tensors cast to the dtype of autocast on their device. float64 is not
-    cast.
-    """
+    """Return the arguments. If autocast is enabled on its device, a floating tensor that is not float64 is cast."""
     cast: tuple[Any, ...] = cast_tree(args, _cast)
     return cast
 

@@ -1,8 +1,7 @@
 """The connection of the stand-in to the other wings.
 
-The other modules of the stand-in import from here, from the public names (`api`) and from the ground modules
-(`errors`, `dtypes`, `torch_private`, ...). They call methods of sessions and loss scalers. Of the objects that a
-session holds, they use only its switch, its bindings and its scalers.
+Of the package, the other modules of the stand-in import only this module and the ground modules (`errors`, `dtypes`,
+`torch_private`, ...). `api` in this module has the public functions of `amp_patch`.
 """
 
 import contextlib
@@ -51,8 +50,9 @@ def _read_list(name: str) -> list[tuple[str, str, str]]:
 
 
 def list_names(owner: str, rule: str) -> list[str]:
-    """Return the names that the list `apex` gives a rule, of ops of one owner such as `torch.Tensor`. In-place variants
-    are left out.
+    """Return the names of the ops of an owner, such as "torch.Tensor", that have a rule in the list `apex`.
+
+    In-place variants are left out.
     """
     names: list[str] = []
     for op_owner, name, op_rule in _read_list("apex"):
@@ -97,14 +97,14 @@ def open_session(
     replace: bool,
     accept_low: bool,
 ) -> Session:
-    """Return the session in force with the models and optimizers added and its loss scalers restarted, if it has this
-    policy. Otherwise open a session in its place, and return it.
+    """Add models and optimizers to the session in force if it has this policy, else open a new session in its place.
 
-    The lists of a command (`amp-patch run --lists`) are added after the lists of the policy.
+    Returns the session. In a session that existed before, the loss scalers restart. The lists of a command
+    (`amp-patch run --lists`) are added after the lists of the policy.
 
     Args:
-        replace: open a new session in any case.
-        accept_low: models may have 16-bit parameters already.
+        replace: whether to open a new session in any case.
+        accept_low: whether models may have 16-bit parameters already.
     """
     lists = (*policy.lists, *find_lists_to_lay_over(policy))
     before = current.state.session
@@ -137,7 +137,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore the original functions. Close a session without models, because then nothing of it is left."""
+    """Restore the original functions. Also close a session without models, because it changed nothing else."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -159,7 +159,7 @@ def patch_again(session: Session) -> None:
 
 
 class ManualPass:
-    """A backward pass whose gradients the caller unscales. It counts for the scaler at `update_scale`.
+    """A backward pass whose gradients the caller unscales. `update_scale` reports its overflow to the scaler.
 
     Args:
         scaler: the scaler of the loss.
@@ -181,17 +181,17 @@ class ManualPass:
         return bool(self._found_inf.item())
 
     def note_overflow(self, found_inf: Tensor | None = None) -> None:
-        """Record an overflow that the caller detected, or the value of a flag (0-dim float32)."""
+        """Note an overflow that the caller detected, or, if `found_inf` (0-dim float32) is given, the value of that."""
         if found_inf is None:
             self._found_inf.fill_(1.0)
         else:
             self._found_inf.copy_(torch.maximum(self._found_inf, found_inf.to(self._found_inf.device)))
 
     def update_scale(self) -> bool:
-        """End the pass: update the loss scale, and return whether to skip the step.
+        """End the pass: update the loss scale, and return whether to skip the step. A static scale never skips one.
 
-        Passes since the last update count, too. Ranks that decide together must call this equally often. Waits for the
-        device if the scale is dynamic.
+        Overflows that were reported to the scaler since its last update count, too. If ranks share the scaler, all of
+        them must call this equally often. Waits for the device if the scale is dynamic.
         """
         self._scaler.add_found_inf(self._found_inf)
         found_inf = self._scaler.found_inf
@@ -202,7 +202,7 @@ class ManualPass:
             found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
-        # under a static scale, Apex never skipped a step
+        # as in Apex
         return self._scaler.is_dynamic and bool(found_inf)
 
 
@@ -223,7 +223,10 @@ class OptimizerView:
         self._binding.attach(name, value)
 
     def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield each group as pairs: the model's parameter, and the tensor that the optimizer updates (its master)."""
+        """Yield each group as pairs: the model's parameter, and the tensor that the optimizer updates.
+
+        The latter is the parameter's master, or the parameter itself if it has none.
+        """
         optimizer = self._binding.optimizer
         if optimizer is not None:
             model_parameters = iter(self._binding.groups.model_parameters())
@@ -251,8 +254,7 @@ class OptimizerView:
 class HandScaledPass:
     """A backward pass of a loss that the script itself multiplies by the scale of the first scaler.
 
-    The script calls `begin`, runs the backward pass, and calls `end`. If it has not called `begin`, `end` unscales all
-    gradients.
+    The script calls `begin`, runs the backward pass, and calls `end`.
 
     Args:
         optimizer: the optimizer of the loss, bound to a session.
@@ -265,18 +267,21 @@ class HandScaledPass:
         self._block: LossBlock | None = None
 
     def begin(self) -> None:
-        """Enter a `scale_loss` block with any loss. The scaled loss that it yields is not used."""
+        """Enter a `scale_loss` block with a placeholder as its loss, because the script scales the true loss."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        any_loss = torch.ones((), device=self._view.device)
-        block = current.require().scale_loss(any_loss, [optimizer], loss_id=0, delay_unscale=False)
+        placeholder = torch.ones((), device=self._view.device)
+        block = current.require().scale_loss(placeholder, [optimizer], loss_id=0, delay_unscale=False)
         if isinstance(block, LossBlock):
             self._block = block
             block.__enter__()
 
     def end(self, manual: ManualPass) -> None:
-        """Unscale the gradients, and report an overflow to `manual` and to the next step."""
+        """Unscale the gradients, and report an overflow to the next step and to `manual`.
+
+        If `begin` was not called, unscale all gradients, and report an overflow to the next step alone.
+        """
         block, self._block = self._block, None
         if block is None:
             self._view.unscale()

@@ -38,7 +38,7 @@ class _AliasLoader(importlib.abc.Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module itself.
+        """Return the module of the stand-in.
 
         The import machinery then overwrites its `__spec__`; `exec_module` restores it.
         """
@@ -47,14 +47,17 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Register submodules that are imported already under their names in `apex`, too.
+        """Restore `__spec__`. Register submodules that are imported already under their names in `apex`, too.
 
-        Otherwise a later import under such a name would overwrite the attribute of that name in the package.
+        Otherwise a later `import apex.amp._amp_state` would set the attribute `amp._amp_state` to the module of that
+        name. It must stay the object of that name.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
+        if alias == "apex":  # no attribute of the package itself hides a submodule
+            return
         for name, submodule in list(sys.modules.items()):
-            if name.startswith(self._real_name + ".") and alias != "apex":
+            if name.startswith(self._real_name + "."):
                 sys.modules.setdefault(alias + name.removeprefix(self._real_name), submodule)
 
 
@@ -71,7 +74,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         self._force = force
         # True: all of `apex` is found here. False: only parts that an installed `apex` lacks. None: not decided yet
         self._is_whole: bool | None = None
-        self._is_idle = False  # whether the installed apex has amp, and is used alone
+        self._is_idle = False  # whether an installed `apex` has amp, and is used alone
         self._displaced: dict[str, ModuleType] = {}  # modules that were set aside, by name
         self._completed: list[ModuleType] = []  # installed packages that find missing parts here
         self._thread = threading.local()
@@ -79,9 +82,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     # ---- installing --------------------------------------------------------------------------------------------------
 
     def insert(self) -> None:
-        """Put the finder first in `sys.meta_path`. Set aside imported modules of other packages that have its names.
+        """Put the finder first in `sys.meta_path`.
 
-        If an `apex` is imported already, decide now whether to replace or complete it.
+        If an `apex` is imported already, decide now whether to replace it, to complete it, or to leave it alone. To
+        replace it, set its modules aside.
         """
         apex = sys.modules.get("apex")
         if apex is not None:
@@ -95,10 +99,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Remove the finder, and every module that it has found. Restore the modules that were set aside. Harmless
-        twice.
+        """Remove the finder from `sys.meta_path`. If it is not there, do nothing.
 
-        The modules are removed from `sys.modules`, and from an installed package that they were set in.
+        Remove the modules that it has found from `sys.modules`, and from the installed packages that have them as
+        attributes. Restore the modules that were set aside.
         """
         if self not in sys.meta_path:
             return
@@ -123,9 +127,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in, or None for modules that other finders find.
+        """Return the spec of a module in `apex`: in an installed one that is not replaced and has it, else here.
 
-        Raises ModuleNotFoundError, with a modern replacement, for a part of Apex that neither has.
+        Return None for names that are not Apex's, for modules that neither has, and if the installed `apex` is used
+        alone. Raises ModuleNotFoundError, with a modern replacement, for parts of Apex that neither has.
         """
         root, _, rest = fullname.partition(".")
         # `from apex import X` looks for `amp_patch.apex.X`, because the package keeps its own `__name__`
@@ -155,7 +160,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Context manager: this finder finds nothing, also if another finder searches `sys.meta_path` itself."""
+        """Context manager in which this finder finds nothing, because other finders may search `sys.meta_path`, too."""
         self._thread.is_asking = True
         try:
             yield
@@ -175,6 +180,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             return None
 
     def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
+        """Return the spec of a module of the stand-in under the name `fullname`, or None if there is no such module.
+
+        `rest` is the name without `apex.`, empty for the package itself.
+        """
         real_name = f"{self._package}.{rest}" if rest else self._package
         try:
             real = importlib.util.find_spec(real_name)
@@ -191,7 +200,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of `apex` if all of it is found here. Libraries look up its version before they import
+        """Yield the metadata of `apex` if all of it is found here. Some libraries read its version before they import
         it.
         """
         name = getattr(context, "name", None)
@@ -206,8 +215,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     # ---- an installed apex -------------------------------------------------------------------------------------------
 
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
-        """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone. Logs the
-        decision.
+        """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
+
+        Logs a warning if it is left alone, or is not NVIDIA's.
         """
         if self._is_whole is not None:
             return
@@ -218,19 +228,19 @@ class ApexFinder(importlib.abc.MetaPathFinder):
             for folder in folders
             if os.path.exists(os.path.join(folder, part, "__init__.py"))
         }
-        # a folder without __init__.py, such as a checkout, is no installed package
+        # a folder without __init__.py, such as a checkout, is no installed package; its spec has no origin
         is_installed = spec is not None and spec.origin is not None
         self._is_whole = self._force or not (is_installed and parts)
         self._is_idle = not self._is_whole and "amp" in parts
         where = folders[0] if folders else getattr(spec, "origin", None) or ""
         if self._is_idle:
             logger.warning(
-                "amp_patch: the apex in %s has amp itself and is left alone; force=True (`amp-patch run --force`) uses"
-                " amp_patch's",
+                "amp_patch: the apex in %s has amp itself and is left alone; force=True (`amp-patch run --force`)"
+                " replaces it",
                 where,
             )
         elif is_installed and not parts:
-            logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in for that comes before it", where)
+            logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in replaces it", where)
 
     def _complete_after(self, loader: Any) -> None:
         """Let the installed apex look here for parts that it lacks, once it is imported."""
@@ -252,7 +262,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 try:
                     return importlib.import_module(f"apex.{name}")
                 except ModuleNotFoundError as error:
-                    # not this part is missing, but a module that it imports
+                    # the part exists, but a module that it imports is missing
                     if error.name != f"apex.{name}":
                         raise
             raise AttributeError(f"module 'apex' has no attribute {name!r}")
@@ -279,7 +289,7 @@ def refuse_name(module: str, name: str) -> NoReturn:
     raise AttributeError(advise(f"{full_name}.{name}") or f"module {full_name!r} has no attribute {name!r}")
 
 
-def installed() -> ApexFinder | None:
+def get_installed() -> ApexFinder | None:
     """Return the finder in `sys.meta_path`, or None."""
     return next((finder for finder in sys.meta_path if isinstance(finder, ApexFinder)), None)
 

@@ -1,9 +1,9 @@
-"""`forward`: makes properties of a wrapper that read and set attributes of the object inside it."""
+"""`forwarded`: makes properties of a wrapper that read and set attributes of the object inside it."""
 
 from typing import Any
 
 
-def forward(holder: str, name: str) -> Any:
+def forwarded(holder: str, name: str) -> Any:
     """Return a property that reads and sets `self.<holder>.<name>`."""
 
     def get(self: Any) -> Any:

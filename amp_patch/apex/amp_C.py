@@ -2,7 +2,8 @@
 
 Tensors may be on any device, of any floating dtype, contiguous or not. The functions named `multi_tensor_...` take a
 chunk size (ignored), a flag (one integer element) and lists of tensors, and write their results into the lists. The
-flag becomes 1 if a checked tensor holds inf or NaN, and is never cleared. Docstrings begin with the lists in brackets.
+flag becomes 1 if a checked tensor holds inf or NaN. Nothing here clears it. Docstrings begin with the lists, in
+brackets, and call them by these names.
 
 Functions of Apex's `amp_C` that only its own optimizers called are left out. Unlike Apex's, `multi_tensor_lamb` does
 not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.
@@ -24,7 +25,7 @@ Lists = Sequence[Tensors]
 
 
 def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> list[Tensor]:
-    """Return copies at full precision, times `factor`. Set the flag if a tensor holds inf or NaN."""
+    """Return copies in float32 (float64 for float64), times `factor`. Set the flag if a tensor holds inf or NaN."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
         # one launch for all tensors, where `Tensor.to` would take one for each
@@ -242,7 +243,7 @@ def update_scale_hysteresis(
 ) -> Tensor:
     """Update a loss scale (float32) and its two counters (int32) in place, one element each. Return the scale.
 
-    Waits for nothing. From the `hysteresis`-th overflow in a row on, each overflow multiplies the scale by
+    Does not wait for the device. From the `hysteresis`-th overflow in a row on, each overflow multiplies the scale by
     `backoff_factor`. `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
     scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed such numbers to 0.
     """

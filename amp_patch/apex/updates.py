@@ -1,12 +1,14 @@
 """The update formulas of Apex's optimizers, over lists of tensors, through `torch._foreach_*`.
 
-Every function takes lists of equal length, gradients first. It reads the gradients, and changes the tensors of all the
-other lists in place. It computes in float32 (*full precision*), or in float64 for float64 tensors. 16-bit tensors are
-copied to float32, and changed tensors are rounded once, when they are copied back. Call under `torch.no_grad()`.
+`sgd_`, `adam_`, `adagrad_`, `lamb_` and `novograd_` take lists of equal length, gradients first. They read the
+gradients, and change the tensors of the other lists in place. They compute in float32 (*full precision*), or in float64
+for float64 tensors. 16-bit tensors are copied to float32, and changed tensors are rounded once, when they are copied
+back. Call them under `torch.no_grad()`.
 
-Adam and SGD use the kernels behind `torch.optim.AdamW(fused=True)` if these support the tensors: one launch updates
-many tensors. If `found_inf`, a 0-dim float32 tensor or None, is 1, they change nothing. Nothing here waits for the
-device, except these two functions if there is no kernel and a `found_inf` is given.
+Adam and SGD use the kernels behind `torch.optim.AdamW(fused=True)` and `SGD(fused=True)` if these support the tensors:
+one launch updates many tensors. If `found_inf`, a 0-dim float32 tensor or None, is 1, they change nothing. Nothing here
+waits for the device, with one exception: without a kernel, these two functions read `found_inf` and `step` if they are
+tensors.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
 b1 and b2 betas. A hat (m^) means that the bias is corrected.
@@ -52,7 +54,7 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Yield the lists at full precision, in parts that are on one device and of one dtype each.
 
-    After each round of the loop, changes that its body has made to the `changed` lists are copied back.
+    After each round of the caller's loop, the changes that its body made to the `changed` lists are copied back.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -111,8 +113,8 @@ def sgd_(
 ) -> None:
     """SGD with momentum, as in torch.optim.SGD.
 
-    g = gradient_factor g + wd p; m = g the first time, then momentum m + (1 - dampening) g; p -= lr m, or lr (g +
-    momentum m) with Nesterov. `momenta` may be None when `momentum` is 0.
+    g = gradient_factor g + wd p; m = g if `is_first`, else momentum m + (1 - dampening) g; p -= lr m, or lr (g +
+    momentum m) with Nesterov. If `momentum` is 0 or `momenta` is None, p -= lr g.
     """
     options: dict[str, Any] = {
         "lr": lr,
@@ -167,8 +169,8 @@ def adam_(
 
     With `is_decoupled`, weight decay as in Loshchilov & Hutter (arXiv:1711.05101).
 
-    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p), or g += wd p beforehand.
-    `step` counts from 1; it may be a 0-dim tensor.
+    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p). Without `is_decoupled`,
+    g += wd p beforehand instead. `step` counts from 1; it may be a 0-dim tensor.
     """
     kernel = fused_adamw_ if is_decoupled else fused_adam_
     options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
@@ -206,7 +208,7 @@ def adagrad_(
 ) -> None:
     """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices.
 
-    h += g^2; p -= lr (g / (sqrt(h) + eps) + wd p), or g += wd p beforehand.
+    h += g^2, the sums; p -= lr (g / (sqrt(h) + eps) + wd p). Without `is_decoupled`, g += wd p beforehand instead.
     """
     for g, p, h in at_full_precision(gradients, params, sums):
         if weight_decay and not is_decoupled:
@@ -242,9 +244,9 @@ def lamb_(
 
     g /= max(1, gradient_norm / max_gradient_norm); if the maximum is None or 0, gradients are not clipped.
     `gradient_norm` (0-dim) is the norm of the gradients of all parameters of the optimizer, not only of `gradients`.
-    Then u = m^ / (sqrt(v^) + eps) + wd p as in Adam, and p -= lr (|p| / |u|) u for each tensor. The ratio |p| / |u| is
-    1 if a norm is 0. It is also 1 without weight decay, unless `always_adapts`. Without `averages_gradients`,
-    m = b1 m + g.
+    Then u = m^ / (sqrt(v^) + eps) + wd p as in `adam_`, and p -= lr (|p| / |u|) u for each tensor. The ratio |p| / |u|
+    is 1 if a norm is 0. It is also 1 without weight decay, unless `always_adapts`. Without `averages_gradients`,
+    m = b1 m + g. Without `is_decoupled`, g += wd p after the clipping, and u lacks wd p.
     """
     corrections = bias_corrections(betas, step, corrects_bias)
     gradient_share = 1 - betas[0] if averages_gradients else 1.0
@@ -301,8 +303,8 @@ def novograd_(
     The second moments are 0-dim tensors, `norm_avgs`.
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
-    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). `decays_inside` puts g / (n^ + eps) + wd p into the moment
-    in place of g. Without `averages_gradients`, the factor of g in m is 1.
+    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). With `decays_inside`, m takes g / (n^ + eps) + wd p in
+    place of g, and p -= lr m^. Without `averages_gradients`, the factor of g in m is 1.
     """
     correction1, correction2 = bias_corrections(betas, step, corrects_bias)
     gradient_share = 1 - betas[0] if averages_gradients else 1.0
@@ -332,8 +334,8 @@ def novograd_(
 
 
 def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
-    """Run a kernel that changes the first of `lists`. Return False, without changes, if it does not support the
-    tensors.
+    """Run a kernel on `lists`: parameters, gradients, and moments. Return False if it does not support the tensors, and
+    change nothing.
 
     Kernels read memory in order. So the tensors at the same place of the lists must have the same layout, and must be
     neither subclasses nor lazy negatives. For some devices, torch has no such kernels.
@@ -345,7 +347,7 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
         kernel(*lists, **options, maximize=False, found_inf=flag)
     except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    torch.autograd.graph.increment_version(list(lists[0]))  # the kernel itself does not
+    torch.autograd.graph.increment_version(list(lists[0]))  # of the parameters; the kernel itself does not
     return True
 
 

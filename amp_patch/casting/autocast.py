@@ -46,7 +46,7 @@ class Autocast:
         return entry.path in self._torch_list_paths
 
     def pause(self) -> bool:
-        """Disable autocast in this thread. Return whether there is something to `resume`."""
+        """Disable autocast in this thread, if this is a region in which the session casts. Return whether it is."""
         if not self.is_here():
             return False
         torch.set_autocast_enabled(self.device_type, False)
@@ -79,8 +79,8 @@ class Autocast:
 
 
 class ModuleRulesSwitch:
-    """The switch for ops that torch casts by itself: it is on only in regions of the session, such as the region of
-    a module rule. Outside of them, torch casts these ops.
+    """The switch for ops that torch casts by itself. It is on only in regions of the session, such as the region of a
+    module rule. Outside of them, torch casts these ops.
     """
 
     regions = 1  # not 0, so wrappers ask for the mode in every call

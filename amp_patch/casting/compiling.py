@@ -47,7 +47,7 @@ def is_traced() -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether autograd records a graph here, and no function transform, tracer or compiler does."""
+    """Return whether gradients are enabled here, and no function transform, tracer or compiler is active."""
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
@@ -67,7 +67,7 @@ def run_eagerly() -> Callable[[], object]:
 
 
 def forget_compiled_code() -> None:
-    """Drop the code that torch.compile has made in this process, because its casts may no longer be active."""
+    """Drop the code that torch.compile has made in this process. It keeps its casts when patches change."""
     if DYNAMO in sys.modules:
         torch.compiler.reset()
 
@@ -85,8 +85,8 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 # Code that is compiled inside a region must not run outside it, nor the other way round. Dynamo cannot trace how a
 # thread's region is found, and does not guard patched Tensor methods. But it guards the autocast state of the thread
 # for every device type. So while a region is open, we set the autocast state of an idle device type: one that torch
-# still lists, but no longer runs on. The dtypes below stand for modes there. Dynamo of torch 2.6 does not guard that
-# state, but the dispatch keys of the thread: there, two unused keys stand for the modes.
+# still lists, but no longer runs on. Its autocast dtype stands for the mode. Dynamo of torch 2.6 does not guard this
+# state, but guards the dispatch keys of the thread: there, two unused keys stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
@@ -98,8 +98,8 @@ def _find_idle_device() -> tuple[str, torch.dtype] | None:
     """
     for name in IDLE_DEVICE_TYPES:
         with contextlib.suppress(RuntimeError):
-            usual = torch.get_autocast_dtype(name)
-            return (name, usual) if is_autocast_state_guarded(name) else None
+            usual_dtype = torch.get_autocast_dtype(name)
+            return (name, usual_dtype) if is_autocast_state_guarded(name) else None
     return None
 
 
@@ -109,7 +109,7 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Make Dynamo guard code that it compiles in this thread by the mode of that name. BY_LISTS clears the state.
+    """Make code that Dynamo compiles in this thread run in the mode of that name only. BY_LISTS clears the flag.
 
     The body must not use names of torch's modules: Dynamo would trace such a frame, and find that it changes guarded
     state.
@@ -117,8 +117,8 @@ def show_region(mode_name: str) -> None:
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS_OF_MODES.get(mode_name, (False, False)))
     else:
-        name, usual = _IDLE_DEVICE
-        set_autocast_dtype(name, _DTYPES_OF_MODES.get(mode_name, usual))
+        name, usual_dtype = _IDLE_DEVICE
+        set_autocast_dtype(name, _DTYPES_OF_MODES.get(mode_name, usual_dtype))
         set_autocast_enabled(name, mode_name in _DTYPES_OF_MODES)
 
 

@@ -1,12 +1,13 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
 bits, multiplied and added in float32, and the result is rounded to 16 bits.
 
-With `compute="auto"`, all products are computed in this way on hardware without instructions for 16-bit products. On a
-CPU with such instructions, only short attention is, because torch's 16-bit kernels for it take several times as long.
+With `compute="float32"`, all products are computed in this way; with `compute="auto"`, only on hardware without
+instructions for 16-bit products. On an x86 CPU with such instructions, "auto" computes short attention in this way,
+because that is faster than torch's 16-bit kernels.
 
 The casts are ordinary casts that autograd records. So gradients are rounded when they leave a product, as with a 16-bit
 kernel, and whatever supports casts (compilers, function transforms, double backward, checkpoints) supports these. For
-backward, autograd saves the float32 operands.
+backward, autograd saves the float32 operands; only short attention saves 16-bit values where it can (see `Attention`).
 """
 
 import sys
@@ -41,8 +42,8 @@ class Float32Products:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed in float32.
         cache: the cache of rounded weights, or None.
-        longest_attention: compute only attention in float32, if it has at most this many queries times keys. None:
-            compute every product in float32.
+        max_scores: compute only attention in float32, if it has at most this many scores (queries times keys) for each
+            head. None: compute every product in float32.
 
     Attributes:
         switch: on while the session is in force. It is not the switch of the casts, because 16-bit values are
@@ -50,12 +51,12 @@ class Float32Products:
     """
 
     def __init__(
-        self, low: torch.dtype, device_type: str, cache: WeightCache | None, longest_attention: int | None = None
+        self, low: torch.dtype, device_type: str, cache: WeightCache | None, max_scores: int | None = None
     ) -> None:
         self.switch = Switch()
         self.low = low
         self.device_type = device_type
-        self.longest_attention = longest_attention
+        self.max_scores = max_scores
         self._replacements = Replacements()
         self._thread = threading.local()  # its `frame` is the frame of the product that this thread computes
         self._to_low = make_plain_cast(low, device_type)
@@ -67,7 +68,7 @@ class Float32Products:
     @property
     def covers_all(self) -> bool:
         """Whether every product is computed in float32."""
-        return self.longest_attention is None
+        return self.max_scores is None
 
     def covers(self, name: str) -> bool:
         """Return whether torch's function of that name may be computed in float32."""
@@ -80,7 +81,7 @@ class Float32Products:
         self._replacements.clear()
 
     def _round(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as float32, rounded to the low dtype. Return a tensor that cannot be cast as it is."""
+        """Return a tensor as float32, rounded to the low dtype. A tensor that cannot be cast is returned unchanged."""
         rounded = self._to_low(tensor)
         if rounded.dtype is self.low:
             return self._to_float32(rounded)
@@ -97,12 +98,14 @@ class Float32Products:
     # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product and each op without a 16-bit kernel. Leave out `taken`: (owner id, name)."""
+        """Yield a patch for each product and each op without a 16-bit kernel. Leave out the names in `taken`, pairs of
+        an owner's id and a name, which are patched otherwise.
+        """
         for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
-                yield Patch(owner, name, self._run_unlisted)
+                yield Patch(owner, name, self._replace_unlisted)
 
-    def _run_unlisted(self, original: OpFunction) -> OpFunction:
+    def _replace_unlisted(self, original: OpFunction) -> OpFunction:
         """Return the replacement of a product that no list names, the same one for every name of it."""
 
         def make() -> OpFunction:
@@ -114,11 +117,12 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its operands have the low dtype.
 
-        A call runs as it was written if it has operands of another floating dtype, or names `out` or a dtype. So does a
-        product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
+        A call runs as it was written if it names `out` or a dtype, or if an operand is opaque, on another type of
+        device, or of another floating or complex dtype. So does a call of a product with a single operand: an einsum of
+        one operand multiplies nothing, and may return a view. With `max_scores`, see `_run_short_attention`.
         """
-        if self.longest_attention is not None:
-            return self._run_short_attention(original, self.longest_attention, public)
+        if self.max_scores is not None:
+            return self._run_short_attention(original, self.max_scores, public)
         name = getattr(original, "__name__", "")
         low, device_type, min_operands = self.low, self.device_type, 2
         if op_lists.is_without_cpu_kernel(name):
@@ -130,22 +134,22 @@ class Float32Products:
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             if kwargs and not _RESULT_OPTIONS.isdisjoint(kwargs):
                 return original, args, kwargs
-            operands = 0
+            operand_count = 0
             for value in (*args, *kwargs.values()):
                 for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                     if tensor.dtype is low:
                         if is_opaque(tensor) or tensor.device.type != device_type:
                             return original, args, kwargs
-                        operands += 1
+                        operand_count += 1
                     elif tensor.is_floating_point() or tensor.is_complex():
                         return original, args, kwargs
-            if operands < min_operands:
+            if operand_count < min_operands:
                 return original, args, kwargs
             return compute, args, kwargs
 
         return replace(original, prepare, self.switch, public, torch.float32)
 
-    def _run_short_attention(self, original: OpFunction, longest: int, public: PublicOp) -> OpFunction:
+    def _run_short_attention(self, original: OpFunction, max_scores: int, public: PublicOp) -> OpFunction:
         """Return a function that computes short attention in float32: see `Attention.can_use_float32`, and for the
         values that it saves for backward `Attention.compute_in_float32`.
         """
@@ -154,7 +158,7 @@ class Float32Products:
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
             try:
                 attention = Attention(*args, **kwargs)
-                is_short = attention.can_use_float32(low, longest)
+                is_short = attention.can_use_float32(low, max_scores)
             except (TypeError, AttributeError):  # wrong arguments, for which torch raises an error
                 is_short = False
             if not is_short:
@@ -216,12 +220,12 @@ class Float32Products:
     ) -> PrepareCall:
         """Return the `prepare` of a whitelisted product: round all tensors, compute in float32, and round the result.
 
-        With an opaque operand, cast the tensors to the low dtype and call `low_op`, because an opaque operand does not
-        support a second cast.
+        Some calls get tensors in the low dtype, and go to `low_op`: a call with an opaque operand, which does not
+        support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
 
         Args:
-            original: torch's function.
-            low_op: the op that takes 16-bit operands.
+            original: the op as torch computes it.
+            low_op: the op that computes 16-bit operands in float32.
             in_region: prepares a call of the op in a region.
         """
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
@@ -241,7 +245,7 @@ class Float32Products:
                     for tensor in tensors_in(value):
                         count += 1
                         has_opaque |= tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor)
-            # a call with one tensor multiplies nothing, so it only needs the cast
+            # a call with one tensor multiplies nothing
             if count < 2 or has_opaque or "out_dtype" in kwargs:
                 return (low_op, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
@@ -249,8 +253,8 @@ class Float32Products:
         return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
-        """Cast a tensor to the low dtype. A parameter becomes a float32 tensor, rounded to the low dtype: this is how
-        the cache holds it, so it needs no second cast.
+        """Return a tensor in the low dtype. Return a parameter as a float32 tensor, rounded to the low dtype: the cache
+        holds it in this form, so that it needs no second cast.
         """
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)

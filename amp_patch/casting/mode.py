@@ -39,7 +39,7 @@ class AutocastRegions(Protocol):
         """Return whether this thread is in such a region."""
 
     def pause(self) -> bool:
-        """Disable autocast in this thread. Return whether there is something to `resume`."""
+        """Disable autocast in this thread, if this is such a region. Return whether it is."""
 
     def resume(self) -> None:
         """Enable autocast again."""
@@ -50,8 +50,8 @@ class Region(contextlib.ContextDecorator):
 
     Args:
         owner: identifies the region for `Switch.close_for_module`.
-        frame: the frame of a call. The region must not outlive that call: once it is over, also by an exception, the
-            region is stale. None for a region that lasts until it is closed.
+        frame: the frame of a call. Once that call is over, also by an exception, the region is *stale*, and must be
+            closed. None for a region that lasts until `close`.
         pauses: if the mode is FLOAT32, disable autocast while the region is open, so that torch casts no unlisted op.
         is_active: whether casts are active where the region opens. Blocks of torch.autocast inside the region decide
             for themselves.
@@ -153,7 +153,8 @@ class Switch:
     def turn_off(self) -> None:
         """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed.
 
-        Closes the regions of this thread.
+        Closes the regions of this thread. Does not enable autocast again, because the blocks of torch.autocast around
+        the regions may be over.
         """
         self.on = False
         for region in reversed(self._local.regions):
@@ -187,6 +188,7 @@ class Switch:
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
+        """Return how casts act in this thread, by the open regions of all threads."""
         innermost = self._find_innermost()
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
@@ -206,9 +208,10 @@ class Switch:
         return regions[-1] if regions else None
 
     def _is_in_force(self, region: Region) -> bool:
-        """Return whether a region applies here: not inside an `autocast(enabled=False)` that was entered after it."""
+        """Return whether a region applies here. In a block `autocast(enabled=False)` inside the region, it does not."""
         if self.autocast is None or self.autocast.is_here():
             return True
+        # autocast is disabled here: by the region itself, which has paused it, or by a block inside the region
         return region.is_active and region.depth == get_autocast_depth()
 
     def is_in(self, mode: Mode) -> bool:
@@ -232,7 +235,8 @@ class Switch:
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
         """Open a region for the forward of a module: in the given mode, or without casts if the outer region has none.
 
-        Return whether to cast the inputs: True if casts are active, and the mode differs from the outer region's.
+        Return whether to cast the inputs: casts are active, and the region changes the mode. Return False if the region
+        for this call is open already.
 
         Args:
             owner: identifies the region for `close_for_module`.
@@ -254,7 +258,7 @@ class Switch:
                 frame = sys._getframe(2)
             for region in regions:
                 if region.owner is owner and region.frame is frame:
-                    return False  # `RegionHooks.catch_up` or `join` has opened it before torch called this hook
+                    return False  # `RegionHooks.catch_up` or `join` has opened it before torch called the pre-hook
             is_change = outer is not mode
             Region(self, mode, owner=owner, frame=frame, pauses=is_change, is_active=is_active).open()
             return is_active and is_change

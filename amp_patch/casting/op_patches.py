@@ -1,5 +1,6 @@
-"""Plans the patches of ops: one for every listed spelling and registration, even if its package is imported later. Also
-makes the replacements of torch's functions around ops, such as checkpoints and tracers.
+"""Plans the patches of ops: one for each listed spelling and registration. `DeferredOps` patches ops whose package is
+imported later. This module also makes the replacements of torch's functions around ops, such as checkpoints and
+tracers.
 """
 
 import contextlib
@@ -31,9 +32,10 @@ Registration = tuple[Any, str, str]
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for every listed spelling, or for the user's registration of the same name.
+    """Yield a patch for each listed spelling and for each registration. A registration overrides the lists.
 
-    Under torch.autocast, also yield patches that keep torch from casting ops that none of these rules names.
+    Under torch.autocast, ops with torch's own rule get no patch, or the patch by `OpCasts.by_torch`. Other patches keep
+    torch from casting ops that it lists, but the session's lists do not.
     """
     decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
     for spelling in oplists.spellings:
@@ -65,7 +67,9 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
             for name in FLEX_CALLS:
                 yield Patch(patch.owner, name, functools.partial(_replace_call, patch=patch))
         for owner, second in _SECOND_PLACES:
-            if patch.owner is owner and vars(owner).get(patch.name) is vars(second).get(patch.name, owner):
+            if patch.owner is not owner or patch.name not in vars(second):
+                continue
+            if vars(owner).get(patch.name) is vars(second)[patch.name]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
@@ -85,14 +89,14 @@ def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
 
 
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states it."""
+    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states the rule."""
     note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
     return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
 
 
 class DeferredOps:
-    """The listed ops of one session whose packages are not imported yet. Patches each op when its package is imported,
-    until `close`.
+    """The listed ops of one session whose packages are not imported yet. It patches each op when the op's package is
+    imported, until `close`.
 
     Args:
         oplists: the lists of the session.
@@ -141,8 +145,7 @@ class DeferredOps:
     def patch_module(self, module_name: str) -> None:
         """Patch the deferred ops of a module that was imported.
 
-        Runs inside the user's import, so it raises nothing. It warns once of an op that does not exist or cannot be
-        patched.
+        Runs inside the user's import. So an op that does not exist or cannot be patched causes a warning, and no error.
         """
         if os.getpid() != self._process_id:
             return  # a fork ends the session, so nothing is patched in the child
@@ -157,7 +160,7 @@ class DeferredOps:
                 try:
                     owner = op_lists.find_owner(spelling)
                     if owner is None:
-                        continue  # a submodule may define it, which is imported later
+                        continue  # a submodule that is imported later may define it
                     functions |= self._patch(spelling, owner)
                 except OpListError as exc:
                     problems.append((spelling, str(exc)))
@@ -175,8 +178,8 @@ class DeferredOps:
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Return its replacement by the id of the original. Return nothing for an op that is left
-        alone.
+        """Patch an op. Return its replacement, by the id of the original. For an op that is left alone, the dictionary
+        is empty.
         """
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
@@ -239,9 +242,11 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
         seen.add(id(kind))
         waiting += kind.__subclasses__()
         if issubclass(kind, torch.nn.Module):
-            forward_owner, backward_owner = kind if "forward" in vars(kind) else None, None
+            forward_owner = kind if "forward" in vars(kind) else None
+            backward_owner = None
         else:
-            forward_owner, backward_owner = _find_static(kind, "forward"), _find_static(kind, "backward")
+            forward_owner = _find_static(kind, "forward")
+            backward_owner = _find_static(kind, "backward")
         forward = None if forward_owner is None else vars(forward_owner)["forward"]
         requested = find_cast_inputs(getattr(forward, "__func__", forward))
         if requested is None or requested[0] != casts.device_type:
@@ -256,7 +261,9 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class that defines a static method of `kind`, or None if that is torch's own or is not static."""
+    """Return the class that defines a static method of `kind`; None if torch or no class defines it, or if it is not
+    static.
+    """
     for owner in kind.__mro__:
         if name in vars(owner):
             is_static = isinstance(vars(owner)[name], staticmethod)
@@ -319,8 +326,8 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` that lets recurrent layers accept an input of another dtype than their weights. The
-    patched op casts both later.
+    """Return a `check_input` that lets recurrent layers take an input whose dtype differs from that of their weights.
+    The patched op casts both later.
     """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
@@ -334,8 +341,8 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """Return a `torch.jit.script` that runs without patches: it compiles the source of functions, and must get
-    torch's.
+    """Return a `torch.jit.script` that runs without patches, because it compiles the functions that it finds, and must
+    find torch's own.
     """
 
     def script(*args: Any, **kwargs: Any) -> Any:

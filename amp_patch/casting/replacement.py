@@ -30,7 +30,7 @@ PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
 """Returns the call to make in place of an op called with these arguments, in that mode. The mode is never OFF."""
 
 NEVER = object()
-"""As the `no_cast_dtype` of `replace`: no call skips `prepare`."""
+"""The `no_cast_dtype` of `replace` for an op whose `prepare` has to see every call."""
 
 
 def replace(
@@ -44,10 +44,10 @@ def replace(
 
     Args:
         prepare: called if casts are active, unless `no_cast_dtype` shows that nothing has to be cast.
-        switch: whether casts are active.
-        public: the public name of the op.
-        no_cast_dtype: if all tensors have this dtype, and none is in a list, `original` is called without `prepare`.
-            None: it is enough that all tensors have the same dtype. `NEVER`: `prepare` is called in any case.
+        switch: says whether casts are active.
+        public: the op as overrides see it.
+        no_cast_dtype: outside regions, `original` is called without `prepare` if all tensors of a call have this dtype
+            and none is in a list. None: it is enough that all have the same dtype. `NEVER`: every call is prepared.
     """
     has_overrides, off, by_lists = public.has_overrides, Mode.OFF, Mode.BY_LISTS
     may_skip = no_cast_dtype is not NEVER
@@ -72,7 +72,7 @@ def replace(
                             break
                         expected = value.dtype
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
-                    break
+                    break  # a list whose first item is an int is a shape or the like, and holds no tensors
             else:  # no `break`: nothing has to be cast
                 return original(*args, **kwargs)
         function, args, kwargs = prepare(args, kwargs, mode)  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def run_in_region(original: OpFunction, mode: Mode, switch: Switch | ModuleRules
 
 
 class Replacements:
-    """Makes one replacement for each original and rule, also if torch has the function under two names."""
+    """Keeps one replacement for each original and rule, because torch has some functions under several names."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], tuple[OpFunction, OpFunction]] = {}
@@ -151,11 +151,11 @@ class PublicOp:
 
 
 def _dispatches_by_name(original: OpFunction) -> bool:
-    """Return whether torch's function, when it calls overrides, looks up its own public name, and passes them the
-    function that the name holds: the replacement.
+    """Return whether torch's function itself passes the replacement to overrides, because it looks up its own public
+    name.
 
-    Methods in C and undecorated functions in Python do so. Then `hand_over` simply calls them, and torch decides how
-    the arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).
+    Methods in C and undecorated functions in Python do so. `hand_over` simply calls them: torch then decides how the
+    arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names

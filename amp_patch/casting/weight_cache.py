@@ -1,14 +1,13 @@
-"""`WeightCache`: 16-bit copies of float32 parameters for whitelisted ops. Each is made once between two optimizer
-steps.
+"""`WeightCache`: 16-bit copies of float32 parameters, so that whitelisted ops do not cast a weight at each use.
 
-A copy is `p.to(low)` with gradients enabled. The cast's autograd node saves nothing, so it carries gradients back to
-the parameter in any number of forward and backward passes.
+A copy is `p.to(low)` with gradients enabled. The autograd node of a cast saves nothing, so the copy carries gradients
+to the parameter in any number of forward and backward passes.
 
 A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not raise them),
 and addresses are reused. So a copy is used only while its *entry* is *valid*. The entry holds the memory that the copy
 was made from, so that its address is not reused, and each use compares the signature and the dtype. Optimizer steps,
 both ends of an outermost forward without gradients, the exit of `scale_loss`, and `refresh` invalidate entries. Code
-that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets an entry.
+that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets a copy.
 
 On a GPU, launching a kernel takes longer than running it. So copies that no graph holds are *refreshed* in place, all
 in one `torch._foreach_copy_`. A copy that a live graph holds is replaced by a new one. On a CPU, copies are dropped
@@ -40,10 +39,10 @@ from ..torch_private import (
 from .compiling import is_compiling, is_dynamo_compiling
 
 Signature = tuple[int, int, bool, torch.Size, tuple[int, ...]]
-"""The state of a parameter that its copy was made in: version, address, requires_grad, shape and strides."""
+"""The state in which a parameter was copied: version, address, requires_grad, shape and strides."""
 
 ValidEntry = tuple[Tensor, Signature, object]
-"""The copy, the signature of the parameter, and its memory. While the memory is held, its address is not reused."""
+"""The copy, and the signature and the memory of the parameter. While the memory is held, its address is not reused."""
 
 SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""
@@ -62,7 +61,7 @@ class _Entry:
         alias: the memory of the copy without the grad_fn; a refresh writes to it.
         source: an alias of the parameter's memory, which keeps the address from being reused.
         identity: device and signature of the parameter, without the version. Optimizer steps do not change it. If it
-            changed, as by `Tensor.set_`, the gradients of the copy would not reach the parameter.
+            changed, as by `Tensor.set_`, the graph of the copy would not fit the parameter.
         memory: the address of the copy's storage.
         idle_uses: the reference counts of the copy and its storage while no graph needs them.
     """
@@ -98,7 +97,7 @@ def _identify(parameter: Tensor) -> tuple[object, ...]:
 
 
 def are_refreshed_on(device_type: str) -> bool:
-    """Return whether copies on such devices are refreshed in place. Otherwise they are dropped and made again."""
+    """Return whether copies on devices of a type are refreshed in place, and not dropped and made again."""
     return device_type != "cpu"
 
 
@@ -110,8 +109,8 @@ class WeightCache:
         device_type: decides whether copies are refreshed in place, or dropped.
         is_rounded: whether copies are float32 tensors, rounded to the low dtype. Such copies are not refreshed, because
             that would take two casts.
-        smallest: parameters with fewer elements get a copy at their third use. The gradients of the first two uses are
-            added in float32; the gradients of uses of a copy are added in the low dtype, as under torch.autocast.
+        smallest: parameters with fewer elements get a copy only at their third use. The gradients of the first two uses
+            are added in float32; the gradients of uses of a copy are added in the low dtype, as under torch.autocast.
 
     Attributes:
         valid: the valid entries, by the id of the parameter.
@@ -233,7 +232,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Use no copy inside the block, in all threads, because a tracer must record casts and not their results."""
+        """Neither use nor make copies in the block, in any thread: a tracer must record casts and not their results."""
         before, self._is_bypassed = self._is_bypassed, True
         self.invalidate_all()
         try:
@@ -249,8 +248,8 @@ class WeightCache:
                 self._uses.pop(id(parameter), None)
 
     def leave_to_graphs(self) -> None:
-        """Drop copies that are not refreshed. Then only graphs hold them, and a backward pass frees each after its last
-        use.
+        """Drop all copies, unless they are refreshed in place. Then only graphs hold them, and a backward pass frees
+        each after its last use.
         """
         if not self._is_refreshed:
             self.invalidate_all()

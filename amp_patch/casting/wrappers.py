@@ -1,8 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
 For each rule, a method returns a function that prepares one call: it casts the arguments, and says which function to
-call with them. As under torch.autocast, a call with `out=` runs as it was written, and so does a call of a float32 op
-with a dtype.
+call with them. As under torch.autocast, no arguments are cast in a call with `out=`, nor in a call of a blacklisted op
+that names a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, float32, strided
 from torch.overrides import has_torch_function
 
 from ..config import OpRule, op_lists
-from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES
+from ..dtypes import CASTABLE, LOW_DTYPES, PLAIN_CLASSES, is_opaque
 from ..errors import BannedOpError
 from ..torch_private import count_dispatch_modes
 from .autocast import Autocast, ModuleRulesSwitch
@@ -36,7 +36,6 @@ from .tensor_cast import (
     cast_nested,
     get_conversion,
     is_compressed,
-    is_uncastable,
     make_device_test,
     make_plain_cast,
 )
@@ -50,7 +49,7 @@ _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
 
-# The classes of an index that names a view. A bool is not among them.
+# The classes of an index that names a view, tested by identity: bool, a subclass of int, is not among them.
 _VIEW_INDEXES = (int, slice, type(None), type(Ellipsis))
 
 _BY_LISTS = Mode.BY_LISTS
@@ -67,8 +66,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-05,
 ) -> Tensor:
-    """Compute F.layer_norm by the kernel. torch's function calls the public name `torch.layer_norm`, which is listed
-    too, so each call would cast twice.
+    """Do as F.layer_norm, which calls `torch.layer_norm` by its public name. That is listed, too, so the arguments of
+    each call would be cast twice.
     """
     return _LAYER_NORM_KERNEL(input, normalized_shape, weight, bias, eps)
 
@@ -77,7 +76,7 @@ class OpCasts:
     """Makes the replacements for one session.
 
     Args:
-        switch: whether casts are active.
+        switch: says whether casts are active.
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of low-precision weights, or None to cast weights at each use.
@@ -146,18 +145,18 @@ class OpCasts:
 
     def _replace(self, rule: OpRule, original: OpFunction, name: str, public: PublicOp) -> OpFunction:
         """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
-        function = original
+        op = original  # the function that replacements call, which the lines below wrap
         if self.autocast is not None:
-            original = self.autocast.run_without(original, self.switch)
+            op = self.autocast.run_without(op, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
-            kernel, original = original, self.in_float32.run_low_in_float32(original)
+            kernel, op = op, self.in_float32.run_low_in_float32(op)
             if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
-                prepare = self.in_float32.round_operands(kernel, original, self._in_region)
-                return replace(original, prepare, self.switch, public, NEVER)
-        if rule is OpRule.BLACKLIST and original is _LAYER_NORM:
-            original = layer_norm
+                prepare = self.in_float32.round_operands(kernel, op, self._in_region)
+                return replace(op, prepare, self.switch, public, NEVER)
+        if rule is OpRule.BLACKLIST and op is _LAYER_NORM:
+            op = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
-            original = run_in_region(original, Mode.OFF, self.switch)
+            op = run_in_region(op, Mode.OFF, self.switch)
         # each rule's method, and its `no_cast_dtype` (see `replace`)
         make_prepare, no_cast_dtype = {
             OpRule.WHITELIST: (self._whitelist, self.low),
@@ -168,11 +167,11 @@ class OpCasts:
             OpRule.BANNED: (self._banned, torch.float32),
             OpRule.NEUTRAL: (_prepare_nothing, None),
         }[rule]
-        general = replace(original, make_prepare(original), self.switch, public, no_cast_dtype)
+        general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
-            return self._replace_weighted(original, general)
+            return self._replace_weighted(op, general)
         if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
-            return _replace_set_item(function, general)
+            return _replace_set_item(original, general)
         return general
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
@@ -182,7 +181,9 @@ class OpCasts:
     # While Dynamo traces or a dispatch mode is active (`is_fast` is False), all tensors do.
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
-        """Run in the low dtype. A call with `inplace=True` runs as it was written: otherwise it would change a copy."""
+        """Run in the low dtype. A call with `inplace=True` runs as it was written: after a cast, it would change the
+        copy.
+        """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, owned = self._valid.get, self._owned
         # under torch.autocast, `RegionCache` may hold a copy of any leaf that requires a gradient
@@ -200,12 +201,12 @@ class OpCasts:
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
                 if isinstance(value, Tensor):
-                    given = value.dtype
-                    if given is low or given not in CASTABLE:
+                    given_dtype = value.dtype
+                    if given_dtype is low or given_dtype not in CASTABLE:
                         continue
                     if is_fast:
                         entry = get_entry(id(value))
-                        if entry is not None and given is float32:
+                        if entry is not None and given_dtype is float32:
                             address, strides = value.data_ptr(), value.stride()
                             if entry[1] == (value._version, address, value.requires_grad, value.shape, strides):
                                 values[index] = entry[0]
@@ -232,7 +233,7 @@ class OpCasts:
         return prepare
 
     def _blacklist(self, original: OpFunction) -> PrepareCall:
-        """Run in float32, unless the call names a dtype. A call with `inplace=True` runs as it was written."""
+        """Run in float32, unless the call names a dtype. A call with `inplace=True` runs as it was written, too."""
         to_float, convert = self.to_float, get_conversion(float32)
         is_on_device, position = make_device_test(self.device_type), _position_of_inplace(original)
 
@@ -254,7 +255,7 @@ class OpCasts:
                         values[index] = convert(value)
                         continue
                     values[index] = to_float(value)
-                    if values[index] is value and is_uncastable(value):
+                    if values[index] is value and is_opaque(value):
                         return self._match_uncastable(value, original, args, kwargs)
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     values[index] = cast_nested(value, to_float)
@@ -270,7 +271,9 @@ class OpCasts:
     def _in_region(
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
-        """Prepare a call of a whitelisted or blacklisted op in a region, whose mode overrides both lists."""
+        """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32, which overrides both
+        lists.
+        """
         if kwargs.get("out") is not None:
             return original, args, kwargs
         if mode is Mode.FLOAT32:
@@ -288,11 +291,11 @@ class OpCasts:
         return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
     def _cast_inside(self, rule: OpRule, original: OpFunction) -> PrepareCall:
-        """Cast the arguments of a function that is not torch's, and run the ops in its body in the same dtype, as
-        `torch.amp.custom_fwd(cast_inputs=...)` does.
+        """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
+        the same dtype.
 
-        Each body follows its own rule, also if such functions call each other, and in every region in which casts are
-        on. A call that names `out`, or a dtype where the rule is float32, runs as it was written.
+        Each body follows its own rule, also if such functions call each other, and in any region but one without casts.
+        A call that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -312,9 +315,10 @@ class OpCasts:
         return prepare
 
     def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
-        """Return a faster replacement for whitelisted ops with (input, weight, bias, ...). It handles the usual calls
-        in one frame, and looks up weight and bias in the cache itself. All other calls go to `general`, the replacement
-        by `replace`, which gives the same results.
+        """Return a faster replacement for whitelisted ops with (input, weight, bias, ...).
+
+        It handles the usual calls in one frame, and looks up weight and bias in the cache itself. All other calls go to
+        `general`, the replacement by `replace`, which gives the same results.
         """
         switch, low = self.switch, self.low
         plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._valid.get
@@ -336,14 +340,14 @@ class OpCasts:
                 # A cast returns its argument if it cannot cast it. Then `general` decides how to cast the others.
                 if x.dtype is not low and (x := plain_cast(x)) is args[0]:
                     return general(*args)
-                if (given := w.dtype) is not low:
-                    entry = get_entry(id(w)) if given is float32 else None
+                if (given_dtype := w.dtype) is not low:
+                    entry = get_entry(id(w)) if given_dtype is float32 else None
                     is_valid = entry and entry[1] == (w._version, w.data_ptr(), w.requires_grad, w.shape, w.stride())
                     w = entry[0] if is_valid else to_low(w)  # type: ignore[index]
                     if w is args[1]:
                         return general(*args)
-                if b is not None and (given := b.dtype) is not low:
-                    entry = get_entry(id(b)) if given is float32 else None
+                if b is not None and (given_dtype := b.dtype) is not low:
+                    entry = get_entry(id(b)) if given_dtype is float32 else None
                     is_valid = entry and entry[1] == (b._version, b.data_ptr(), b.requires_grad, b.shape, b.stride())
                     b = entry[0] if is_valid else to_low(b)  # type: ignore[index]
                     if b is args[2]:
@@ -360,10 +364,10 @@ class OpCasts:
 
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
-    # If a tensor is float64 or complex, both promotion rules cast nothing, and torch's own promotion or error applies.
+    # With a float64, float8 or complex tensor, both promotion rules cast nothing: torch promotes or raises an error.
 
     def _promote(self, original: OpFunction) -> PrepareCall:
-        """Run in the widest dtype among the arguments."""
+        """Run in the widest dtype among the arguments. float16 beside bfloat16 runs in float32, as torch promotes."""
         to_float = self.to_float
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
@@ -388,10 +392,10 @@ class OpCasts:
         to_float = self.to_float
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            given = args[0] if args else kwargs.get("tensors")
-            if kwargs.get("out") is not None or (given.__class__ is not list and given.__class__ is not tuple):
+            sequence = args[0] if args else kwargs.get("tensors")
+            if kwargs.get("out") is not None or (sequence.__class__ is not list and sequence.__class__ is not tuple):
                 return original, args, kwargs
-            tensors, dtypes = list(given), set()
+            tensors, dtypes = list(sequence), set()
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
                     dtypes.add(tensor.dtype)
@@ -421,7 +425,7 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError on any 16-bit tensor on a device of the session's type."""
+        """Raise BannedOpError if an argument is a 16-bit tensor on a device of the session's type."""
         name = getattr(original, "__name__", str(original))
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
@@ -442,8 +446,8 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
     """Return a replacement of `x[index] = values`, which scripts call often. It leaves the usual calls to torch, and
     the others to `general`, the replacement by `replace`.
 
-    An index of numbers and slices names a view, to which torch copies in any dtype. In torch's own code, overrides get
-    the public name, as they get it from `general`.
+    An index of numbers and slices names a view, to which torch copies in any dtype. If an argument has an override,
+    torch passes it the public function, as `general` does.
     """
 
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
@@ -467,7 +471,7 @@ def _prepare_nothing(original: OpFunction) -> PrepareCall:
 
 
 def _is_of_torch(original: OpFunction) -> bool:
-    """Return whether a function is torch's."""
+    """Return whether torch defines a function or method."""
     module = getattr(original, "__module__", None)
     if module is None:  # as for methods of tensors in C
         return issubclass(Tensor, getattr(original, "__objclass__", ()))

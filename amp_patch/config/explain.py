@@ -17,7 +17,8 @@ class Ruling:
 
     Attributes:
         spellings: dotted names.
-        kind: the rule that they follow. For spellings that write in place, it may differ from the rule of the entry.
+        kind: the rule that they follow; `amp-patch lists explain --json` prints it under this name. For spellings that
+            write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
         package: the package, or module of torch, that is not imported yet, so the rule has no effect yet; else None.
@@ -49,8 +50,10 @@ class Explanation:
 class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
-    `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For module
-    rules, `op` names the module rule, `spellings` is empty, and `left` and `right` are dtypes.
+    `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
+    module rule, `op` is "modules" and its chooser, `spellings` is empty, and `left` and `right` are dtypes, or
+    "unlisted" where the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and
+    `right` are the rules in order.
     """
 
     op: str
@@ -72,7 +75,7 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
     try:
         keys = find_spellings(op, may_be_missing=True)
     except OpListError:
-        # this call raises the better error, because it also checks whether the name is a class of modules
+        # this call checks more, such as whether the name is a class of modules, and so may raise a better error
         find_spellings(op, may_be_missing=False)
         raise
     missing: list[OpEntry] = []
@@ -84,7 +87,7 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
         if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
             other_torch.append(entry)
     if not keys and not missing and not other_torch:
-        find_spellings(op, may_be_missing=False)  # raises an error, because nobody knows the name
+        find_spellings(op, may_be_missing=False)  # raises an error: neither torch nor a list has the name
     by_key = _find_rulings(lists)
     groups: dict[Ruling, list[str]] = {}  # the names of the spellings that have the same ruling
     for key, owner in _with_twins(keys).items():
@@ -97,8 +100,8 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     """Return the differences between two lists, in the order of the left one.
 
-    There are none if and only if the digests of the lists are equal. An in-place twin or augmented operator is left out
-    if it differs only because its op differs.
+    There are none if and only if the digests of the lists are equal. A difference of an in-place twin or augmented
+    operator is left out if it only follows from a difference of its op.
     """
     left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -140,10 +143,11 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     yield from differences
     for name, inplace in inplace_by_name.items():
         only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
-        if not (differences and only_follow_op):
-            if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
-                name = op
-            yield from _compare_keys(name, inplace, left, right)
+        if differences and only_follow_op:
+            continue  # they differ only because their op differs
+        if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
+            name = op
+        yield from _compare_keys(name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
@@ -194,7 +198,7 @@ def _package_of(key: SpellingKey) -> str:
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:
-    """Return whether an entry may mean the op: the names are equal, or become equal without the namespace of either.
+    """Return whether an entry may mean the op: their names are equal, or one is the other without its namespace.
 
     The names are compared as text, because torch may lack the op of the entry.
     """

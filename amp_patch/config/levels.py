@@ -1,7 +1,7 @@
 """`Level`: the facts of an optimization level, such as its low dtype. Code asks for facts, never for "O1" or "O2".
 
-Only `presets.yaml` defines levels. Commands and the doctor read their facts from it through this module, without
-torch. The module `presets` makes policies from the same file.
+Presets files define levels. `read_levels` reads the shipped file without torch, for commands and the doctor. The module
+`presets` makes policies from shipped and other files.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Level:
         patches_functions: functions of torch are patched to cast their arguments by op lists; weights stay float32.
         has_masters: the optimizer steps on float32 copies of 16-bit weights.
         has_dynamic_scale: the loss scale grows and backs off, and a step with an overflow is skipped.
-        lists: the names of the op lists, separated by commas; empty for a shipped level that patches no functions.
+        lists: the names of the op lists, separated by commas; empty if there are none.
     """
 
     name: str
@@ -60,9 +60,7 @@ class Level:
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether one region around a whole script that scales no loss gives the script this level's casts: the level
-        patches functions, and needs no loss scale.
-        """
+        """Whether a script that scales no loss can run at the level, in one region around the whole script."""
         return self.patches_functions and not self.needs_loss_scale
 
 
@@ -79,7 +77,7 @@ def find_plain_level() -> Level:
 
 
 def find_patching_level(low: str) -> Level:
-    """Return the first level whose ops run in the dtype `low` by lists."""
+    """Return the first level that patches functions, so that listed ops run in the dtype `low`."""
     return next(level for level in read_levels() if level.patches_functions and level.low == low)
 
 
@@ -89,7 +87,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level, scalars as text. Its base has the properties that it does not state."""
+    """Return the properties of a level, scalars as text. Properties that it does not state come from its base."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}

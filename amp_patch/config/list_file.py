@@ -39,7 +39,7 @@ OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-"""Ops that update running statistics, which they are passed as arguments."""
+"""Ops that write to two of their arguments, the running statistics."""
 
 
 # ---- errors and warnings ---------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ class ListProblem:
 class Diagnostics:
     """Raises the first error in list files, or collects all errors.
 
-    A `with diagnostics:` block encloses code that makes no sense after an error in it. When collecting, the block
-    stores the error, and reading goes on after the block. Otherwise the error leaves the block.
+    An OpListError in a `with diagnostics:` block ends the block. When collecting, the error is stored, and reading goes
+    on after the block. Otherwise the error is raised.
 
     Args:
         is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
@@ -238,7 +238,7 @@ class OpEntry:
         return f"{self.path}:{self.line}:{self.column}"
 
     def is_for_this_torch(self) -> bool:
-        """Return whether the bounds include the running torch."""
+        """Return whether the running torch is within the bounds."""
         if not self.since and not self.until:
             return True
         running = _running_torch()
@@ -317,7 +317,7 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     """Return the name of an op, after checking its form. Whether torch has the op is checked later."""
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        # a kernel, such as aten::mm: with a dot it passes as a name, and `refuse_kernel` reports the function to name
+        # a kernel, such as aten::mm: with a dot it counts as a name, and `refuse_kernel` tells which function to name
         name = name.replace("::", ".")
     if not NAME.fullmatch(name):
         # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`

@@ -34,7 +34,7 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _suggest(text: str, base: Path) -> str:
-    """Return a hint for an unknown name: its look-alike character, a file of that name in `base`, or a similar list."""
+    """Return a hint for an unknown name: a look-alike in it, a file of that name in `base`, or a similar list."""
     look_alike = find_look_alike(text)
     if look_alike is not None:
         return f" Note: {look_alike[1]}."

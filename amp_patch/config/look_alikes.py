@@ -1,4 +1,5 @@
-"""Finds look-alikes: characters outside ASCII that look like one in it, such as curly quotes, dashes and wide spaces.
+"""Finds look-alikes: characters outside ASCII that look like an ASCII character, such as curly quotes, dashes and wide
+spaces. Invisible characters count, too.
 
 Word processors and chats insert them. YAML reads them as ordinary text, so a name or a pattern with one of them matches
 nothing, and nobody can see why.
@@ -28,7 +29,7 @@ _WORD = re.compile(r"\w+")
 
 
 def find_look_alike(text: str) -> tuple[int, str] | None:
-    """Return the index of the first look-alike in a text and a sentence about it, or None.
+    """Return the index of the first look-alike in a text, and the message about it. Return None if there is none.
 
     A Cyrillic or Greek letter counts only in a word that also has Latin ones: whole names may be in any alphabet.
     """
@@ -43,7 +44,9 @@ def find_look_alike(text: str) -> tuple[int, str] | None:
 
 
 def _find_ascii(character: str) -> str | None:
-    """Return the ASCII form of a character, such as a wide letter; "" for an invisible one; None for others."""
+    """Return the ASCII form of a character, such as a wide letter: "" for an invisible one, None if it has no such
+    form.
+    """
     # format characters (such as a zero-width space), and the separators of lines and paragraphs
     if unicodedata.category(character) in ("Cf", "Zl", "Zp"):
         return ""
@@ -59,7 +62,7 @@ def _is_in_latin_word(text: str, index: int) -> bool:
 
 
 def _describe(character: str, meant: str) -> str:
-    """Return a sentence about a look-alike, for the ASCII character that was meant; "" if it must be removed."""
+    """Return the message about a look-alike. `meant` is the ASCII form of the character; "" if it is invisible."""
     named = f"U+{ord(character):04X} ({unicodedata.name(character, 'a control character').lower()})"
     if not meant:
         return f"the character {named} cannot be seen; remove it"

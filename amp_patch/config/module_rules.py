@@ -1,4 +1,4 @@
-"""Module rules: parts of a model that run in the low dtype or in float32, whatever the op lists say about their ops.
+"""Module rules: parts of a model whose whitelisted and blacklisted ops all run in the low dtype, or all in float32.
 
 docs/lists.md describes the key `modules` of list files. A rule chooses modules by name or by class, and covers these
 modules and everything inside them. If several rules cover a module, the last one counts; rules of later files come

@@ -104,10 +104,10 @@ def load_oplists(
     returned again as long as loading the lists again would give the same.
 
     Args:
-        may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. A neutral
-            entry that takes nothing off is then no reason to warn.
+        may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. Then a
+            neutral entry that takes nothing off causes no warning.
 
-    Raises OpListError, with its location if the fault is in a file, before anything has been changed anywhere.
+    Raises OpListError, with its location if the fault is in a file.
     """
     specs: list[Any] = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not specs or not all(isinstance(name, (str, os.PathLike)) for name in specs):
@@ -171,9 +171,9 @@ def _get_names_of_torch() -> list[list[str]]:
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name outside torch's namespaces still has the same owner.
+    """Return whether a name still has the same owner. The owners in torch's namespaces do not change.
 
-    Notebooks replace owners: they reload modules, and run cells that define classes again.
+    Notebooks replace other owners: they reload modules, and run cells that define classes again.
     """
     if spelling.owner_name in NAMESPACES:
         return True
@@ -211,11 +211,11 @@ class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
     Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `rule` of each spelling is the rule of
-    its entry. A `with self._diagnostics` block encloses code that makes no sense after an error in it: when errors are
-    collected, reading goes on after the block.
+    its entry. An error in a `with self._diagnostics` block ends the block; when errors are collected, reading goes on
+    after it.
 
     Args:
-        may_be_overlay: the files are only shown or checked, and may be meant for use on top of others.
+        may_be_overlay: see `load_oplists`.
     """
 
     def __init__(self, diagnostics: Diagnostics, *, may_be_overlay: bool) -> None:
@@ -232,7 +232,7 @@ class Overlay:
         self._is_whole = is_whole
 
     def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
-        """Read the files that a file extends, then the file itself, unless it was read before.
+        """Read the files that a file extends, then the file itself. Do nothing if it was read before.
 
         `chain`: the files whose `extends` led to this one, so that a circle is noticed.
         """
@@ -279,7 +279,7 @@ class Overlay:
                 if not owners:
                     missing["", entry.op] = entry
                 for key, owner in owners.items():
-                    named[key] = self._override_earlier(entry, key, owner)
+                    named[key] = self._make_spelling(entry, key, owner)
         if self._diagnostics.is_collecting:
             self._warn_of_redundant(named)
         self._spellings |= named
@@ -297,7 +297,7 @@ class Overlay:
         """Return the spellings of an entry with their owners; no spellings if torch lacks the op.
 
         Raises OpListError if the op is missing and may not be, or if an earlier entry of the same file means the same
-        spelling. Such entries are in `named`, or in `missing` if torch lacks their op.
+        spelling. `named` and `missing` hold the earlier entries; those in `missing` have ops that torch lacks.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
@@ -316,7 +316,7 @@ class Overlay:
             self._warn_of_neutral(entry, owners, named)
         return owners
 
-    def _override_earlier(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
+    def _make_spelling(self, entry: OpEntry, key: SpellingKey, owner: object | None) -> Spelling:
         """Return the spelling that an entry names, with the entries of earlier files that the entry overrides."""
         earlier = self._spellings.get(key)
         overridden: tuple[OpEntry, ...] = ()
@@ -369,8 +369,8 @@ class Overlay:
     # ---- warnings about entries without effect ----
 
     def _warn_of_version(self, entry: OpEntry, is_shipped: bool) -> None:
-        """Warn if the bounds of an entry exclude every torch. When a user's file is checked, also if they exclude this
-        one.
+        """Warn if the bounds of an entry exclude every supported torch. When a user's file is checked, also warn if
+        they exclude the running torch.
         """
         reason = entry.find_warning()
         if reason is None and self._diagnostics.is_collecting and not is_shipped:

@@ -82,7 +82,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
 
 @functools.lru_cache(maxsize=4096)
 def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
-    """Return every spelling that a name could have, with its owner. torch has only some of them."""
+    """Return every spelling that a name could have, with the owner that would have it. torch has only some of them."""
     if owner_name:
         return (((owner_name, name), NAMESPACES[owner_name]),)
     keys: list[SpellingKey] = []
@@ -140,7 +140,7 @@ def refuse_kernel(op: str) -> None:
 
 
 def _is_module_class(owner_name: str, name: str) -> bool:
-    """Return whether a name is one of torch's module classes, as `LayerNorm` or `torch.nn.LayerNorm`."""
+    """Return whether a name, such as `LayerNorm` or `torch.nn.LayerNorm`, means one of torch's module classes."""
     may_be_module = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
     return may_be_module and isinstance(getattr(torch.nn, name, None), type)
 
@@ -206,7 +206,7 @@ def get_op(key: SpellingKey) -> str:
 
 
 def find_or_none(op: str) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name with their owners, or an empty dictionary if no rule can apply to the name."""
+    """Return the spellings of a name with their owners: none if torch lacks the op, or if no rule can apply to it."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -227,7 +227,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Like `find_spellings`, for a name in a package other than torch, or in a module of torch beside `NAMESPACES`."""
+    """Do as `find_spellings`, for a name in a package other than torch, or in a module of torch beside `NAMESPACES`."""
     try:
         if owner_name.partition(".")[0] == "torch":
             return {(owner_name, name): torch_modules.find_in_module(op, owner_name, name)}
@@ -310,7 +310,7 @@ def _serves_names(module: types.ModuleType) -> bool:
 def count_imported(path: list[str]) -> int:
     """Return how many of the first parts of a dotted path name an imported module; 0 for none.
 
-    2 for `["torchvision", "ops", "roi_align"]` if `torchvision.ops` is imported.
+    For example, 2 for `["numpy", "linalg", "norm"]` if `numpy.linalg` is imported.
     """
     for length in range(len(path), 0, -1):
         # sys.modules maps a module that must not be imported to None
@@ -320,7 +320,7 @@ def count_imported(path: list[str]) -> int:
 
 
 def check_that_it_may_come(path: list[str]) -> None:
-    """Raise OpListError if no import can define the name at a dotted path, because a module on it does not exist."""
+    """Raise OpListError if no import can define the name at a dotted path, because a module in it does not exist."""
     imported = count_imported(path)
     if imported in (0, len(path)):
         return  # either nothing is imported yet, or everything is, and the last module imports names at their first use

@@ -138,19 +138,15 @@ def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | Non
     # functions only: a mock, whose class is in the standard library, stands for a function of torch
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
-    if (
-        isinstance(value, types.FunctionType)
-        and (home := value.__globals__.get("__name__") or "").partition(".")[0] == "amp_patch"
-    ):
-        # a replacement of amp_patch that cannot be unwrapped: it has the `__module__` of the original
-        module = home
-    is_python_of_torch = isinstance(value, types.FunctionType) and module.partition(".")[0] == "torch"
-    is_at_home = bool(module_name) and f"{module}.".startswith(f"{module_name}.")
-    if (
-        module == torch_private.C_MODULE
-        or (is_python_of_torch and module not in torch_private.PYTHON_OP_MODULES and not is_at_home)
-        or name in NEVER_LISTED
-    ):
+    is_helper = False  # whether it is a Python function of torch that is not an op
+    if isinstance(value, types.FunctionType):
+        home = value.__globals__.get("__name__") or ""
+        if home.partition(".")[0] == "amp_patch":
+            module = home  # a replacement of amp_patch that cannot be unwrapped: its `__module__` is the original's
+        is_at_home = bool(module_name) and f"{module}.".startswith(f"{module_name}.")
+        has_ops = is_at_home or module in torch_private.PYTHON_OP_MODULES
+        is_helper = module.partition(".")[0] == "torch" and not has_ops
+    if is_helper or module == torch_private.C_MODULE or name in NEVER_LISTED:
         return "not an op"
     if name in FACTORIES:
         return "a function that creates tensors"

@@ -1,4 +1,4 @@
-"""The rules for ops, one row for each rule. List files, messages, recordings and casts take its properties from here.
+"""The rules for ops, one row for each. List files, messages, recordings and casts take properties of rules from here.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """
@@ -16,7 +16,9 @@ _CASTABLE = (*_SIXTEEN_BIT, "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The properties of a rule, which `OpRule` describes. `effects` has the dtypes that the rule changes or refuses."""
+    """The properties of a rule. `OpRule` describes them, except `effects`: what the rule does to arguments of a dtype,
+    for each dtype that it changes or refuses.
+    """
 
     name: str
     summary: str
@@ -45,7 +47,7 @@ class OpRule(StrEnum):
         covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
             `match_self` in its place, because a cast of the first argument would make the op write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
-        may_run_low: the rule may be the reason why an op runs in 16 bits, so that taking the op off the list may help
+        may_run_low: the rule may be the reason why an op runs in 16 bits. Taking the op off the list may then help
             against a fault.
     """
 

@@ -1,4 +1,4 @@
-"""`Policy`: the properties of a run, how their values are read, who may set them, and which contradict each other."""
+"""`Policy`: the properties of a session, how values are read, who may set them, and which contradict each other."""
 
 import math
 import os
@@ -10,7 +10,7 @@ import torch
 
 from ..dtypes import LOW_DTYPES, dtype_name, parse_dtype, round_to_float32
 from ..errors import PolicyError, did_you_mean
-from ..hardware import explain_imitation, explain_products, get_longest_attention, has_low_products
+from ..hardware import explain_imitation, explain_products, get_max_attention_scores, has_low_products
 from .levels import Level
 
 ParseValue = Callable[[Any], Any]
@@ -34,12 +34,12 @@ def _to_number(value: object) -> float:
 
 
 def is_scale(number: float) -> bool:
-    """Return whether a number can be a loss scale: finite and positive, also as float32."""
+    """Return whether a number is finite and positive when it is rounded to float32, as a loss scale must be."""
     return 0.0 < round_to_float32(number) < math.inf
 
 
 def _is_fraction(value: object) -> bool:
-    """Return whether a value is a number with a decimal point, such as 2.0, and so no count."""
+    """Return whether a value is a float, or text with a decimal point, such as 2.0: a count must be neither."""
     return isinstance(value, float) or (isinstance(value, str) and "." in value)
 
 
@@ -59,9 +59,9 @@ class DynamicScale:
     Attributes:
         init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts at that
             bound.
-        growth_factor: the scale is multiplied by it after `growth_interval` steps in a row without an overflow.
-        backoff_factor: the scale is multiplied by it at an overflow, after `hysteresis` - 1 earlier overflows since the
-            scale last grew, or since the start.
+        growth_factor: the scale is multiplied by this after `growth_interval` steps in a row without an overflow.
+        backoff_factor: the scale is multiplied by this at an overflow.
+        hysteresis: the scale backs off from this overflow on. The count of overflows starts again when the scale grows.
     """
 
     init: float = _setting(INIT_SCALE, is_scale, "a finite positive number")
@@ -81,7 +81,7 @@ class DynamicScale:
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> "DynamicScale":
-        """Return the settings that a mapping states, as numbers or as text. Missing keys get their defaults.
+        """Return the settings in a mapping, whose values are numbers or text. Missing keys get their defaults.
 
         Raises PolicyError for the first key that is unknown, or whose value is not allowed.
         """
@@ -187,10 +187,10 @@ def _property(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one run. `presets.yaml` explains those that it may state. Models with equal policies can share
-    a session.
+    """The properties of one session. Models with equal policies can share a session.
 
-    Each field says how it is read, who may set it, and whether it is printed. To add a property, add a field.
+    `presets.yaml` explains the properties that a presets file may state. Each field says how its value is read, who may
+    set it, and whether it is printed. To add a property, add a field.
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -246,19 +246,21 @@ class Policy:
             return not has_low_products(device_type, low)
         return self.compute == "float32"
 
-    def get_longest_attention(self, device_type: str) -> int:
-        """Return the size up to which attention is computed in float32 on this type of device, for speed; 0 for never.
+    def get_max_attention_scores(self, device_type: str) -> int:
+        """Return the number of scores (queries times keys) up to which attention is computed in float32, for speed.
 
-        The size is the number of queries times the number of keys. It matters only where other products are computed
-        in 16 bits.
+        It is 0 if attention is never faster in float32 on this type of device. It matters only where other products are
+        computed in 16 bits.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
             return 0
-        return get_longest_attention(device_type, low)
+        return get_max_attention_scores(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
-        """Return a sentence, in a list, if products are computed in float32, or if the device imitates 16-bit ones."""
+        """Return a list with a message if products are computed in float32, or if torch imitates 16-bit products. Else
+        the list is empty.
+        """
         low = self.low_dtype
         if low is None:
             return []
@@ -269,28 +271,32 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the name and the value, as text, of each property that has a value and an effect, for messages."""
+        """Return the name and the value of each property that has a value and an effect, both as text for messages."""
         without_effect = set()
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")
         if self.low_dtype is None:
             without_effect.add("compute")
         described = []
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.metadata["is_described"] and known.name not in without_effect and value not in (None, ()):
-                described.append((known.name, _in_words(value)))
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            if declared.metadata["is_described"] and declared.name not in without_effect and value not in (None, ()):
+                described.append((declared.name, _in_words(value)))
         return described
 
     @classmethod
     def get_overrides(cls) -> dict[str, ParseValue]:
         """Return the properties that arguments of `initialize` override, each with its parser."""
-        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["is_override"]}
+        return {
+            declared.name: declared.metadata["parse"] for declared in fields(cls) if declared.metadata["is_override"]
+        }
 
     @classmethod
     def get_preset_properties(cls) -> dict[str, ParseValue]:
         """Return the properties that a presets file may state, each with its parser."""
-        return {known.name: known.metadata["parse"] for known in fields(cls) if known.metadata["in_presets"]}
+        return {
+            declared.name: declared.metadata["parse"] for declared in fields(cls) if declared.metadata["in_presets"]
+        }
 
 
 def _in_words(value: Any) -> str:
@@ -310,7 +316,7 @@ def _in_words(value: Any) -> str:
 
 def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
     """Return a sentence for each contradiction in `policy`, which is `preset` with the overrides `given`."""
-    find_for_level = _find_at_level_that_casts_models
+    find_for_level = _find_at_level_without_patches
     if preset.patch_torch_functions:
         find_for_level = _find_at_level_that_patches
     return [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
@@ -319,8 +325,8 @@ def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy
 def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.cast_model_type not in (None, torch.float32):
         yield (
-            f"cast_model_type={given['cast_model_type']}: {level} casts at functions and keeps the model float32;"
-            " use O2, O3 or O5"
+            f"cast_model_type={given['cast_model_type']}: {level} casts the arguments of functions and keeps the"
+            " model float32; use O2, O3 or O5"
         )
     for name in ("keep_batchnorm_fp32", "master_weights"):
         if given.get(name) is not None:
@@ -329,11 +335,11 @@ def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Po
         yield f"patch_torch_functions_type={policy.patch_torch_functions_type}: must be float16 or bfloat16"
 
 
-def _find_at_level_that_casts_models(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
+def _find_at_level_without_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.patch_torch_functions:
-        yield f"patch_torch_functions=True: {level} casts the whole model; use O1 or O4 to cast at functions"
+        yield f"patch_torch_functions=True: {level} patches no functions; use O1 or O4, which do"
     if (dtype := given.get("patch_torch_functions_type")) is not None:
-        yield f"patch_torch_functions_type={dtype}: {level} patches nothing; use cast_model_type, or O1 or O4"
+        yield f"patch_torch_functions_type={dtype}: {level} patches no functions; use cast_model_type, or O1 or O4"
     if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
         yield (
             f"lists={given['lists']!r}: {level} runs everything in float32, so op lists have no effect; use another"
@@ -344,7 +350,7 @@ def _find_at_level_that_casts_models(level: str, given: Mapping[str, Any], polic
 def _find_in_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
-    # `not ... > 0`, because NaN must be refused too
+    # NaN must be refused, too, and `nan <= 0` is False
     if not policy.max_loss_scale > 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
     scale = policy.loss_scale

@@ -75,7 +75,7 @@ def make_policy_without_model(
 
 
 def _read_presets(presets: str | os.PathLike[str] | None) -> "Presets":
-    """Return the levels of the file that a caller or the environment names, or of the shipped one."""
+    """Return the levels of the file that the caller names, else the environment, else of the shipped file."""
     if presets is not None and not isinstance(presets, (str, os.PathLike)):
         raise PolicyError(f"presets={presets!r} is not a path: pass the path of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
@@ -143,23 +143,24 @@ class Presets:
         low = properties.get("patch_torch_functions_type")
         if properties.get("patch_torch_functions") and low not in LOW_DTYPES:
             problem = f"level {level!r} patches functions, so patch_torch_functions_type must be float16 or bfloat16"
-            raise PolicyError(problem, self.path, node.line, node.column)
+            raise self._error_at(node, problem)
         return properties
 
     def _properties_of_base(self, level: str, base: Node, seen: tuple[str, ...]) -> dict[str, Any]:
-        """Return the properties of the level that `base`, the value of `extends` in `level`, names."""
-        replaces_shipped = self._shipped is not None and level in self._shipped.names()
+        """Return the properties of the level that `level` extends. `base` is the value of `extends`."""
         if not isinstance(base.value, str):
-            problem = "extends takes the name of one level"
-        elif (base.value == level and not replaces_shipped) or base.value in seen:
-            problem = f"level {level!r} extends itself through {base.value!r}; name another level"
-        elif base.value not in self.names():
-            problem = str(_unknown_level(base.value, self.names()))
-        elif base.value == level and self._shipped is not None:  # a user's O2 extends the shipped O2, not itself
-            return self._shipped.properties(level)
-        else:
-            return self.properties(base.value, (*seen, level))
-        raise PolicyError(problem, self.path, base.line, base.column)
+            raise self._error_at(base, "extends takes the name of one level")
+        is_same_name = base.value == level
+        if is_same_name and self._shipped is not None and level in self._shipped.names():
+            return self._shipped.properties(level)  # a user's O2 extends the shipped O2, not itself
+        if is_same_name or base.value in seen:
+            raise self._error_at(base, f"level {level!r} extends itself through {base.value!r}; name another level")
+        if base.value not in self.names():
+            raise self._error_at(base, str(_unknown_level(base.value, self.names())))
+        return self.properties(base.value, (*seen, level))
+
+    def _error_at(self, node: Node, problem: str) -> PolicyError:
+        return PolicyError(problem, self.path, node.line, node.column)
 
 
 def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
@@ -191,7 +192,7 @@ def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, An
 
 
 def _plain(node: Node) -> Any:
-    """Return the value of a node as text, lists and dictionaries."""
+    """Return the value of a node, without nodes in it: as text, lists and dictionaries."""
     if isinstance(node.value, dict):
         return {key: _plain(item) for key, item in node.value.items()}
     if isinstance(node.value, list):

@@ -1,6 +1,6 @@
 """The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
 
-Where the hardware has no 16-bit instructions, a session computes both in float32 and rounds the results.
+Where the hardware has no 16-bit instructions, a session computes them in float32 and rounds the results.
 """
 
 import functools
@@ -39,7 +39,8 @@ _NAMES_WITHOUT_CPU_KERNEL = frozenset(name.rpartition(".")[2] for name in WITHOU
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Return whether `name`, the `__name__` of a function of torch, means a product, its operator or in-place twin.
+    """Return whether `name`, the `__name__` of a function of torch, is the name of a product, its operator or its
+    in-place twin.
 
     The `__name__` of functions of torch.linalg and torch.sparse has a prefix, as in `linalg_matmul` and `_sparse_mm`.
     """
@@ -48,7 +49,7 @@ def is_product(name: str) -> bool:
 
 @functools.cache
 def is_without_cpu_kernel(name: str) -> bool:
-    """Return whether `name`, the `__name__` of a function of torch, means one of `WITHOUT_CPU_KERNEL`.
+    """Return whether `name`, the `__name__` of a function of torch, is the name of one of `WITHOUT_CPU_KERNEL`.
 
     The `__name__` of functions of torch.fft has a prefix, as in `fft_rfft`.
     """
@@ -63,8 +64,8 @@ def _is_among(names: frozenset[str], name: str) -> bool:
 def find_float32_spellings(device_type: str) -> Iterator[tuple[object, str]]:
     """Yield owner and name of each spelling that a session may have to compute in float32 on a type of device.
 
-    These are the spellings of products and of their in-place twins, and on a CPU the ops without a 16-bit kernel there,
-    as far as this torch has them.
+    These are the products, on a CPU also the ops without a 16-bit kernel, and the in-place twins of both, as far as
+    this torch has them.
     """
     seen = set()
     for op in (*PRODUCTS, *(WITHOUT_CPU_KERNEL if device_type == "cpu" else ())):

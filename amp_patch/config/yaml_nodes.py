@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
 FREE_TEXT_KEYS = ("description", "why", "extends", "lists")
-"""Keys whose text is prose or the name of a file. Characters that look like others are allowed there."""
+"""Keys whose text is prose or the name of a file. Look-alikes are allowed there (see `look_alikes`)."""
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 
@@ -198,11 +198,11 @@ class _Reader:
         return Node(values, line, column, key_positions=key_positions)
 
     def _refuse_look_alikes(self, text: str, line: int, column: int) -> None:
-        """Raise an error, with the column of the character, if the text has a character that looks like another."""
+        """Raise an error, with the column of the character, if the text has a look-alike."""
         look_alike = find_look_alike(text)
         if look_alike is not None:
             index_in_text, problem = look_alike
-            # searched for in the line, because a quote before the text, or an escape in it, shifts the columns
+            # search the line for the character, because a quote before the text, or an escape in it, shifts the columns
             index_in_line = self._lines[line - 1].find(text[index_in_text], column - 1)
             raise self._error_class(problem, self._path, line, column if index_in_line < 0 else index_in_line + 1)
 
@@ -255,7 +255,7 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     """Return the problem and remedy of a YAMLError of either parser, with line and column from 1.
 
     The parsers report where they gave up. The cause, such as a curly quote, may be on an earlier line of the same
-    value, so every line from its beginning to there is searched for the usual mistakes.
+    value. So every line from the beginning of the value to the reported line is searched for the usual mistakes.
     """
     problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
     context = getattr(exc, "context", None) or ""
@@ -276,7 +276,9 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
         missing_space = _explain_missing_space(code)
         if missing_space:
             return missing_space, number + 1, len(code) - len(code.lstrip()) + 1
-    if begin and ("escape" in problem or ("simple key" in context and lines[begin.line].lstrip().startswith("-"))):
+    is_in_text = "escape" in problem
+    is_in_item = "simple key" in context and lines[begin.line if begin else mark.line].lstrip().startswith("-")
+    if begin and (is_in_text or is_in_item):
         mark = begin  # the parser noticed the fault only after the text or the item in which it is
     line, column = _to_position(mark)
     message = f"{context} {problem}".strip()

@@ -1,6 +1,7 @@
 """`FaultRecord`: a value that does not fit into its dtype, with its cause, its effect and its fix.
 
-A recording stores the fields of all parts of a fault side by side. None is stored as the value that `absent` names.
+A recording stores the fields of all parts of a fault side by side. A field declared with `absent(value)` that is None
+is stored as `value`.
 """
 
 import math
@@ -9,7 +10,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from . import display
-from .json_values import absent, flatten
+from .json_values import absent, flatten, is_stored
 
 CASTS = ("_to_copy", "copy_")
 """Ops of torch that cast."""
@@ -45,7 +46,8 @@ class RegionKind(Word):
     LOW = "low"
     FLOAT32 = "float32"
     OFF = "off"
-    GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"  # torch.autocast casts that backward pass too
+    # of torch.autograd.grad, called inside the forward pass: torch.autocast casts the ops of this gradient, too
+    GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"
 
 
 class Cause(Word):
@@ -145,8 +147,8 @@ class Fix:
 class FaultRecord:
     """A value that does not fit into its dtype, with the op that produced it, its cause, its effect and its fix.
 
-    The fields are grouped into parts. Each field of a part is also an attribute of the record itself, with the value
-    that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
+    The fields are grouped into parts. Each stored field of a part is also an attribute of the record itself, with the
+    value that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
 
     Attributes:
         step: the number of the step, from 0, counted by the optimizer that steps first.
@@ -159,37 +161,44 @@ class FaultRecord:
         rank: the rank of the process.
         origin: the op and its call:
             `module`, `op`, `rule`, `entry`, `region`, `site`: as in a record of an op. For an op of the backward pass,
-            they are the forward call's.
+            they are the forward call's. `region` may also be "a gradient that the forward pass takes".
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.
             `share`: the share of values in the output that do not fit, from 0 to 1.
-            `parameter`: the name of the parameter or buffer that came in, or whose gradient did; "" for another tensor.
+            `parameter`: the name of the parameter or buffer that came in, whose gradient came in, or that the
+            optimizer's step wrote; "" for another tensor.
         evidence: numbers that show the cause:
-            `largest`: the largest finite magnitude among the inputs; `in_float32`: among the results in float32.
+            `largest`: the largest finite magnitude among the inputs; NaN if unknown.
+            `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
+            float32 does not hold it, or if it was not computed.
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
             `trail`: the ops before it, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
-            `lost`: a number in the script that is zero in 16 bits, and matters; 0: none.
+            `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
+            none.
             `eps`, `lr`: the settings of the optimizer whose step produced the value.
         effect: the consequences in the step:
-            `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" of a step; "" if the
-            step did not end.
+            `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" (an optimizer's step
+            wrote the value); "" if the value reached only gradients that no optimizer has used yet.
             `gradients`: names of the parameters whose gradients are not finite; `of`: the number of parameters with a
             gradient.
             `skipped`: whether the step was skipped; None if it did not end.
-            `is_search`: whether a dynamic loss scale was too large and the step was skipped; the scale falls by itself.
+            `is_search`: whether the step was skipped because a dynamic loss scale was, or may have been, too large. The
+            scale falls by itself.
         fix: the changes that make the values of the step fit:
-            `regions`, `ops`, `sites`: the parts to run in float32: modules, as in module rules; names of ops, as in
-            lists; lines of the script to which neither applies.
+            `regions`: the modules to run in float32, as in module rules.
+            `ops`: names of the ops to run in float32, as in lists.
+            `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops.
             `alternative`: ops that are enough instead of these modules.
-            `lines`: lines of the script that run the ops which must be in float32.
+            `lines`: all lines of the script that run ops which must be in float32, also those that a module rule or a
+            list reaches.
             `beyond`: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
             `scale`: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero;
             None if the scale does not matter.
             `is_scale_enough`: whether this scale is enough, without regions, ops and sites.
-            `summed`: how many times larger the loss is than the mean of its terms, if this is why no loss scale above
-            1 fits; else 0.
+            `summed`: how many times larger the loss is than the mean of its terms, if this is why only a small loss
+            scale fits (up to 1; up to 256 if `is_search`); else 0.
     """
 
     kind: ClassVar[str] = "fault"
@@ -205,7 +214,10 @@ class FaultRecord:
     fix: Fix = Fix()
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field of a part as a recording stores it."""
+        """Return a field of a part as a recording stores it.
+
+        Raises AttributeError for a name that no part has, and for fields that are not stored.
+        """
         part = _PART_OF.get(name)
         if part is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -229,7 +241,8 @@ class FaultRecord:
 
 
 _PART_OF = {
-    name.name: part
+    declared.name: part
     for part, kind in (("origin", Origin), ("evidence", Evidence), ("effect", Effect), ("fix", Fix))
-    for name in fields(kind)
+    for declared in fields(kind)
+    if is_stored(declared)
 }

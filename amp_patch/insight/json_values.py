@@ -61,10 +61,41 @@ def _read_stream(
         raise RecordError(f"{path}:{number}: not a line of a recording ({make_printable(problem)})") from None
 
 
+def read_array(path: Path, kinds: Mapping[str, type[R]], name: str) -> list[R | None]:
+    """Return the records of a file that holds one JSON array of them; None for a kind that only a later version knows.
+
+    The file need not be trusted: see `read_lines`. Raises RecordError, with `name`, for any other file.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RecordError(f"{path}: not a regular file; give the path of {name}")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_LINE + 1)
+        if len(content) > MAX_LINE:
+            raise RecordError(f"{path}: longer than {MAX_LINE} bytes: this is not {name}")
+        values = json.loads(content.decode("utf-8"))
+        if not isinstance(values, list):
+            raise RecordError(f"{path}: no JSON array: this is not {name}")
+        return [_read_object(value, kinds)[1] for value in values]
+    except RecordError:
+        raise
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}:{error.lineno}: not {name}, or only a part of one ({error.msg})") from None
+    except RecursionError:
+        raise RecordError(f"{path}: nested too deeply: this is not {name}") from None
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path}: not {name} ({make_printable(str(error))})") from None
+
+
 def _read_line(line: bytes, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any], R | None]:
     if len(line) > MAX_LINE:
         raise ValueError(f"longer than {MAX_LINE} bytes")
-    data = json.loads(line.decode("utf-8"))
+    return _read_object(json.loads(line.decode("utf-8")), kinds)
+
+
+def _read_object(data: Any, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any], R | None]:
     if not isinstance(data, dict):
         raise TypeError("no JSON object")
     name = data.pop("kind", None)
@@ -83,7 +114,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
         name, type_of_field = declared.name, declared.type
         if is_dataclass(type_of_field):
             values[name] = _build(type_of_field, data)  # type: ignore[arg-type]
-        elif name in data and _is_stored(declared):  # a file of an earlier version lacks later keys
+        elif name in data and is_stored(declared):  # a file of an earlier version lacks later keys
             is_none = "absent" in declared.metadata and data[name] == plain(declared.metadata["absent"])
             values[name] = None if is_none else to_type(data[name], type_of_field, name)
     return kind(**values)
@@ -137,12 +168,13 @@ def flatten(record: Any) -> dict[str, Any]:
         value = getattr(record, declared.name)
         if is_dataclass(value):
             flat.update(flatten(value))
-        elif _is_stored(declared):
+        elif is_stored(declared):
             flat[declared.name] = declared.metadata.get("absent") if value is None else value
     return flat
 
 
-def _is_stored(declared: Field[Any]) -> bool:
+def is_stored(declared: Field[Any]) -> bool:
+    """Return whether a field is written to files. Its metadata says so if it is not."""
     return bool(declared.metadata.get("is_stored", True))
 
 

@@ -15,7 +15,9 @@ from . import display
 from .fault_record import FaultRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
+from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from .quiet_record import QuietRecord
+from .raised_record import RaisedRecord
 from .record_checks import find_problem
 from .records import (
     SCHEMA,
@@ -43,6 +45,7 @@ Record = (
     | StepRecord
     | FaultRecord
     | QuietRecord
+    | RaisedRecord
     | MisuseRecord
     | ComparisonRecord
     | ComparedRecord
@@ -55,6 +58,9 @@ Record = (
     | SketchRecord
     | LowOpRecord
     | ModulesRecord
+    | OptimizerRecord
+    | ModuleNumbersRecord
+    | StepNormsRecord
 )
 R = TypeVar("R")
 _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
@@ -109,6 +115,11 @@ class Recording:
     def quiet(self) -> list[QuietRecord]:
         """What 16 bits lose although every value is finite."""
         return self.of(QuietRecord)
+
+    @property
+    def raised(self) -> list[RaisedRecord]:
+        """The exception that ended the run, if dtypes or the use of a GradScaler explain it."""
+        return self.of(RaisedRecord)
 
     @property
     def misuses(self) -> list[MisuseRecord]:

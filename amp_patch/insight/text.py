@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ..config import OpRule
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
+from .raised_text import format_raised
 from .recordings import Recording
 from .records import OpRecord
 
@@ -34,7 +35,8 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     if by == "module":
         lines += _legend(recording, forward)
     lines += _describe_hidden(recording, forward)
-    return "\n".join([*lines, "", *_sums(recording), *_undone(recording)])
+    raised = [f"\n{format_raised(raised, recording.run)}" for raised in recording.raised]
+    return "\n".join([*lines, "", *_sums(recording), *_undone(recording), *raised])
 
 
 def describe_recording(recording: Recording) -> list[str]:

@@ -65,14 +65,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator) -> None:
-        """Make an existing accelerate.Accelerator an instance of this class, for a trainer that has created it. Call
-        `amp_patch.initialize` yourself: `prepare` does not.
+        """Make an existing accelerate.Accelerator an instance of this class, for a trainer that has created it.
+
+        Call `amp_patch.initialize` yourself: `prepare` does not.
         """
         accelerator.__class__ = cls
         accelerator._amp_options = None
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialize amp for the models and optimizers among `args`, on the device of the accelerator, and prepare."""
+        """Initialize amp for the models and optimizers among `args`, then prepare all of `args`.
+
+        Models are moved to the device of the accelerator first, if it places them.
+        """
         optimizers = [argument for argument in args if isinstance(argument, Optimizer)]
         if self._amp_options is not None:
             self._initialize([argument for argument in args if isinstance(argument, nn.Module)], optimizers)

@@ -27,18 +27,19 @@ else:
 class AmpPrecision(Precision):  # type: ignore[misc]
     """A precision plugin that trains at an opt_level, with Lightning's own clipping, accumulation and checkpoints.
 
-    Every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a model, so calls such as
-    `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself stay float32. The closure
-    of a step runs once, before amp decides whether to skip the step. Schedules that advance after every step do not
-    advance after a skipped step. The session outlives the fit, so you can evaluate and save the model.
-    `amp_patch.reset()` ends it.
+    When a fit starts, every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a
+    model, so calls such as `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself
+    stay float32. The closure of a step runs once, before amp decides whether to skip the step, except under LBFGS.
+    Schedules that advance after every step do not advance after a skipped step. The session outlives the fit, so you
+    can evaluate and save the model. `amp_patch.reset()` ends it. Without a fit before, `validate` and `test` run
+    without amp.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
         amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
     """
 
-    precision = "32-true"
+    precision = "32-true"  # so Lightning itself casts nothing
 
     def __init__(self, opt_level: str = DEFAULT_LEVEL, **amp_options: Any) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Initialize amp for the children of the LightningModule and the optimizers."""
+        """Initialize amp for the children of the LightningModule and the optimizers. Without optimizers, do nothing."""
         # a strategy may pass the LightningModule inside a wrapper
         lightning_module = getattr(model, "module", model) if not hasattr(model, "training_step") else model
         models = [child for child in lightning_module.children() if next(child.parameters(), None) is not None]
@@ -69,21 +70,24 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             super().backward(scaled_loss, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then step. LBFGS runs the closure itself, so it needs a static loss scale."""
+        """Run the closure, then step, and return the closure's result.
+
+        LBFGS runs the closure itself, several times, so it needs a static loss scale.
+        """
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
-        if result is None and model.automatic_optimization:  # `training_step` has skipped the batch
+        if result is None and model.automatic_optimization:  # `training_step` returned None to skip the batch
             return result
         optimizer.step(**kwargs)
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return amp's state for a checkpoint."""
+        """Return amp's state for a checkpoint; empty if amp has not been initialized."""
         return amp.state_dict() if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the loss scale of a checkpoint."""
+        """Load amp's state from a checkpoint, if amp has been initialized."""
         if self._optimizers:
             amp.load_state_dict(state_dict)
 

@@ -25,8 +25,8 @@ class Tracker:
     """Logs `amp/loss_scale`, `amp/steps_skipped` and `amp/grad_norm`.
 
     The norm is over the unscaled gradients of the coming step. With shards, it is over all shards together. An entry is
-    written when the next one is due, or by `flush`. By then the device has usually computed its values, so nothing has
-    to wait. The scale and the number of skipped steps are the numbers that the host knew at the time of the step. With
+    written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host does
+    not wait. The scale and the number of skipped steps are those that the host knew at the time of the step. With
     several scalers, `amp/loss_scale_0`, `_1`, ... are logged.
 
     Args:

@@ -12,7 +12,7 @@ class AskedDtypes:
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        self._most = 1024
+        self._limit = 1024  # the number of entries above which entries of freed storages are dropped
 
     def __bool__(self) -> bool:
         return bool(self._asked)
@@ -22,17 +22,17 @@ class AskedDtypes:
         with contextlib.suppress(RuntimeError):  # NotImplementedError, too: no storage, as in torch.func
             reference = StorageWeakRef(tensor.untyped_storage())
             self._asked[reference.cdata] = reference, dtype
-        if len(self._asked) > self._most:
+        if len(self._asked) > self._limit:
             self._asked = {key: value for key, value in self._asked.items() if not value[0].expired()}
-            self._most = max(1024, 2 * len(self._asked))
+            self._limit = max(1024, 2 * len(self._asked))
 
     def find(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype that the script asked for, or else the dtype of the tensor."""
         if tensor.dtype is not torch.float32 or not self._asked:
             return tensor.dtype
         with contextlib.suppress(RuntimeError):
-            known = self._asked.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+            reference, dtype = self._asked.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, tensor.dtype))
             # the address of a storage that is gone may belong to another one
-            if known is not None and not known[0].expired():
-                return known[1]
+            if reference is not None and not reference.expired():
+                return dtype
         return tensor.dtype

@@ -1,8 +1,9 @@
 """`Float32Script`: gives a script float32 wherever it asks for a 16-bit dtype, so that it becomes its own reference.
 
-The methods that cast tensors are patched for the whole run. A mode of torch sees all other functions: those that make
-tensors, those with an argument `dtype`, and those that get a tensor of 16 bits which nothing has widened yet. A mode
-slows down every op, so it is left after a few steps in which it had nothing to do.
+To *widen* a tensor is to give it float32 in place of 16 bits. The methods that cast tensors are patched for the whole
+run. A mode of torch (TorchFunctionMode) sees all other functions: those that make tensors, those with an argument
+`dtype`, and those that get a 16-bit tensor that nothing has widened yet. A mode slows down every op, so it is left
+after a few steps in which it had nothing to do.
 """
 
 import contextlib
@@ -28,8 +29,8 @@ from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3
-"""The mode is left after so many steps. The first contains what the script does before its loop, so only the others
-decide whether the mode stays.
+"""After so many steps, the mode is left if it had nothing to do in them. The first step does not count, because it
+contains all that the script does before its loop.
 """
 
 _OWN = "amp_patch."
@@ -92,7 +93,9 @@ def as_written() -> contextlib.AbstractContextManager[None]:
 
 
 class Float32Script(events.Watcher):
-    """Keeps a script in float32 between `start` and `stop`. Code of this package may still ask for 16 bits.
+    """Keeps a script in float32 from `start` on, until the function that it returns is called.
+
+    Code of this package may still ask for 16 bits.
 
     Objects that hold `torch.bfloat16` stay as they are; a tensor that is made with such a dtype is float32. Code of
     torch.compile runs uncompiled as long as the mode is on, and to the end if the script asks for 16 bits.
@@ -114,8 +117,8 @@ class Float32Script(events.Watcher):
         self._local = _OfThread()
         self._is_on = False
         self._is_compiled = False
-        self._acts = 0  # of the mode since the last step
-        self._steps, self._acts_in_steps = 0, 0
+        self._acts = 0  # how often the mode had something to do since the last step
+        self._steps, self._acts_in_steps = 0, 0  # steps so far, and the acts in them without those in the first
         self._counter = StepCounter()
         self._float: Callable[..., Any] = Tensor.float
         self._widened: list[tuple[Tensor, torch.dtype]] = []
@@ -125,7 +128,7 @@ class Float32Script(events.Watcher):
     # ---- starting and stopping ---------------------------------------------------------------------------------------
 
     def start(self) -> Callable[[], None]:
-        """Keep the script in float32 from now on. Call the result to end this; it is harmless twice."""
+        """Keep the script in float32 from now on. Call the result to end this."""
         self._undo.callback(setattr, _in_force, "script", _in_force.script)
         _in_force.script = self
         default = torch.get_default_dtype()
@@ -167,7 +170,7 @@ class Float32Script(events.Watcher):
             leave_function_mode(self._mode)
 
     def _narrow(self) -> None:
-        """Give tensors that outlive the run their own dtype again."""
+        """Cast tensors that were widened in place back to 16 bits, because they may outlive the run."""
         for tensor, dtype in self._widened:
             tensor.data = tensor.data.to(dtype)
         self._widened.clear()
@@ -234,6 +237,8 @@ class Float32Script(events.Watcher):
         return result
 
     def _keep_default(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes float32 the default where the script asks for 16 bits, and remembers that."""
+
         @functools.wraps(original)
         def set_default(value: Any) -> None:
             dtype = value if isinstance(value, torch.dtype) else _find_named(value)
@@ -247,7 +252,7 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Run code uncompiled: neither the mode nor the patches act in compiled code."""
+        """Run code uncompiled while the mode is on, because neither the mode nor the patches act in compiled code."""
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +264,7 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Widen a tensor that is read from a file or another process. It is made as it is stored: its bits are kept."""
+        """Widen a tensor that is read from a file or another process. First make it in the dtype it is stored in."""
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -331,7 +336,7 @@ class Float32Script(events.Watcher):
             self.asked.add(result, self.asked.find(source))
 
     def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers in the dtype that the script asked for: others would be drawn in float32."""
+        """Draw random numbers in the dtype that the script asked for, because other numbers are drawn in float32."""
         target = next(_tensors_in([*args, *kwargs.values()]), None)
         dtype = None if target is None else self.asked.find(target)
         if target is None and self._default is not None and "dtype" not in kwargs:
@@ -341,7 +346,8 @@ class Float32Script(events.Watcher):
         else:
             with self.pause(), torch.no_grad():
                 low = target.to(dtype)
-            args, kwargs = _put(target, low, args), dict(zip(kwargs, _put(target, low, kwargs.values()), strict=True))
+            args = _replace_tensor(target, low, args)
+            kwargs = dict(zip(kwargs, _replace_tensor(target, low, kwargs.values()), strict=True))
             result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES:
             return result
@@ -452,12 +458,12 @@ def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def _draws(function: Any, name: str) -> bool:
-    """Return whether a function fills a tensor with random numbers, or makes one of them."""
+    """Return whether a function fills a tensor with random numbers, or makes such a tensor."""
     return name in _RANDOM or getattr(function, "__module__", "") == "torch.nn.init"
 
 
-def _put(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
-    """Return values with another tensor in place of a tensor."""
+def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
+    """Return `values` with `low` in place of `target`."""
     return [low if value is target else value for value in values]
 
 

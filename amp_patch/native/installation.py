@@ -10,7 +10,9 @@ from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from .takeover import Takeover
 
-_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
+_TWICE = (
+    "amp_patch.native is installed already: call amp_patch.native.remove() first, or end the recording that uses it"
+)
 
 
 class _Installed:
@@ -72,7 +74,7 @@ def install(
 
 
 def remove() -> None:
-    """Undo `install`, also if its handle is lost. Harmless if nothing is installed."""
+    """Undo `install`, also if its handle is lost. Takeovers of commands and recordings stay."""
     if _installed.takeover is not None and _installed.is_by_install:
         _installed.takeover.remove()
 

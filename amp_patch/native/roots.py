@@ -18,8 +18,8 @@ _WRAPPED = ("module", "_orig_mod")
 def find_root(module: nn.Module) -> nn.Module:
     """Return the model of a module that is being called.
 
-    It is the outermost module that contains `module` and has some method on the stack. Any method counts, not only
-    `forward`, because trainers call methods such as `training_step`.
+    It is the outermost module that contains `module` and has some method on the stack, without wrappers around it
+    (`unwrap`). Any method counts, not only `forward`, because trainers call methods such as `training_step`.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)
@@ -33,7 +33,7 @@ def find_root(module: nn.Module) -> nn.Module:
 
 
 def _read_self(frame: types.FrameType) -> object:
-    """Return `self` of a call."""
+    """Return the variable `self` of a call."""
     # before Python 3.13, `f_locals` is a dict that keeps all variables alive until the call is over: clear it
     variables = frame.f_locals
     owner: object = variables.get("self")
@@ -62,6 +62,15 @@ def find_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def is_in_library() -> bool:
+    """Return whether the innermost code on the stack outside torch and this package is an installed package."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    parts = () if frame is None else Path(frame.f_code.co_filename).parts
+    return not {"site-packages", "dist-packages"}.isdisjoint(parts)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -88,7 +88,7 @@ class NativeSession(Session):
     # ---- events in the script ----------------------------------------------------------------------------------------
 
     def note_model(self, model: nn.Module) -> None:
-        """Count a module as a model, and apply module rules to it. Call it again when the model has new parts."""
+        """Record a model, and apply module rules to it. Call it again when the model has new parts."""
         self._models = [reference for reference in self._models if reference() is not None]
         if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
@@ -127,7 +127,7 @@ class NativeSession(Session):
             self.bindings.regions.mark_stale()
 
     def note_region(self, low: torch.dtype) -> None:
-        """Remember the dtype of an enabled block of torch.autocast."""
+        """Remember the dtype of an enabled block of torch.autocast, if it is the first."""
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:

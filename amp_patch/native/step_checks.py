@@ -103,7 +103,7 @@ class StepChecks:
         return count
 
     def check_end(self) -> None:
-        """Raise NoRegionError for a script that has trained, without any mixed precision."""
+        """Raise NoRegionError if the changes need a region, and the script has taken steps without entering one."""
         if not self.is_waiting or not self._stepped_at:
             return
         where = f"{self._stepped_at} steps"

@@ -1,7 +1,8 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It opens a session when the script first enters autocast. If watchers observe scripts without regions, too, it opens
-the session when the script first calls a model. If the script calls `amp.initialize`, that session replaces this one.
+It opens a session when the script first enters autocast. With `everywhere`, or for watchers (`watch`), it need not wait
+for that: it opens the session when the script makes an optimizer, calls a model or runs a backward pass. If the script
+calls `amp.initialize`, that session replaces this one.
 """
 
 import sys
@@ -122,6 +123,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
+        self._scaler_watch.end_reads()  # it may have replaced functions after the session did
         if find_session() is not None:
             current.reset()
 
@@ -133,7 +135,8 @@ class Takeover:
         Args:
             low: the dtype of the region of autocast that this thread is in, or None outside of regions.
 
-        Returns None while a session of `amp.initialize` is in force, or if there is nothing to do outside of regions.
+        Returns None while a session of `amp.initialize` is in force, if there is nothing to do outside of regions, and
+        while Dynamo traces.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -184,9 +187,8 @@ class Takeover:
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
-            self._scaler_watch.note_region()
-
             dtype = region.fast_dtype
+            self._scaler_watch.note_region(dtype)
             self._checks.note_region(dtype)
             if session is None:
                 session = self._require_session(region.device, dtype)
@@ -205,7 +207,7 @@ class Takeover:
         return enter
 
     def _enter_beside_amp(self, original: Callable[..., Any], region: Any) -> Any:
-        """Enter a region of a script with its own amp. The region casts nothing in a run in float32."""
+        """Enter a region of a script with its own amp. In a run in float32, disable the region."""
         if not self._in_float32:
             return original(region)
         enable_region(region, False)
@@ -255,7 +257,7 @@ class Takeover:
             self._whole_script.enter(device_type)
         is_watched = self._checks.is_waiting and self._is_watching and not self._changes.needs_region
         if is_watched and find_low_weights(model) is not None:
-            self._checks.note_amp()  # the script is its own mixed precision, without a region
+            self._checks.note_amp()  # 16-bit weights are mixed precision, too, without a region
         session = find_session()
         if session is not None or device_type == "meta" or self._checks.is_waiting:
             return session

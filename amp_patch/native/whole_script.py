@@ -99,7 +99,7 @@ class WholeScript:
         self._thread.region, self._thread.began_in_inference = region, self._thread.inference_depth > 0
 
     def close(self) -> None:
-        """Leave the region of this thread. Harmless if it has none."""
+        """Leave the region of this thread, if it has one."""
         self.come_back()
         region, self._thread.region = self._thread.region, None
         if region is not None:
@@ -122,7 +122,7 @@ class WholeScript:
     # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _run_outside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Run `original` with the region disabled. In it, a backward pass would cast gradients of float32 ops."""
+        """Run `original` with the region disabled, where a backward pass would cast gradients of float32 ops."""
 
         @functools.wraps(original)
         def outside(*args: Any, **kwargs: Any) -> Any:
@@ -142,13 +142,15 @@ class WholeScript:
         return enter
 
     def _restore_after_inference(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enable the region again at the end of the inference_mode block in which it began: torch restores the autocast
-        state from before the block there.
+        """Enable the region again at the end of the inference_mode block in which it began.
+
+        torch restores the autocast state from before the block there.
         """
 
         def leave(mode: Any, *error: Any) -> None:
             original(mode, *error)
-            self._thread.inference_depth = max(self._thread.inference_depth - 1, 0)  # the block may be older
+            # not below 0, because the block may have begun before `install`
+            self._thread.inference_depth = max(self._thread.inference_depth - 1, 0)
             if not self._thread.began_in_inference:
                 return
             self._thread.began_in_inference = self._thread.inference_depth > 0

@@ -26,12 +26,13 @@ _CONTAINERS = frozenset({dict, tuple, list, set, frozenset})
 
 
 class Unsearched(NamedTuple):
-    """A value that the first pass did not search, and that may hold functions: a container or any other object.
+    """A value that the first pass of a `Search` did not search, and that may hold functions: a container, or any other
+    object.
 
     Attributes:
         prefix, name: messages name the value as `prefix.name`.
-        holder, key: the class, dict or list that holds the value, and the key there; both None if the value is in a
-            position that cannot be written.
+        holder, key: the class or the dict (also a module's namespace) that holds the value, and the key there. Both
+            None for an attribute of a layer: functions in such a value are reported, and not replaced.
     """
 
     prefix: str
@@ -60,7 +61,7 @@ class ContainerSearch:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        if not self._holds_any:  # nearly always, so this one look at all values at once saves the loop below
+        if not self._holds_any:  # nearly always, so one look at all contents together saves most of the time
             return
         # a snapshot without the visits of this pass: a tuple that several positions hold must be replaced in each
         visited = frozenset(self._exchanges.visited)
@@ -123,31 +124,33 @@ class ContainerSearch:
             slot = WeakAttribute(holder, key)
         else:  # a set, in which the tuple has no slot
             return
-        # Each exchange belongs to one function, whose patcher undoes it; any of those in the tuple will do.
+        # an exchange belongs to one function, whose patcher undoes it; here, to any of the functions in the tuple
         self._exchanges.exchanges.append((id(function), Exchange(slot, container, copy, container)))
         self._exchanged.add(id(container))
 
     def _copy_with_replacements(self, container: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """Return a copy of a tuple or frozenset with replacements in it, and one of the functions that it held.
+        """Return a copy of a tuple or frozenset with replacements in it, and one of the functions that were replaced.
 
-        Without a function in it, returns the container itself and None.
+        Returns the container itself and None if there are none.
         """
         members, function = [], None
         for member in container:
-            copied, held = member, None
+            new_member, replaced = member, None
             if id(member) in self._wanted:
-                copied, held = self._exchanges.replacements[id(member)], member
+                new_member, replaced = self._exchanges.replacements[id(member)], member
             elif type(member) in _IMMUTABLE:
-                copied, held = self._copy_with_replacements(member)
-            members.append(copied)
-            function = held or function
-        return (container if function is None else type(container)(members)), function
+                new_member, replaced = self._copy_with_replacements(member)
+            members.append(new_member)
+            function = replaced or function
+        if function is None:
+            return container, None
+        return type(container)(members), function
 
 
 def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
     """Return the objects that values refer to, directly or through up to two containers.
 
-    Asks the garbage collector, and so runs no code of the values.
+    It asks the garbage collector, so no code of the values runs.
     """
     referents = gc.get_referents(*values)
     contents = [value for value in referents if id(value) not in visited]

@@ -52,7 +52,7 @@ class ExchangeList:
                 self.append(Entry(table, key, is_key=True), key)
 
     def append_partial(self, value: Any) -> bool:
-        """Return whether `value` is a partial of one of the functions, and if so, add an exchange of its function."""
+        """If `value` is a partial of one of the functions, add an exchange of its function. Return whether it is."""
         if type(value) is not functools.partial or id(value.func) not in self.wanted:
             return False
         if self.is_first_visit(value):

@@ -13,7 +13,7 @@ class ImportWatch:
     """Calls `on_import(name)` after each import of a watched module, in the importing thread, until it is closed.
 
     wrapt cannot remove a hook, and keeps it until the module is imported. So all watches share one hook for each module
-    name. The hook refers to no watch, and a closed or forgotten watch is freed.
+    name. The hook refers to no watch, so a watch that is closed, or that nothing else refers to, is freed.
     """
 
     def __init__(self, on_import: Callable[[str], None]) -> None:
@@ -34,7 +34,7 @@ class ImportWatch:
         self._names.clear()
 
     def pass_on(self, name: str) -> None:
-        """Call `on_import` if the module is watched."""
+        """Call `on_import` if this watch watches the module."""
         if name in self._names:
             self._on_import(name)
 

@@ -7,7 +7,7 @@ and others find the original.
 `install` replaces the attributes that define a function, such as `torch.exp`. `redirect` replaces references to the
 function in other slots. Both record an `Exchange` for each slot in one list, and `undo` reverts them in reverse order.
 
-A *cover* is a second function around a replacement, for a while: it calls the replacement, and sees each call.
+A *cover* is a second function around a replacement, from `cover` to `uncover`. It sees each call, and makes it.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ class Exchange:
     Attributes:
         before: the earlier value. ABSENT for an attribute that its owner inherits, or provides by `__getattr__`.
         after: the value that replaces it.
-        original: the function that is replaced; in a patch, it may be a static or class method.
+        original: the function that is replaced, or the container of functions. In a patch, it may be a static or class
+            method.
         is_patch: `install` made the exchange; False for `redirect`.
     """
 
@@ -79,7 +80,7 @@ def _plan(patch: Patch) -> Exchange:
 
 
 def _find_original(owner: Any, name: str) -> Any:
-    """Return the value of an attribute. In a class, it is returned unbound: a static method, not the function in it."""
+    """Return the value of an attribute. Of a class, return it as the class holds it: as a staticmethod, for example."""
     if isinstance(owner, type):
         for base in owner.__mro__:
             if name in vars(base):
@@ -112,11 +113,11 @@ class Patcher:
         return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build all replacements, then write them. If anything raises, also KeyboardInterrupt, none stays in force."""
+        """Build all replacements, then write them. After any exception, also KeyboardInterrupt, none stays in force."""
         self._apply([_plan(patch) for patch in patches])
 
     def redirect(self, exchanges: Iterable[Exchange]) -> None:
-        """Write the new value of each slot. If anything raises, also KeyboardInterrupt, all earlier values return."""
+        """Write the new value of each slot. Any exception, also KeyboardInterrupt, brings all earlier values back."""
         self._apply(exchanges)
 
     def _apply(self, exchanges: Iterable[Exchange]) -> None:
@@ -133,8 +134,9 @@ class Patcher:
     def undo(self) -> None:
         """Restore everything. A second call does nothing.
 
-        A name that other code has patched again stays as it is, with a warning. The other patch still calls our
-        replacement, so the caller must see to it that replacements only call their originals by then.
+        If other code has patched a name again with wrapt, our replacement is taken out from below that patch. A patch
+        of any other kind stays, with a warning. It still calls our replacement, so before `undo`, the caller must make
+        replacements call their originals without casts.
         """
         self.uncover()
         self._undo_down_to(0)
@@ -160,7 +162,7 @@ class Patcher:
     def suspended(self) -> Iterator[None]:
         """Context manager: restore the originals, for code that inspects functions instead of calling them.
 
-        Slots that the program has changed since are left alone.
+        Slots that the program has changed after the replacement are left alone.
         """
         in_place: list[tuple[Exchange, Any]] = []  # each with the value of its slot: our replacement, or its cover
         for exchange in self._exchanges:
@@ -176,9 +178,10 @@ class Patcher:
                 exchange.slot.write(value)
 
     def cover(self, make: CoverFactory) -> None:
-        """Put a cover on each replacement, in all its slots: `make(owner, name, replacement)`, which must call it.
+        """Put a cover on each replacement that is a plain function, in all its slots.
 
-        If `make` returns None, the replacement gets no cover. If anything raises, all covers are removed.
+        `make(owner, name, replacement)` returns the cover, which must call the replacement, or None for no cover. After
+        any exception, all covers are removed.
         """
         try:
             for exchange in self._exchanges:
@@ -216,7 +219,7 @@ class Patcher:
         return None if exchange is None else exchange.original
 
     def _get_exchange(self, owner: Any, name: str) -> Exchange | None:
-        """Return the earliest exchange of an attribute, which has its first value, or None."""
+        """Return the earliest exchange of an attribute, which has its original value, or None if there is none."""
         if owner is None:  # otherwise, slots that are not attributes would match
             return None
         for exchange in self._exchanges:
@@ -225,7 +228,7 @@ class Patcher:
         return None
 
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-        """Yield each patched function with its replacement, in the order of installation."""
+        """Yield each patched function with its replacement, in the order of installation. Leaves class methods out."""
         for exchange in self._exchanges:
             if not exchange.is_patch or isinstance(exchange.original, classmethod):
                 continue

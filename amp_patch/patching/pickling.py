@@ -4,9 +4,9 @@ A copy of a model that was made during a session may hold some: the layer `GELUA
 `F.gelu` as an attribute, so a copy keeps the replacement after the session has closed.
 
 Pickle stores a function as the name of a module and a name in it. It finds an installed replacement under the name that
-is patched. A removed (*retired*) replacement is found in this module instead, under a name made of the patched name and
-a number. A process that loads such a name and does not have the replacement gets the function that the patched name
-holds there. Saved files contain the name of this module, so the module must not be renamed.
+is patched. It finds a removed (*retired*) replacement in this module, under a name made of the patched name and a
+number. If a process loads such a name and does not have the replacement, it gets the function that its patched name
+holds. Saved files contain the name of this module, so the module must not be renamed.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def retire(replacement: Any) -> None:
     """
     replacement = getattr(replacement, "__func__", replacement)
     if replacement.__module__ != __name__:
-        # without dots, because pickle reads a dot in a name as an attribute of an attribute
+        # without dots, because pickle looks up the parts of a dotted name one by one
         patched_name = f"{replacement.__module__}:{replacement.__qualname__}".replace(".", "/")
         replacement.__module__, replacement.__qualname__ = __name__, f"{patched_name}:{next(_numbers)}"
         _functions[replacement.__qualname__] = weakref.ref(replacement)
@@ -41,7 +41,7 @@ def retire(replacement: Any) -> None:
 def get_originals() -> dict[int, Callable[..., Any]]:
     """Return the original of each retired replacement that is still alive, by the id of the replacement.
 
-    Forgets the names of the others.
+    Forgets the names of replacements that were freed.
     """
     originals: dict[int, Callable[..., Any]] = {}
     for name, reference in list(_functions.items()):

@@ -32,10 +32,12 @@ def redirect(
     """Redirect references to functions to their replacements: in models, and with `with_modules` in imported modules.
 
     Args:
-        functions: pairs of a patcher and the functions that it has patched. The patcher will undo their references.
+        functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` restores references
+            to these functions.
 
-    Returns the objects that hold a function where it cannot be replaced. A copy of a model may still hold replacements
-    of an earlier session, which are redirected like their originals.
+    Returns the objects that hold a function where it cannot be replaced.
+
+    A copy of a model may still hold replacements of an earlier session. They are redirected like their originals.
     """
     models = list(models)
     replacements: dict[int, Callable[..., Any]] = {}

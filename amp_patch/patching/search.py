@@ -1,4 +1,4 @@
-"""`Search`: finds references to functions in models and in the imported modules, without running code of either.
+"""`Search`: finds references to functions in models and in the imported modules, without running their code.
 
 It searches every imported module outside torch, this package and the standard library:
 - globals, class attributes, and the default arguments of functions and methods that are defined there;
@@ -92,7 +92,7 @@ class Search:
             is_home, is_passed_over = package in self._homes, package in PASSED_OVER
             if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
                 continue
-            if is_home:
+            if is_home:  # a module of torch, or of a package that defines one of the functions
                 evidence.add(id(module))
             if not is_passed_over:
                 packages.setdefault(package, []).append((name, module))
@@ -103,7 +103,7 @@ class Search:
                 continue
             for name, module in modules:
                 self._search_module(name, module, package)
-        # If a function is the script's own, a local variable of the script may hold a partial of it, as a loss
+        # A local variable may hold a partial of a function that the script registered, such as the loss
         # `functools.partial(criterion, weight=...)`. Only the garbage collector knows all partials.
         if self._homes != {"torch"}:
             for value in gc.get_objects():
@@ -150,10 +150,10 @@ class Search:
         if not self.result.is_first_visit(table):
             return
         self.result.append_keys(table)
-        for index, value in list(dict.items(table)):
+        for key, value in list(dict.items(table)):
             kind = type(value)
             if id(value) in self._wanted:
-                self.result.append(Entry(table, index), value)
+                self.result.append(Entry(table, key), value)
             elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
                 continue  # a class is searched with the module that defines it, and a module by itself
             elif kind is types.FunctionType:
@@ -161,7 +161,7 @@ class Search:
             elif issubclass(kind, nn.Module):
                 self._search_layer(value)
             elif not self.result.append_partial(value):
-                self._unsearched.append(Unsearched(prefix, name, value, table, index))
+                self._unsearched.append(Unsearched(prefix, name, value, table, key))
 
     # ---- classes and functions ---------------------------------------------------------------------------------------
 
@@ -197,9 +197,9 @@ class Search:
     def _search_function(self, function: Any) -> None:
         """Search the default arguments of a function, and of the functions that it decorates."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
-            # a decorator has the function that it decorates in its closure
-            may_lead_on = function.__defaults__ or function.__kwdefaults__ or function.__closure__
-            if not may_lead_on or not self.result.is_first_visit(function):
+            # a wrapper that a decorator has made holds the decorated function in its closure
+            may_hold_functions = function.__defaults__ or function.__kwdefaults__ or function.__closure__
+            if not may_hold_functions or not self.result.is_first_visit(function):
                 return
             if _package_of(function) not in PASSED_OVER:
                 self._search_defaults(function)
@@ -212,7 +212,7 @@ class Search:
         functions = [value for value in defaults if id(value) in self._wanted]
         if functions:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
-            # one slot for the whole tuple; the exchange belongs to one of the functions in it, whose patcher undoes it
+            # one slot for the whole tuple; its exchange belongs to any of the functions, whose patcher undoes it
             self.result.append(WeakAttribute(function, "__defaults__"), functions[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:

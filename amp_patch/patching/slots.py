@@ -96,8 +96,8 @@ class Entry(Slot):
         return self._module
 
     def read(self) -> Any:
-        # The program may have shortened the list, or removed the member or the key, since the slot was made. The slot
-        # is then empty, and nothing is written back.
+        # The program may have shortened the list, or removed the member or the key, since the slot was made. Then the
+        # slot is empty, and an undo writes nothing to it.
         if type(self._container) is list:
             return self._container[self.key] if self.key < list.__len__(self._container) else ABSENT
         if type(self._container) is set:

@@ -1,6 +1,6 @@
 """Makes repeated runs of a script write to a folder of their own, so that they change none of the user's files.
 
-A run still sees the user's files, with its own files in front of them. Imports no torch.
+A run still sees the user's files, except where it has written or removed one itself. Imports no torch.
 """
 
 from .folders import Folders as Folders

@@ -1,4 +1,4 @@
-"""`Folders`: the folders that the runs of a command write to. The command uses it, and not the runs themselves."""
+"""`Folders`: the folders that the runs of a command write to. Only the command uses it; its runs do not."""
 
 import contextlib
 import getpass
@@ -38,7 +38,7 @@ _UNITS = ("bytes", "kB", "MB", "GB")
 
 
 def find_shared() -> list[str]:
-    """Return the folders that are not redirected: caches, and the folders of installed packages.
+    """Return the folders that are not redirected: caches, and the folders of Python and of installed packages.
 
     A folder that contains the working directory is left out, because the script's own files are in it.
     """
@@ -68,7 +68,7 @@ class Folders:
     """The folders of the runs of one command. A run replaces the folder of an earlier run of the same name.
 
     Args:
-        command: the name of the command, which becomes part of the name of the folder around all of them.
+        command: the name of the command. It is part of the name of the folder around the folders of the runs.
     """
 
     def __init__(self, command: str) -> None:
@@ -86,33 +86,13 @@ class Folders:
         return root
 
     def end(self, root: str, *, keep: bool) -> None:
-        """Turn the folder of a run into one with only the files that the run wrote, or remove it.
+        """Keep the files that the run wrote, if `keep` is True and there are any. Remove everything else in the folder.
 
-        Files that the script wrote to its working directory are then at the top of the folder, files that it wrote
-        elsewhere in the folder `OUTSIDE`. The folder is removed without `keep`, or if there are no files.
+        Files that the script wrote to its working directory move to the top of the folder, and other files to the
+        folder `OUTSIDE` in it.
         """
-        for name in ("gone", "parts", "temp"):
-            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-        files = os.path.join(root, "files")
-        if keep and os.path.isdir(files):
-            _prune(files)
-            in_working_directory = files + os.path.realpath(os.curdir)
-            # The files of the working directory become the folder of the run, so that folder is renamed first.
-            renamed = root + ".part"
-            os.rename(root, renamed)
-            in_working_directory = in_working_directory.replace(root, renamed, 1)
-            files = files.replace(root, renamed, 1)
-            if os.path.isdir(in_working_directory):
-                os.rename(in_working_directory, root)
-            _prune(files)
-            if os.path.isdir(files):
-                os.makedirs(root, exist_ok=True)
-                outside = os.path.join(root, OUTSIDE)
-                # the script may have made a folder of that name
-                while os.path.lexists(outside):
-                    outside += "_"
-                os.rename(files, outside)
-            shutil.rmtree(renamed, ignore_errors=True)
+        if keep and os.path.isdir(os.path.join(root, "files")):
+            _leave_files(root)
         else:
             shutil.rmtree(root, ignore_errors=True)
         # an earlier run of the same name had the same folder
@@ -141,8 +121,32 @@ class Folders:
         ]
 
 
+def _leave_files(root: str) -> None:
+    """Turn the folder of a run, which holds layers and marks (see `view`), into a folder with the files of the run."""
+    # the script's working directory becomes the folder `root`, so `root` gets another name first
+    layers = root + ".part"
+    os.rename(root, layers)
+    files = os.path.join(layers, "files")
+    _prune(files)
+    working_directory = files + os.path.realpath(os.curdir)
+    if os.path.isdir(working_directory):
+        os.rename(working_directory, root)
+    _prune(files)
+    if os.path.isdir(files):
+        os.makedirs(root, exist_ok=True)
+        outside = os.path.join(root, OUTSIDE)
+        # the script may have made a folder of that name
+        while os.path.lexists(outside):
+            outside += "_"
+        os.rename(files, outside)
+    shutil.rmtree(layers, ignore_errors=True)
+
+
 def _list_files(files: list[str]) -> str:
-    """Return the names of files, and of the folders among them with the number of files in each."""
+    """Return the names of the files at the top of a folder, and of its folders, with the number of files in each.
+
+    `files` are paths relative to the folder.
+    """
     counts = Counter(name.partition(os.sep)[0] + os.sep for name in files if os.sep in name)
     names = [name for name in files if os.sep not in name]
     names += [f"{name} ({count_of(count, 'file')})" for name, count in counts.items()]
@@ -152,7 +156,7 @@ def _list_files(files: list[str]) -> str:
 
 
 def _find_files(root: str) -> list[str]:
-    """Return the paths of all files below a folder, relative to it. Links to folders count as files."""
+    """Return the paths of all files in a folder and below it, relative to it. Links to folders count as files."""
     return [
         os.path.relpath(os.path.join(folder, name), root)
         for folder, folders, names in os.walk(root)
@@ -161,7 +165,7 @@ def _find_files(root: str) -> list[str]:
 
 
 def _prune(folder: str) -> None:
-    """Remove a folder and the folders below it, as far as there are no files in them."""
+    """Remove a folder, and the folders in it, where they hold no files."""
     for path, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(path)

@@ -1,7 +1,7 @@
 """`guard`: an audit hook that refuses changes to files of the user, in case a write was not redirected.
 
-Python reports to audit hooks each path that a function opens or changes. A redirected path is in the folder of the run
-or in a shared folder. Any other path was not redirected, so the hook raises an error before the file changes.
+Python reports to audit hooks each path that a function opens or changes. Files in the folder of the run and in shared
+folders may change. If another file is about to change, a write was not redirected, so the hook raises an error first.
 """
 
 import os
@@ -49,9 +49,8 @@ class _InForce:
 
 
 def guard(view: View) -> Callable[[], None]:
-    """Refuse changes of files outside of the folder of a run and of shared folders.
-
-    Returns the function that ends this.
+    """Refuse changes of files outside of the folder of a run and of shared folders, until the returned function is
+    called.
     """
     before = _InForce.view
     _InForce.view = view
@@ -66,6 +65,7 @@ def guard(view: View) -> Callable[[], None]:
 
 
 def _check_event(event: str, arguments: tuple[Any, ...]) -> None:
+    """The audit hook: check each path that an event opens for writing or changes."""
     view = _InForce.view
     if view is None:  # the redirection has been undone
         return
@@ -95,13 +95,13 @@ def _check_path(view: View, event: str, path: Any) -> None:
     # either path may show that it is in a shared folder: a shared folder may be a link, or a link may lead into one
     if not view.is_shared(whole) and not view.is_shared(_resolve_links(whole)) and not _is_special(whole):
         raise NotRedirectedError(
-            f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write by"
+            f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write with"
             " open() or the functions of os, or give the command --in-place"
         )
 
 
 def _resolve_links(path: str) -> str:
-    """Return an absolute path without links, as os.path.realpath does, which would call replaced functions."""
+    """Return an absolute path without links. os.path.realpath cannot be used: it would call replaced functions."""
     done, parts = "", path.split(os.sep)[:0:-1]  # the parts that are not resolved yet, the next one last
     for _ in range(1000):  # ends at a loop of links
         if not parts:
@@ -122,7 +122,7 @@ def _resolve_links(path: str) -> str:
 
 
 def _is_special(path: str) -> bool:
-    """Return whether a path is a device, a pipe or a socket, which a write does not change."""
+    """Return whether a path is a device, a pipe or a socket: a write to it changes no file."""
     try:
         mode = lstat(path).st_mode
     except OSError:

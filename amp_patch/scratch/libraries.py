@@ -20,8 +20,8 @@ class PathFunction(NamedTuple):
         name: the name of the function there.
         position: the position of the path among the arguments. In a method, the instance is argument 0.
         keyword: the name of the argument.
-        how: how the file is used: READ, WRITE (it is written whole), UPDATE (it is read and written), or MAP: UPDATE if
-            the argument `shared` after the path is True, else READ.
+        how: how the file is used: READ, WRITE (it is written whole), UPDATE (it is read and written) or MAP. A mapped
+            file is updated if the argument `shared`, which follows the path, is True; else it is read.
     """
 
     owner: Any
@@ -60,7 +60,7 @@ PATH_FUNCTIONS: dict[str, Callable[[], list[PathFunction]]] = {
     "tokenizers": _of_tokenizers,
     "sqlite3": _of_sqlite,
 }
-"""For each package, the function that returns its path functions. It is called after the package is imported."""
+"""For each package, a function that returns the package's path functions. Called once the package is imported."""
 
 _SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")
 """The suffixes of the files that SQLite keeps beside a database."""
@@ -73,8 +73,9 @@ def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) 
     def call(*args: Any, **kwargs: Any) -> Any:
         how = path_function.how
         if how == MAP:
-            is_shared = kwargs.get("shared", args[path_function.position + 1 : path_function.position + 2] == (True,))
-            how = UPDATE if is_shared else READ
+            argument_after_path = args[path_function.position + 1 : path_function.position + 2]
+            is_written_back = kwargs.get("shared", argument_after_path == (True,))
+            how = UPDATE if is_written_back else READ
         if len(args) > path_function.position:
             path = _redirect_path(view, args[path_function.position], how, kwargs.get("uri"))
             args = (*args[: path_function.position], path, *args[path_function.position + 1 :])
@@ -86,7 +87,7 @@ def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) 
 
 
 def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
-    """Return the path to open. `is_uri` is the argument `uri` of sqlite3.connect."""
+    """Return the redirected path, or URI of a database. `is_uri` is the argument `uri` of sqlite3.connect."""
     if not isinstance(path, (str, bytes, os.PathLike)) or path in ("", ":memory:"):
         return path  # an open file, or a database in memory
     if how == READ:
@@ -99,16 +100,16 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
         name = unquote(name[2:] if name.startswith("///") else name)
         if "mode=memory" in query or name in ("", ":memory:"):
             return path
-        return f"file:{quote(os.fspath(_update(view, name)))}?{query}"
-    return _update(view, path)
+        return f"file:{quote(os.fspath(_path_to_update(view, name)))}?{query}"
+    return _path_to_update(view, path)
 
 
-def _update(view: View, path: Any) -> Any:
+def _path_to_update(view: View, path: Any) -> Any:
     """Return the path to write for a file that is updated, such as a database."""
-    # SQLite finds its other files by the name of the database, so they must be copied to the upper layer with it
+    # SQLite finds the files beside a database by its name, so they must be copied to the upper layer with it
     for suffix in _SQLITE_SUFFIXES:
-        other_file = os.fsdecode(path) + suffix
-        location = view.locate(other_file)
+        file_beside = os.fsdecode(path) + suffix
+        location = view.locate(file_beside)
         if not location.is_shared and view.sees_lower(location.path):
-            view.path_to_write(other_file)
+            view.path_to_write(file_beside)
     return view.path_to_write(path)

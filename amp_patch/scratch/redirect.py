@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,21 +18,21 @@ from .view import View, make_folders
 _TEMPORARY = "temp"
 """The name of the folder for temporary files, in the folder of a run.
 
-Such files are always new, so they need no view, and other programs find them under their real paths.
+Such files are always new, so they need no layers (see `view`), and other programs find them under their real paths.
 """
 
 _WITH_ORIGINALS = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
-"""Modules of Python that keep the original functions, so that imports use these."""
+"""Modules of Python that keep the original functions, because the import system calls those."""
 
 _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
 """Attributes of `os` that hold sets of functions, such as those that take a descriptor in place of a path."""
 
 
 class _Replacement:
-    """The replacement of a built-in function. As with a builtin, a class attribute of it is not bound to instances.
+    """The replacement of a built-in function. As a class attribute it is not bound to instances, like a builtin.
 
-    OSErrors name the path that the script passed, not the redirected one. If the disk is full, the error names the
-    redirected path, because it is that disk.
+    OSErrors name the path that the script passed, not the redirected one. If a disk is full, the error names the
+    redirected path, because that is on the full disk.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -55,6 +56,7 @@ class _Replacement:
             raise
 
     def __reduce__(self) -> str:
+        # pickle stores it as the name of a global, as it stores the original
         return str(self.__name__)
 
     def __repr__(self) -> str:
@@ -64,8 +66,8 @@ class _Replacement:
 def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], None]:
     """Redirect all writes of this process to the folder `root`, except writes to shared folders.
 
-    Reads find the files in `root` first. Temporary files go to `root` too. A write that bypasses the redirection raises
-    NotRedirectedError if Python reports it to audit hooks.
+    Reads find the files in `root` first. Temporary files go to `root`, too. A write that bypasses the redirection
+    raises NotRedirectedError if Python reports it to audit hooks.
 
     Args:
         inductor_cache: the folder for the cache of torch.compile, which would otherwise be among the temporary files.
@@ -84,9 +86,9 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
         for name, original in redirected.originals().items():
             replacements[name] = _Replacement(getattr(redirected, name), original, "os", view)
             _swap(os, name, replacements[name], undo)
-        opened = _Replacement(redirected.open_file, io.open, "io", view)
-        code = _Replacement(redirected.open_code, io.open_code, "io", view)
-        _swap_references([*replacements.values(), opened, code], undo)
+        open_file = _Replacement(redirected.open_file, io.open, "io", view)
+        open_code = _Replacement(redirected.open_code, io.open_code, "io", view)
+        _swap_references([*replacements.values(), open_file, open_code], undo)
         for name in _SETS_OF_FUNCTIONS:
             # a replacement must be in the same sets as its original, because code asks `os.stat in os.supports_fd`
             functions: set[Any] = getattr(os, name)
@@ -110,7 +112,7 @@ def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
 
 
 def _set_variable(name: str, value: str, undo: contextlib.ExitStack) -> None:
-    """Set an environment variable. `undo` restores it, or deletes it."""
+    """Set an environment variable. `undo` restores its value, or deletes a variable that was not set."""
     before = os.environ.get(name)
     if before is None:
         undo.callback(os.environ.pop, name, None)
@@ -120,7 +122,7 @@ def _set_variable(name: str, value: str, undo: contextlib.ExitStack) -> None:
 
 
 def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Set an attribute. `undo` restores it, or deletes it."""
+    """Set an attribute. `undo` restores its value, or deletes an attribute that the owner did not have itself."""
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -136,7 +138,9 @@ def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) ->
             if id(held) in by_original:
                 _swap(owner, name, by_original[id(held)], undo)
     closer = getattr(sys.modules.get("tempfile"), "_TemporaryFileCloser", None)
-    for function in vars(closer).values() if closer is not None else ():
+    if closer is None:
+        return
+    for function in vars(closer).values():
         defaults = getattr(function, "__defaults__", None)
         if defaults:  # such as `unlink=os.unlink`
             redirected = tuple(by_original.get(id(value), value) for value in defaults)
@@ -149,7 +153,7 @@ def _swap_defaults(function: Any, defaults: tuple[Any, ...], undo: contextlib.Ex
 
 
 def _find_holders() -> Iterator[Any]:
-    """Yield the imported modules whose globals are to be replaced: all but those that need the original functions."""
+    """Yield the imported modules in whose globals functions are replaced: all but modules that need the originals."""
     for name, module in list(sys.modules.items()):
         needs_originals = name in _WITH_ORIGINALS or name.startswith(f"{__package__}.")
         if isinstance(getattr(module, "__dict__", None), dict) and not needs_originals:
@@ -160,15 +164,15 @@ def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
     """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import."""
     try:
         import wrapt
-    except ImportError:  # in a Python of another installation that the script has started
+    except ImportError:  # the script has started the Python of another environment, without wrapt
         return
-    # wrapt keeps hooks for ever, so after `undo` they must do nothing; a list, because the hooks share it
-    is_undone: list[bool] = []
-    undo.callback(is_undone.append, True)
+    # wrapt keeps a hook until its package is imported, which may be after `undo`; then the hook must do nothing
+    undone = threading.Event()
+    undo.callback(undone.set)
 
     def make_hook(find_functions: Callable[[], list[PathFunction]]) -> Callable[[object], None]:
         def replace_functions(_: object) -> None:
-            if not is_undone:
+            if not undone.is_set():
                 for path_function in find_functions():
                     _replace_path_function(path_function, view, undo)
 

@@ -54,21 +54,23 @@ class Redirected:
         return _as_type(os.fsdecode(self._os["readlink"](self._view.path_to_read(path, dir_fd, follow=False))), path)
 
     def getxattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> Any:
-        return self._os["getxattr"](self._read(path, follow_symlinks), attribute, follow_symlinks=follow_symlinks)
+        return self._os["getxattr"](
+            self._path_to_read(path, follow_symlinks), attribute, follow_symlinks=follow_symlinks
+        )
 
     def listxattr(self, path: Any = None, *, follow_symlinks: bool = True) -> Any:
         return self._os["listxattr"](
-            self._read("." if path is None else path, follow_symlinks), follow_symlinks=follow_symlinks
+            self._path_to_read("." if path is None else path, follow_symlinks), follow_symlinks=follow_symlinks
         )
 
     def statvfs(self, path: Any) -> Any:
-        return self._os["statvfs"](self._read(path, True))
+        return self._os["statvfs"](self._path_to_read(path, True))
 
     def listdir(self, path: Any = None) -> list[Any]:
         given = "." if path is None else path
         folder = self._find_merged(given)
         if folder is None:
-            names: list[Any] = self._os["listdir"](given if isinstance(given, int) else self._view.locate(given).given)
+            names: list[Any] = self._os["listdir"](given if isinstance(given, int) else self._view.locate(given).direct)
             return names
         return [_as_type(name, path) for name in self._list(folder, path)]
 
@@ -76,7 +78,7 @@ class Redirected:
         given = "." if path is None else path
         folder = self._find_merged(given)
         if folder is None:
-            return self._os["scandir"](given if isinstance(given, int) else self._view.locate(given).given)
+            return self._os["scandir"](given if isinstance(given, int) else self._view.locate(given).direct)
         prefix: Any = "" if isinstance(given, int) else os.fspath(given)
         entries = []
         for name in self._list(folder, given):
@@ -93,20 +95,21 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             location = self._view.locate(path)
-            # a folder outside of the upper layer has the same path for programs that the script starts
-            is_outside = location.is_shared or self._view.sees_lower(location.path)
-            path = location.given if is_outside else self._view.path_to_read(path)
+            # Where it can, the process is in the user's own folder: programs that it starts are not redirected, and
+            # read the user's files there.
+            is_real = location.is_shared or self._view.sees_lower(location.path)
+            path = location.direct if is_real else self._view.path_to_read(path)
         self._os["chdir"](path)
 
-    def _read(self, path: Any, follow: bool) -> Any:
+    def _path_to_read(self, path: Any, follow: bool) -> Any:
         if isinstance(path, int):
             return path
         return self._view.path_to_read(path, follow=follow)
 
     def _find_merged(self, path: Any) -> str | None:
-        """Return the located path of a folder whose names must be merged from both layers.
+        """Return the located path of a folder that must be listed from both layers.
 
-        None for a folder whose names this run has not changed: the original function can list it.
+        None for a shared folder, and for one in which this run has changed no names: the original function lists it.
         """
         if isinstance(path, int):
             folder = self._view.path_of(path)
@@ -120,7 +123,7 @@ class Redirected:
         return folder if self._view.is_changed(folder) else None
 
     def _list(self, folder: str, given: Any) -> list[str]:
-        """Return the names in both layers of the folder at a located path. Errors name the path `given`."""
+        """Return the names that the script sees in the folder at a located path. Errors name the path `given`."""
         existing = self._view.find(folder)
         if existing is None:
             raise make_error(errno.ENOENT, given)
@@ -165,7 +168,7 @@ class Redirected:
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
-            # `file.name` must be the path that the script passed, and not the one that was opened
+            # the attribute `name` must be the path that the script passed, and not the one that was opened
             raw.name = os.fspath(file)
         return opened
 
@@ -206,13 +209,14 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        source = self._change(src, src_dir_fd, follow=False)  # as on Linux, whatever `follow_symlinks` says
+        # as on Linux, a link at the end of the path is not followed, whatever `follow_symlinks` says
+        source = self._path_to_change(src, src_dir_fd, follow=False)
         self._os["link"](source, self._view.path_to_write(dst, dst_dir_fd, follow=False, is_new=True))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         location = self._view.locate(path, dir_fd, follow=False)
         if location.is_shared:
-            self._os["unlink"](location.given)
+            self._os["unlink"](location.direct)
             return
         self._remove(location, path, "unlink")
 
@@ -222,7 +226,7 @@ class Redirected:
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         location = self._view.locate(path, dir_fd, follow=False)
         if location.is_shared:
-            self._os["rmdir"](location.given)
+            self._os["rmdir"](location.direct)
             return
         folder = self._view.find(location.path)
         is_folder = folder is not None and stat.S_ISDIR(self._os["lstat"](folder).st_mode)
@@ -233,7 +237,7 @@ class Redirected:
     def _remove(self, location: Location, given: Any, how: str) -> None:
         """Remove a file or folder from the script's view. `how` is the name of the function: "unlink" or "rmdir"."""
         view = self._view
-        view.prepare(location.path, given)  # raises an error if its folder may not be written
+        view.prepare_folder_of(location.path, given)  # raises an error if its folder may not be written
         existing = view.find(location.path)
         if existing is None:
             raise make_error(errno.ENOENT, given)
@@ -252,7 +256,7 @@ class Redirected:
         target = view.locate(dst, dst_dir_fd, follow=False)
         is_folder = False
         if source.is_shared:
-            moved = source.given
+            moved = source.direct
         else:
             existing = view.find(source.path)
             if existing is None:
@@ -260,15 +264,15 @@ class Redirected:
             if source.path == target.path:
                 return
             is_folder = stat.S_ISDIR(self._os["lstat"](existing).st_mode)
-            view.prepare(source.path, src)
-            # the lower layer must not change, so a folder of it is copied whole, and the copy is moved
+            view.prepare_folder_of(source.path, src)
+            # the lower layer must not change, so its files are copied, and the copy is moved
             moved = view.copy_tree(source.path, src)
         if target.is_shared:
-            self._os["replace"](moved, target.given)
+            self._os["replace"](moved, target.direct)
         else:
             self._check_target(target.path, is_folder, dst)
-            self._os["replace"](moved, view.prepare(target.path, dst))
-            # the mark hides what the lower layer has at the target, and below it if that is a folder
+            self._os["replace"](moved, view.prepare_folder_of(target.path, dst))
+            # a mark hides the file of the lower layer at the target; if it is a folder, also everything in it
             view.hide(target.path)
         if not source.is_shared:
             view.hide(source.path)
@@ -294,32 +298,36 @@ class Redirected:
     def truncate(self, path: Any, length: int) -> None:
         if not isinstance(path, int):
             self._check_mode(path, None)
-        self._os["truncate"](self._change(path), length)
+        self._os["truncate"](self._path_to_change(path), length)
 
     def chmod(self, path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
-        self._os["chmod"](self._change(path, dir_fd, follow_symlinks), mode, follow_symlinks=follow_symlinks)
+        self._os["chmod"](self._path_to_change(path, dir_fd, follow_symlinks), mode, follow_symlinks=follow_symlinks)
 
     def chown(self, path: Any, uid: int, gid: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
-        self._os["chown"](self._change(path, dir_fd, follow_symlinks), uid, gid, follow_symlinks=follow_symlinks)
+        self._os["chown"](
+            self._path_to_change(path, dir_fd, follow_symlinks), uid, gid, follow_symlinks=follow_symlinks
+        )
 
     def lchown(self, path: Any, uid: int, gid: int) -> None:
-        self._os["lchown"](self._change(path, follow=False), uid, gid)
+        self._os["lchown"](self._path_to_change(path, follow=False), uid, gid)
 
     def utime(
         self, path: Any, times: Any = None, *, dir_fd: int | None = None, follow_symlinks: bool = True, **ns: Any
     ) -> None:
         if times is not None:
             ns["times"] = times
-        self._os["utime"](self._change(path, dir_fd, follow_symlinks), **ns, follow_symlinks=follow_symlinks)
+        self._os["utime"](self._path_to_change(path, dir_fd, follow_symlinks), **ns, follow_symlinks=follow_symlinks)
 
     def setxattr(self, path: Any, attribute: Any, value: Any, flags: int = 0, *, follow_symlinks: bool = True) -> None:
-        changed = self._change(path, follow=follow_symlinks)
+        changed = self._path_to_change(path, follow=follow_symlinks)
         self._os["setxattr"](changed, attribute, value, flags, follow_symlinks=follow_symlinks)
 
     def removexattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> None:
-        self._os["removexattr"](self._change(path, follow=follow_symlinks), attribute, follow_symlinks=follow_symlinks)
+        self._os["removexattr"](
+            self._path_to_change(path, follow=follow_symlinks), attribute, follow_symlinks=follow_symlinks
+        )
 
-    def _change(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
+    def _path_to_change(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
         """Return the path to write in order to change an existing file. A file descriptor is returned as it is."""
         if isinstance(path, int):
             return path

@@ -1,4 +1,5 @@
-"""`View`: the file system as a repeated run of a script sees it: its own files in front of the files from before it.
+"""`View`: the file system as a repeated run of a script sees it: the files that it has written, and behind them the
+files from before the run.
 
 It works like overlayfs. Files that the run writes go to the folder `files` (the *upper layer*), under the paths that
 the script used: the script's `/data/log.txt` is `files/data/log.txt`. Files from before the run (the *lower layer*) are
@@ -35,7 +36,7 @@ PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _SYSTEM = ("/dev", "/proc", "/sys")
 _MAX_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # 100 ms in nanoseconds; the times of files are exact to 10 ms or better
+_TICK = 100_000_000  # 100 ms in nanoseconds; two changes further apart have different times, which are exact to 10 ms
 _PART = re.compile(r"[^/]+")
 
 
@@ -44,13 +45,13 @@ class Location(NamedTuple):
 
     Attributes:
         path: the located path.
-        given: the path by which the file is reached in the lower layer or in a shared folder. This is the script's own
-            path, unless it leads through the upper layer; then it is the located path.
-        is_shared: the file is in a shared folder, which is not redirected.
+        direct: the path by which the original functions reach the file in the lower layer or in a shared folder: the
+            script's own path if it leads there without redirection, else an absolute path.
+        is_shared: the file is in a shared folder, which is not redirected, or in the folder of the run itself.
     """
 
     path: str
-    given: Any
+    direct: Any
     is_shared: bool
 
 
@@ -101,7 +102,8 @@ class View:
         text = os.fsdecode(path)
         if not text:
             return Location(text, path, True)  # the original function raises FileNotFoundError for it
-        is_valid_outside = dir_fd is None  # the script's path means the same to the original functions
+        is_valid_outside = dir_fd is None  # whether the script's path means the same to the original functions
+        # `to_script_path` returns a path outside of the upper layer itself, which `is` tests below
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
             is_valid_outside = is_valid_outside and self.to_script_path(folder) is folder
@@ -112,8 +114,8 @@ class View:
         if self.is_shared(normalized):
             return Location(normalized, path if is_valid_outside else text, True)
         located, has_only_lower_links = self._resolve(text, follow)
-        given = path if is_valid_outside and has_only_lower_links else located
-        return Location(located, given, self.is_shared(located))
+        direct = path if is_valid_outside and has_only_lower_links else located
+        return Location(located, direct, self.is_shared(located))
 
     def path_of(self, descriptor: int) -> str:
         """Return the path of an open folder, as the script sees it."""
@@ -201,7 +203,7 @@ class View:
         return self.is_written(path) or self.sees_lower(path)
 
     def is_changed(self, folder: str) -> bool:
-        """Return whether this run may have added or removed names in a folder. `folder` is its located path."""
+        """Return whether this run may have added or removed names in the folder at a located path."""
         return self.is_written(folder) or bool(self._find_marks())
 
     def find(self, path: str) -> str | None:
@@ -224,8 +226,6 @@ class View:
             names |= dict.fromkeys(_listdir(self.files + path))
         return list(names)
 
-    # ---- writing -----------------------------------------------------------------------------------------------------
-
     def path_to_read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
         """Return the path to read for a script's path.
 
@@ -234,12 +234,14 @@ class View:
         """
         location = self.locate(path, dir_fd, follow=follow)
         if location.is_shared:
-            return location.given
+            return location.direct
         if self.is_written(location.path):
             return self.files + location.path
         if self.is_hidden(location.path):
             raise make_error(errno.ENOENT, path)
-        return location.given
+        return location.direct
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     def path_to_write(
         self,
@@ -252,20 +254,22 @@ class View:
     ) -> Any:
         """Return the path to write for a script's path. A file of the lower layer is copied there first.
 
+        Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
+
         Args:
             with_content: copy the content of the file; False copies only its mode and times.
             is_new: raise FileExistsError if the script sees a file there.
         """
         location = self.locate(path, dir_fd, follow=follow and not is_new)
         if location.is_shared:
-            return location.given
+            return location.direct
         if is_new and self.exists(location.path):
             raise make_error(errno.EEXIST, path)
         if not self.is_written(location.path) and self.sees_lower(location.path) and is_special(location.path):
-            return location.given
+            return location.direct
         return self.copy_up(location.path, path, with_content=with_content)
 
-    def prepare(self, path: str, given: Any) -> str:
+    def prepare_folder_of(self, path: str, given: Any) -> str:
         """Return the path to write for a located path, and make its folder in the upper layer.
 
         Raises the error that the system raises if the folder does not exist, or may not be written to. `given` is the
@@ -290,11 +294,11 @@ class View:
         return folder
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
-        """Return the path to write for a located path, after copying the lower layer's file there, if there is one."""
+        """Copy the lower layer's file at a located path, if there is one. Return the path to write."""
         if self.is_written(path):
             return self.files + path
         if not self.sees_lower(path):
-            return self.prepare(path, given)
+            return self.prepare_folder_of(path, given)
         upper, mode = self.files + path, lstat(path).st_mode
         if is_special(path):
             raise make_error(errno.EPERM, given)
@@ -328,7 +332,7 @@ class View:
         chmod(part, stat.S_IMODE(about.st_mode))
         utime(part, ns=(about.st_atime_ns, about.st_mtime_ns))
         with contextlib.suppress(FileExistsError):
-            # a link fails if the target exists, while a rename would replace the copy of another process
+            # `link` raises an error if the target exists; a rename would replace the copy of another process
             link(part, target)
         unlink(part)
 
@@ -341,13 +345,13 @@ class View:
             self._listed_at = 0
 
     def _find_marks(self) -> frozenset[str]:
-        """Return the marks of all removed files. Other processes add marks, so a changed folder is listed again."""
+        """Return the marks of all removed files. Lists the folder again if this or another process has changed it."""
         try:
             changed_at = lstat(self._gone).st_mtime_ns
         except FileNotFoundError:
             return frozenset()
         if changed_at != self._listed_at:
-            # shortly after a change, another mark may be added at the same recorded time, so list them again then
+            # a mark that is added right after this one may leave the same time, so soon after a change, list them again
             is_settled = time.time_ns() - changed_at > _TICK
             self._marks = frozenset(_listdir(self._gone))
             self._listed_at = changed_at if is_settled else 0
@@ -372,7 +376,7 @@ def is_special(path: str) -> bool:
 
 
 def lexists(path: str) -> bool:
-    """Return whether a path exists, as os.path.lexists does, which would call the replacement of os.lstat."""
+    """Do as os.path.lexists, which cannot be used because it would call the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -381,7 +385,7 @@ def lexists(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and those around it, as os.makedirs does, which would call the replacement of os.mkdir."""
+    """Do as os.makedirs, which cannot be used because it would call the replacement of os.mkdir."""
     if lexists(path):
         return
     make_folders(os.path.dirname(path))

@@ -22,7 +22,10 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def as_enabled(enabled: Any) -> bool:
-    """Return the third argument of `initialize` as a bool. Raises ArgumentTypeError for text such as a level."""
+    """Return the third argument of `initialize` as a bool.
+
+    Raises ArgumentTypeError for text other than "true" and "false", such as a level.
+    """
     if not isinstance(enabled, str):
         return bool(enabled)
     word = enabled.strip().lower()
@@ -74,7 +77,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
     """Return the reasons why `policy` cannot train `model`. With `accept_low`, 16-bit parameters are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
-        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap what it returns"]
+        return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
     if isinstance(model, torch.jit.ScriptModule):
         return [
             f"{name} is TorchScript, which takes no hooks and calls no patched function: initialize the model it was"
@@ -195,7 +198,7 @@ def _wrong_optimizer(given: object) -> ArgumentTypeError:
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         remedy = f"pass the optimizer of this {type(given).__name__}"
     else:
-        remedy = "pass what torch.optim.SGD(...) and the like return"
+        remedy = "pass an object of torch.optim.SGD or another optimizer class"
     return ArgumentTypeError(f"optimizers must be torch.optim.Optimizer objects, not {_name_kind(given)}: {remedy}")
 
 
@@ -288,10 +291,10 @@ def choose_policy(
 
 
 def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return those lists of a command that have an effect under a policy, to be added to its own.
+    """Return the lists of a command that have an effect under a policy, so that they can be added to its own.
 
-    A policy that patches functions takes all; one that casts models takes the lists with module rules; a float32 one
-    takes none.
+    All have one under a policy that patches functions. Under a policy that casts models, only lists with module rules
+    have one. Under a float32 policy, none has.
     """
     if policy.patch_torch_functions:
         return in_force.settings.lists

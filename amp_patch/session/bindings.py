@@ -62,7 +62,8 @@ class Bindings:
         self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}  # by binding, of the model or optimizer
+        # by binding: the call that is made when its model or optimizer is freed
+        self._finalizers: dict[object, weakref.finalize[..., Any]] = {}
         self.gradients = GradientSums(bool(policy.master_weights), scale_updates, sharded)
 
     def models(self) -> list[nn.Module]:
@@ -186,7 +187,7 @@ class Bindings:
             self._watch(optimizer_binding, optimizer, self.forget_optimizer, weakref.ref(optimizer_binding))
         self.masters.return_gradients()
         for optimizer_binding in added:
-            if not optimizer_binding.groups.is_empty():
+            if optimizer_binding.groups.has_gradients():
                 optimizer_binding.flags.state = OptState.UNCHECKED
         self._warn_of_lost_updates(added)
 

@@ -1,7 +1,7 @@
 """Patches torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) for optimizers with masters.
 
-The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. They
-also take a step with a learning rate of 0, so that an optimizer creates its state. That step must not be counted.
+The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. To let
+an optimizer create its state, they also call its `step` with a learning rate of 0. That step must not be counted.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ def patch_helpers(
 
     def patch(name: str) -> None:
         module = sys.modules[name]
+        # a forked process inherits the watch, but its changes must not reach the session of the parent
         if os.getpid() == process_id and all(hasattr(module, function) for function in makers):
             with lock:
                 patcher.install([Patch(module, function, maker) for function, maker in makers.items()])
@@ -74,8 +75,9 @@ def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a mapping of parameters to names and names to parameters. States are then
-    loaded in the dtype of the masters.
+    """Replace parameters by their masters in a mapping of parameters to names, and of names to parameters.
+
+    So the helper loads states in the dtype of the masters.
     """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)

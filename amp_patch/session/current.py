@@ -54,13 +54,13 @@ def initialize(
 ) -> Session:
     """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
-    If the session in force has the same policy, device type and op lists, it takes over the models and optimizers.
-    Otherwise this raises SessionError. Returns the session that is in force afterwards.
+    If no session is in force, open one. If the session in force has the same policy, device type and op lists, add the
+    models and optimizers to it. Otherwise raise SessionError. Returns the session that is in force afterwards.
 
     Args:
-        replace: open a new session in any case.
-        replace_other: open a new session instead of raising SessionError.
-        accept_low: models may have 16-bit parameters already.
+        replace: whether to open a new session in any case.
+        replace_other: whether to open a new session instead of raising SessionError.
+        accept_low: whether models may have 16-bit parameters already.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
@@ -157,7 +157,10 @@ def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
 
 
 def _open(request: _Request) -> Session:
-    """Close the session in force, and open another. If the lists or the new models have an error, the first stays."""
+    """Close the session in force, if there is one, and open another.
+
+    The session in force stays after an error in the lists, or in models that share no parameter with its models.
+    """
     # plan: load lists, and change nothing
     previous = state.session
     bound_parameters: set[int] = set()

@@ -25,9 +25,9 @@ class Installer:
     """The patches of a session.
 
     Args:
-        casts, oplists: make the replacements of listed ops. None at levels that patch no ops.
+        casts, oplists: together, they make the replacements of listed ops. `casts` is None at levels that patch no ops.
         products: makes the replacements of products (matrix products, convolutions, attention) that are computed in
-            float32. None if there are none.
+            float32. None if no products are.
         registered: functions that the user registered, with their rules.
 
     Attributes:
@@ -74,7 +74,7 @@ class Installer:
             if self._casts is not None and self._oplists is not None:
                 tag += [self._oplists.digest, str(self._casts.low)]
             if self._products is not None:
-                tag += ["products", str(self._products.low), str(self._products.longest_attention)]
+                tag += ["products", str(self._products.low), str(self._products.max_scores)]
             compiling.tag_cache_key(":".join(tag), undo)
         # registered before the first patch, so that an interrupt leaves no patch behind
         undo.callback(self._remove)
@@ -119,7 +119,7 @@ class Installer:
         return [switch for switch in parts if isinstance(switch, Switch)]
 
     def _plan_ops(self) -> list[Patch]:
-        """Return the patches of listed ops and registrations, of other products, and of functions around ops."""
+        """Return the patches of listed ops and registrations, of products on no list, and of functions around ops."""
         planned: list[Patch] = []
         if self._casts is not None and self._oplists is not None:
             planned += op_patches.plan_ops(self._oplists, self._registered, self._casts)

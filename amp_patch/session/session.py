@@ -126,9 +126,9 @@ class Session:
 
     def _decide_together(self, overflow_group: Any) -> None:
         """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
-        given = self._overflow_group if overflow_group is None else overflow_group
-        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), given))
-        self._overflow_group = given
+        wanted = self._overflow_group if overflow_group is None else overflow_group
+        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), wanted))
+        self._overflow_group = wanted
         self._sharded.update(find_fsdp_modules(self.models()))
 
     def decide_with(self, group: Any) -> None:
@@ -141,10 +141,10 @@ class Session:
             self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
-        """Undo everything. Calling it twice is harmless.
+        """Undo everything. A second call does nothing.
 
-        If an interrupt or an error comes meanwhile, this undoes the rest, and then raises it. After a second one, call
-        it again.
+        After an interrupt or an error, this undoes the rest, and then raises the exception. If that is interrupted,
+        too, call `close` again.
         """
         self.is_whole = False
         with without_overrides():
@@ -156,7 +156,7 @@ class Session:
 
     def check_that_no_block_runs(self) -> None:
         """Raise SessionError inside a `scale_loss` block, where gradients are still scaled."""
-        # a fork inherits blocks that only the parent can leave
+        # a forked process inherits blocks that only its parent can leave
         if self.process_id == os.getpid() and self.gradients.open_blocks():
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
@@ -277,7 +277,7 @@ class Session:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """See `amp_patch.scale_loss`."""
         if not isinstance(loss, Tensor):
-            advice = "pass what the loss function returns"
+            advice = "pass the result of the loss function"
             if isinstance(loss, (list, tuple, dict)):
                 advice = "add the losses up first"
             raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: {advice}")
@@ -318,7 +318,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     if autocast is not None:
         return RegionCache(low, device_type, is_rounded=is_rounded)
     # the first uses of a small weight take a plain cast, because a look-up costs as much
-    smallest = SMALL_ON_CPU if policy.get_longest_attention(device_type) else 0
+    smallest = SMALL_ON_CPU if policy.get_max_attention_scores(device_type) else 0
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 
 
@@ -329,8 +329,8 @@ def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) 
         return None
     if policy.computes_in_float32(device_type):
         return Float32Products(low, device_type, cache)
-    longest_attention = policy.get_longest_attention(device_type)
-    return Float32Products(low, device_type, None, longest_attention) if longest_attention else None
+    max_scores = policy.get_max_attention_scores(device_type)
+    return Float32Products(low, device_type, None, max_scores) if max_scores else None
 
 
 def _make_casts(
@@ -361,10 +361,10 @@ def _load_lists(policy: Policy) -> OpLists | None:
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
             " have an effect, and there are none in these; use O1 or O4"
         )
-    runs_some_low = bool(oplists.modules)
+    may_run_low = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
-        runs_some_low = runs_some_low or spelling.entry.rule.runs_in == "low"
-    if policy.patch_torch_functions and not oplists.is_whole and not runs_some_low:
+        may_run_low = may_run_low or spelling.entry.rule.runs_in == "low"
+    if policy.patch_torch_functions and not oplists.is_whole and not may_run_low:
         names, low = ", ".join(policy.lists), dtype_name(policy.low_dtype)
         warn(
             f"lists={names}: no op runs in {low} by these, so almost nothing is cast. To change a few rules of the"

@@ -93,11 +93,12 @@ def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
     """Return the process groups whose ranks skip the same steps: none if each rank decides for itself.
 
-    Without `given`, the `overflow_group` of `initialize`, these are the groups of the shards. A `given` that contains
-    all ranks of the shards replaces them. Otherwise both are returned, `given` first. If `given` is False, or
-    torch.distributed is not initialized, each rank decides for itself.
+    `given` is the `overflow_group` of `initialize`. If it is None, the groups of the shards are returned. A group that
+    contains all ranks of the shards replaces them. For any other group, both are returned, `given` first. If it is
+    False, each rank decides for itself, as without torch.distributed.
 
-    Raises ArgumentTypeError for a wrong `given`, and ModelError if no mesh or group of shards contains all others.
+    Raises ArgumentTypeError for any other `given`, or for a group before torch.distributed is initialized, and
+    ModelError if no mesh or group of shards contains all others.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:

@@ -94,9 +94,7 @@ def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Pat
 
 
 def plan_for_models(low: torch.dtype, patcher: Patcher) -> Iterator[Patch]:
-    """Yield the patches of `torch.jit.script`, and of the layers in `PATCHED_LAYERS`, where hooks would be slower, for
-    a session that casts models.
-    """
+    """Yield the patches for a session that casts models: `torch.jit.script`, and the layers in `PATCHED_LAYERS`."""
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     for layer, count in PATCHED_LAYERS.items():
         yield Patch(layer, "forward", functools.partial(take_any_input, low=low, count=count))

@@ -1,7 +1,7 @@
 """Scales losses, unscales gradients, takes or skips steps, and casts models.
 
 With GradScaler of torch.amp, a training loop makes four calls. Here a `scale_loss` block does the work of the first
-two, and `step()` does the work of the other two, in the opposite order:
+two. `step()` does the work of the other two, in the opposite order:
 
     scaler.scale(loss).backward()    # scale_loss.py: LossBlock
     scaler.unscale_(optimizer)       # gradient_sums.py: GradientSums.end, at the end of the block
@@ -9,20 +9,20 @@ two, and `step()` does the work of the other two, in the opposite order:
     scaler.update()                  # scale_updates.py: ScaleUpdates.update
 
 A block multiplies the gradients that it finds by the scale, and backward adds to them. The end of the block divides all
-gradients by the scale, checks the gradients of its optimizers, and adds gradients of 16-bit parameters to those of
-their masters. A step, taken or skipped, drops the gradients of masters, unless another optimizer has yet to step on
-them. All other gradients stay until `zero_grad`.
+gradients by the scale, checks the gradients of its optimizers, and moves gradients of 16-bit parameters to their
+masters: it adds them to the masters' gradients, and sets the parameters' to None. A step, taken or skipped, drops the
+gradients of masters, unless another optimizer has yet to step on them. All other gradients stay until `zero_grad`.
 
 A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
 in overflow_flags.py). A flag lasts until a step, or until all gradients of the optimizer are zeroed:
 
 | state | meaning | entered when |
 |---|---|---|
-| READY | no backward pass since the last step or `zero_grad` | a step; `zero_grad` outside a block |
-| PENDING | blocks have checked all gradients, or will at their end | a block begins in READY, or ends in UNCHECKED |
-| UNCHECKED | no block with it has checked some of its gradients; its next block or step does | reason 7 below |
+| READY | no block since the last step or `zero_grad` | a step; `zero_grad` outside a block |
+| PENDING | its blocks have checked all gradients, or will at their end | a block begins in READY or ends in UNCHECKED |
+| UNCHECKED | some gradients were checked by no block with it; its next block or step checks them | reason 7 below |
 
-A step is skipped if a flag is set that belongs to a dynamic scaler. The host reads the flags, or a fused kernel does
+A step is skipped if a flag of a dynamic scaler is set. The host reads the flags, or a fused kernel does
 (`OptimizerBinding._decide` chooses). These are all reasons for such a flag, with the functions that set it:
 
 1. A gradient of this optimizer overflowed in a `scale_loss` block with it: `GradientSums._unscale_and_check` finds it,
@@ -32,7 +32,7 @@ A step is skipped if a flag is set that belongs to a dynamic scaler. The host re
    share a parameter with its own, and `OverflowFlags.add_found_inf` adds their flags.
 4. A block that was delayed, or whose gradients are reduced later, has overflowed: `GradientSums.unscale_all` reports it
    at the end of a later block, or before the step.
-5. The step is taken inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
+5. `step()` is called inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
 6. A block overflowed although it ended with an exception (`_is_overflow`), or without reaching its end, because it was
    garbage-collected (`GradientSums._replace_lost_block`).
 7. The state is UNCHECKED, and a gradient holds inf or NaN. `OverflowFlags.check_at_step` or the next block finds it.
@@ -44,7 +44,7 @@ A step is skipped if a flag is set that belongs to a dynamic scaler. The host re
    put in their place hold inf or NaN: `OverflowFlags.check_at_step`.
 9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
 
-A step is taken although a gradient holds inf or NaN if
+A step is taken, although a gradient holds inf or NaN, if
 
 * all scales are static (`_decide`), or the step belongs to a wrapped optimizer, whose wrapper decides (`_step`);
 * no loss was scaled and no masters exist, so nothing was checked: O0, and O4 at a scale of 1;

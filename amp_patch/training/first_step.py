@@ -41,15 +41,15 @@ class FirstStepChecks:
         self._get_names = get_names
 
     def check(self) -> None:
-        """Make the checks, if it is time, before a step and after its gradients were unscaled.
+        """Make the checks, if they are due. Call it before a step, when its gradients are unscaled.
 
-        Waits for the device if buffers were cast.
+        Waits for the device if the session has cast buffers.
         """
         if self._flags.was_passed:
             self.is_done = True
             self._check_buffers()
             self._check_gradients()
-        elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and not self._flags.groups.is_empty():
+        elif all(scaler.awaits_loss for scaler in self._scale_updates.scalers) and self._flags.groups.has_gradients():
             self.is_done = True
             for scaler in self._scale_updates.scalers:
                 scaler.awaits_loss = False
@@ -73,8 +73,8 @@ class FirstStepChecks:
             )
 
     def _check_gradients(self) -> None:
-        # where ranks decide together, one of them may hold no shard, and so no gradient
-        if self._scale_updates.process_groups or not self._flags.groups.is_empty():
+        # where ranks decide together, a rank may hold no shard, and so no gradient
+        if self._scale_updates.process_groups or self._flags.groups.has_gradients():
             return
         if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
             warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")

@@ -16,6 +16,7 @@ from ..torch_private import (
 )
 
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
+"""The `step` functions of the optimizers of torch that have fused kernels."""
 
 
 class StepHook:
@@ -71,11 +72,11 @@ def _get_function(step: Callable[..., Any]) -> Any:
 
 
 class DeviceSkip:
-    """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there. torch's fused
-    optimizers have such kernels, and so have optimizers of amp_patch.apex with a `step_by_flag`.
+    """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there.
 
-    If a subclass or a hook adds code around such a step, the answer is no, because that code would run although the
-    step is skipped.
+    torch's fused optimizers have such kernels, and so have the optimizers of amp_patch.apex with `reads_flag`. If a
+    subclass or a hook adds code around such a step, the answer is no, because that code would run although the step is
+    skipped.
 
     Args:
         step: the bound method, as it was before the session replaced it.

@@ -19,7 +19,7 @@ def zero_masters(
 ) -> Callable[..., Any]:
     """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`.
 
-    Without this, the next step would use gradients that the script has zeroed, or would be skipped for them.
+    Without this, the next step would use gradients that the script has zeroed, or would be skipped because of them.
     """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
@@ -38,15 +38,17 @@ def clip_masters(
     masters: Masters,
     prepare: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
-    """Return a clipping function that clips the gradient of the master of each parameter that has one. It first calls
-    `prepare` with the parameters (`GradientSums.prepare_clipping`), so that the masters have the gradients.
+    """Return a clipping function that takes the master in place of each parameter that has one.
+
+    It first calls `prepare` with the parameters (`GradientSums.prepare_clipping`), which moves gradients to the
+    masters.
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        prepare(given)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        prepare(clipped)
         with_masters = []
-        for parameter in given:
+        for parameter in clipped:
             master = masters.get(parameter)
             with_masters.append(parameter if master is None else master)
         return original(with_masters, *args, **kwargs)
@@ -81,8 +83,9 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """Return a forward of DistributedDataParallel that first calls `local.on_forward`, which records whether the module
-    will reduce its gradients. The flag that decides that is set at this time.
+    """Return a forward of DistributedDataParallel that first calls `local.on_forward`.
+
+    That records whether the module will reduce its gradients, from a flag that torch reads in the forward, too.
     """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -1,21 +1,20 @@
 """`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-Unlike with GradScaler, `.grad` holds unscaled sums whenever no block is open, so a script can clip, log and accumulate
-at any time:
+Unlike with GradScaler, gradients are unscaled whenever no block is open, so a script can clip, log and accumulate at
+any time. (The two exceptions are below.)
 
 * `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
-* `end` divides all gradients by the scale, and checks those of the block's optimizers. At levels with masters it moves
-  the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these optimizers and to
-  the scaler of the block.
+* `end` divides all gradients by the scale, and checks the gradients of the block's optimizers. At levels with masters
+  it moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these
+  optimizers and to the scaler of the block.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
 count as an overflow of the block.
 
-Two kinds of gradients are checked later:
-
-* gradients of a block with `delay_unscale`: when the next block without it ends, at a step, or at `zero_grad`
-* gradients that a parallel wrapper has not reduced yet (`no_sync`): after the backward pass that reduces them
+Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. With `delay_unscale`, that
+is when the next block without it ends, at a step, or at `zero_grad`. Gradients that a parallel wrapper has not reduced
+yet (`no_sync`) wait for the backward pass that reduces them.
 
 | event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
@@ -48,17 +47,17 @@ from .unscaling import change_scale_, either, have_gradients, move_to_masters_, 
 
 
 class GradientSums:
-    """The gradients of a session. All are multiplied by the same scale, except those that are not reduced yet.
+    """The gradients of a session. All are multiplied by the same scale, except gradients that are not reduced yet.
 
     Args:
         has_masters: whether parameters may have masters.
-        scale_updates: updates the scales.
+        scale_updates: updates the loss scales.
         sharded: the modules that `fully_shard` was applied to.
 
     Attributes:
         all_flags: the overflow flags of the live optimizers.
         model_parameters: the parameters of the models, with or without an optimizer.
-        local: knows which gradients no backward pass has reduced yet.
+        local: knows which gradients are not reduced yet.
     """
 
     def __init__(self, has_masters: bool, scale_updates: ScaleUpdates, sharded: Collection[Module]) -> None:
@@ -68,38 +67,38 @@ class GradientSums:
         self.local = LocalGradients()
         self.scale_updates = scale_updates
         self._unsharded = UnshardedSums(sharded)
-        self._scale: Tensor | None = None  # the scale that gradients are multiplied by; None: they are unscaled
+        self._scale: Tensor | None = None  # the scale that gradients are multiplied by; None if they are unscaled
         self._scaler: LossScaler | None = None  # the scaler of the last block
         self._waiting: list[Block] = []  # blocks that have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._change = Change()  # open while gradients are half unscaled
-        self._stepping: int | None = None  # the id of the thread that runs a step
+        self._change = Change()  # entered while gradients are unscaled or scaled, so it tells if that was cut short
+        self._stepping: int | None = None  # the id of the thread that runs a step; None outside of steps
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def open_blocks(self) -> list[Block]:
         """Return the open blocks, outermost first."""
-        blocks: list[Block] = []
-        for reference in self._open:
-            block = reference()
-            if block is not None:
-                blocks.append(block)
-        return blocks
+        return [block for reference in self._open if (block := reference()) is not None]
 
     def await_step(self, block: Block) -> None:
-        """Record that the optimizers of a block get gradients to step on. Call it before the block reads its scale: if
-        a script has set all gradients to None by hand, this counts as a `zero_grad`, which may update the scale.
+        """Record that the optimizers of a block will have gradients to step on.
+
+        If a script has set all gradients of an optimizer to None by hand, this counts as a `zero_grad`. That may update
+        the scale, so call this before the block reads its scale.
         """
         for flags in block.affected:
             flags.was_passed = True
-            # not where ranks decide together: a rank without shards has no gradients, and the others would wait for it
-            if flags.found_inf and not self.scale_updates.process_groups and flags.groups.is_empty():
+            # not where ranks decide together: there, a rank without shards never has gradients
+            if flags.found_inf and not self.scale_updates.process_groups and not flags.groups.has_gradients():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:
                 flags.state = OptState.PENDING
 
     def begin(self, block: Block) -> None:
-        """Multiply all gradients by the scale of a block. Raises SessionError in a block of another scale or thread."""
+        """Multiply all gradients by the scale of a block.
+
+        Raises SessionError inside a block of another scale, and while a block or a step of another thread is under way.
+        """
         if self._open:
             for outer in self.open_blocks():
                 self._check_thread(outer.thread, is_scaled=block.scale is not None or outer.scale is not None)
@@ -125,10 +124,10 @@ class GradientSums:
             )
 
     def end(self, block: Block, *, is_delayed: bool) -> None:
-        """End a block: divide all gradients by its scale, and set the flags of its optimizers and its scaler.
+        """End a block: divide all gradients by its scale, and report its flag to its optimizers and its scaler.
 
-        A delayed block leaves that to the next block or step. Waits for the device only after an exception: the flags
-        of a block that has failed count only if it overflowed.
+        A delayed block leaves that to the next block or step. Waits for the device only after an exception: the flag of
+        a block that has failed counts only if it is set.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -136,7 +135,7 @@ class GradientSums:
         if self._change.is_half_done and block.has_failed:
             return  # the next block or step raises the error
         self.local.end_pass(self._scale)
-        # O0 and O4 at a scale of 1: there is nothing to do, and the block costs nothing
+        # at a scale of 1 and without masters (O0, O4), there is nothing to divide or move
         is_idle = self._scale is None and not self._has_masters and not self._waiting
         if block.scale is None and is_idle:
             return
@@ -155,9 +154,7 @@ class GradientSums:
             self.flush()
 
     def flush(self) -> None:
-        """Unscale all gradients, also unreduced ones, so that parameters can be added or removed. Inside a block, do
-        nothing.
-        """
+        """Unscale all gradients, also unreduced ones, before parameters are added or removed. Not inside a block."""
         if not self._open:
             self._rescale_local(None)
             self.unscale_all()
@@ -170,11 +167,11 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Before a step, call `unscale_all`, or inside a block, do so for one optimizer. Waits for nothing."""
+        """Unscale and check gradients before a step: all gradients, or inside a block only those of the optimizer."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
-        # gradient hooks may step in a thread of the autograd engine, while the thread of the block waits for it
+        # gradient hooks may step in a thread of the autograd engine, while the thread of the block waits for the hook
         if open_blocks and not is_engine_thread():
             for block in open_blocks:
                 self._check_thread(block.thread, is_scaled=block.scale is not None)
@@ -185,15 +182,15 @@ class GradientSums:
             self.unscale_all()
 
     def end_step(self, flags: OverflowFlags) -> None:
-        """End a step: inside a block, scale the gradients again for the rest of its backward pass."""
+        """End a step: inside a block, scale the gradients of its optimizer again for the rest of the backward pass."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = flags.groups.read()
             with self._change:
                 rescale_(_collect_gradients(plain, set(self.local.ids)), self._scale)
 
-    def end_window(self, flags: OverflowFlags) -> None:
-        """Record that an optimizer has taken or skipped a step. Later gradients are for its next step."""
+    def reset_flags(self, flags: OverflowFlags) -> None:
+        """Forget the flags of an optimizer that has taken or skipped a step. Later gradients are for its next step."""
         flags.clear()
         if self._open or self._waiting:
             for block in self._blocks_with(flags):
@@ -214,7 +211,7 @@ class GradientSums:
     def mark_zeroed(self, flags: OverflowFlags) -> None:
         """Record that the gradients of an optimizer are about to be zeroed without a step.
 
-        An overflow in them still lowers the loss scale. The next step checks the gradients that it finds.
+        An overflow in them still lowers the loss scale. If a block had checked them, the next step checks again.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -228,9 +225,9 @@ class GradientSums:
         self.scale_updates.warn_of_falling_scales()
 
     def _check_waiting(self, flags: OverflowFlags) -> None:
-        """Check the gradients of an optimizer that delayed blocks have left, before they are zeroed."""
+        """Check the gradients of an optimizer that blocks have left unchecked, before they are zeroed."""
         local_ids = self.local.find_ids(flags.groups.model_parameters)
-        if local_ids:  # not checked: an overflow that only this rank finds must not change its loss scale
+        if local_ids:  # do not check them: an overflow that only this rank finds must not change its loss scale
             self.local.ids -= local_ids
             for block in self._waiting:
                 block.affected = [affected for affected in block.affected if affected is not flags]
@@ -241,9 +238,9 @@ class GradientSums:
             self.unscale_all()
 
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
-        """Move gradients of 16-bit parameters to their masters, as after a backward pass outside of `scale_loss`.
+        """Move gradients of 16-bit parameters to their masters, before gradients of `parameters` are clipped.
 
-        Inside a block, or after a delayed one, only warn that gradients are still scaled.
+        Inside a block or after a delayed one, only warn if such a gradient is still scaled, or not in its master yet.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -253,10 +250,10 @@ class GradientSums:
         for flags in self.all_flags:
             pairs += flags.groups.pairs()
         if self._scale is not None:
-            pairs += [(parameter, parameter) for parameter in self._all_parameters()]
+            pairs += [(parameter, parameter) for parameter in self._all_parameters()]  # also those without masters
         clipped_ids = set(map(id, parameters))
-        for parameter, stepped_on in pairs:
-            if parameter.grad is not None and not clipped_ids.isdisjoint((id(parameter), id(stepped_on))):
+        for parameter, master in pairs:
+            if parameter.grad is not None and not clipped_ids.isdisjoint((id(parameter), id(master))):
                 state = "not in the masters yet" if self._scale is None else "still multiplied by the loss scale"
                 warn(
                     "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where they are"
@@ -272,8 +269,9 @@ class GradientSums:
         return self._scale is not None
 
     def unscale_all(self) -> None:
-        """Unscale all gradients that are reduced. Check those of optimizers that blocks were opened for, and report to
-        the optimizers and scalers of the blocks that have ended. Inside a block, the caller scales them again.
+        """Unscale all gradients that are reduced. Inside a block, the caller scales them again.
+
+        Check the gradients of the optimizers of waiting and open blocks, and report the flags of ended blocks.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
@@ -284,7 +282,7 @@ class GradientSums:
                 ended.append(block)
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
-        if scale is None and ended:  # these blocks waited for a reduction; other gradients were divided before
+        if scale is None and ended:  # these blocks waited for a reduction: all reduced gradients are unscaled already
             scale = torch.ones_like(ended[0].scaler.scale)
         if scale is None:
             self._waiting = []
@@ -317,7 +315,7 @@ class GradientSums:
         return any(self.local.find_ids(flags.groups.model_parameters) for flags in block.affected)
 
     def _unscale_and_check_all(self, scale: Tensor, blocks: Sequence[Block]) -> dict[OverflowFlags, Tensor]:
-        """Divide all gradients by a scale, and return a found_inf for each optimizer of the given blocks."""
+        """Divide all gradients by a scale. Return a new flag for each optimizer of `blocks`, for its gradients."""
         seen = set(self.local.ids)
         found_infs: dict[OverflowFlags, Tensor] = {}
         for block in blocks:
@@ -334,8 +332,9 @@ class GradientSums:
         return found_infs
 
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
-        """Divide the gradients of an optimizer by a scale, except of parameters in `seen`, by id. Return a new
-        overflow in them as found_inf: 0-dim float32.
+        """Divide the gradients of an optimizer by a scale. Return a 0-dim float32 flag: 1.0 for a new overflow in them.
+
+        `seen` has the ids of parameters to leave out. Parameters without a master are added to it.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = flags.groups.read()
@@ -350,11 +349,10 @@ class GradientSums:
         return found_inf
 
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
-        """Move the gradients of 16-bit parameters to their masters for an optimizer that is in none of the blocks. Its
-        next block or step checks them.
+        """For an optimizer of none of the blocks, move the gradients of 16-bit parameters to their masters.
 
-        That is also necessary if its groups hold parameters that were just checked for another optimizer (`checked`, by
-        id), because a script has moved them here.
+        Its next block or step checks them. It also does so if the optimizer holds a parameter that was just checked for
+        another optimizer (`checked`, by id): a script has moved the parameter from there.
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)
@@ -365,9 +363,7 @@ class GradientSums:
             _mark_unchecked(flags)
 
     def _move_unscaled(self, all_flags: Iterable[OverflowFlags]) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters. Perhaps no block has checked them, so the next
-        block or step does.
-        """
+        """Move unscaled gradients of 16-bit parameters to their masters. The next block or step checks them."""
         for flags in all_flags:
             _, pairs = flags.groups.read()
             if have_gradients(pairs):
@@ -376,7 +372,7 @@ class GradientSums:
                     move_to_masters_(self._reduced(pairs), None, None)
 
     def _report(self, block: Block, found_infs: dict[OverflowFlags, Tensor]) -> None:
-        """Set the flags of the optimizers and the scaler of a block, once all of its gradients are checked."""
+        """Add new flags to the flag of a block. If all its gradients are checked now, report the flag."""
         for flags in block.affected:
             block.found_inf = either(block.found_inf, found_infs[flags])
         if block in self._waiting or block.found_inf is None:
@@ -389,16 +385,17 @@ class GradientSums:
                 is_step_expected = True
             if not block.is_spent(flags):
                 flags.add_found_inf(block.scaler, block.found_inf)
-            elif not flags.groups.is_empty():  # gradients came after the step: count only those
+            elif flags.groups.has_gradients():  # gradients came after the step: count only those
                 flags.add_found_inf(block.scaler, found_infs[flags])
         block.scaler.add_found_inf(block.found_inf)
         if block.affected and not is_step_expected:  # otherwise, the next step updates the scale
             self.scale_updates.update_without_step([block.scaler])
 
     def _rescale_to(self, scale: Tensor | None) -> None:
-        """Multiply and divide gradients so that all are multiplied by `scale`. None means 1."""
+        """Change the scale that all gradients are multiplied by to `scale`. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
+        # at a scale of 1, there may be gradients to move to masters, unless delayed blocks leave that for later
         if self._scale is scale and (scale is not None or self._waiting or not self._has_masters):
             return
         if self._scale is not None or self._waiting or self._has_masters or self._change.is_half_done:
@@ -430,7 +427,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Let a step of this rank alone use gradients that were never reduced. Raises OptimizerError with masters."""
+        """Scale unreduced gradients like all others, for a step of this rank. Raises OptimizerError with masters."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)
@@ -447,7 +444,7 @@ class GradientSums:
         self.local.ids -= local_ids
 
     def _rescale_local(self, scale: Tensor | None) -> None:
-        """Change the scale of gradients that are not reduced yet, and check none of them."""
+        """Change the scale of gradients that are not reduced yet. Does not check them."""
         unique = {id(parameter): parameter for parameter in self._all_parameters() if id(parameter) in self.local.ids}
         change_scale_([parameter.grad for parameter in unique.values()], self.local.scale, scale)
         self.local.scale = scale
@@ -461,7 +458,7 @@ class GradientSums:
         )
 
     def _drop_all(self) -> None:
-        """Drop gradients that an interrupt left half unscaled: no step may use them."""
+        """Drop all gradients, because an interrupt left them half unscaled."""
         holders = self._all_parameters()
         for flags in self.all_flags:
             holders += flags.groups.parameters()
@@ -473,7 +470,10 @@ class GradientSums:
 
 
 def _mark_unchecked(flags: OverflowFlags) -> None:
-    """Record that unchecked gradients are about to be moved to the masters of an optimizer, and of its partners."""
+    """Record that unchecked gradients are about to be moved to the masters of an optimizer.
+
+    Partners with such gradients are marked, too.
+    """
     for partner in flags.partners:
         if have_gradients(partner.groups.read()[1]):
             partner.state = OptState.UNCHECKED
@@ -481,7 +481,7 @@ def _mark_unchecked(flags: OverflowFlags) -> None:
 
 
 def _is_overflow(block: Block) -> bool:
-    """Return whether a block that raised an exception has overflowed under a dynamic scale. Waits for the device."""
+    """Return whether a failed block has overflowed under a dynamic scale. Waits for the device."""
     if block.found_inf is None or not block.scaler.is_dynamic:
         return False
     with contextlib.suppress(RuntimeError):  # the device may have failed, too

@@ -18,8 +18,10 @@ class Groups:
 
     Args:
         optimizer: held by a weak reference.
-        use_masters: give every 16-bit parameter a float32 master. If False, only cast the state of cast parameters.
-        on_new_parameters: called when a script has put new parameters into a group.
+        masters: the masters of the session.
+        use_masters: whether every 16-bit parameter gets a float32 master. If False, only the state of cast parameters
+            is cast.
+        on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
         placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
@@ -71,8 +73,9 @@ class Groups:
         return pairs
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the pairs of the others. A 16-bit parameter that a script has put
-        into a group gets a master first.
+        """Return the parameters without a master, and the pairs of the others.
+
+        With `use_masters`, a 16-bit parameter that a script has put into a group gets a master first.
         """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
@@ -92,9 +95,9 @@ class Groups:
                     plain.append(tensor)
         return plain, pairs
 
-    def is_empty(self) -> bool:
-        """Return whether no parameter and no master has a gradient."""
-        return all(tensor.grad is None for tensor in (*self.parameters(), *self.model_parameters()))
+    def has_gradients(self) -> bool:
+        """Return whether some parameter or master has a gradient."""
+        return any(tensor.grad is not None for tensor in (*self.parameters(), *self.model_parameters()))
 
     # ---- putting masters in, and taking them out ---------------------------------------------------------------------
 
@@ -104,9 +107,9 @@ class Groups:
 
     def place(self, optimizer: Optimizer, group: dict[str, Any], float32_data: dict[int, Tensor]) -> None:
         """With `use_masters`, replace each 16-bit parameter of a group by its master, and move its optimizer state to
-        the master. Otherwise cast the state of each parameter that was cast.
+        the master. Otherwise cast the state of each parameter in `float32_data`.
 
-        `float32_data` holds the values of parameters before they were cast, by the parameter's id.
+        `float32_data` has the values of parameters before they were cast, by the parameter's id.
         """
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):  # quantized weights have no float32 master

@@ -21,8 +21,9 @@ class LossScaler:
     """A static or dynamic loss scale, as in Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
     By default, a dynamic scale starts at 2**16, halves after a step with a non-finite gradient, and doubles after 2000
-    good steps in a row. It is always clamped to [min_loss_scale, max_loss_scale], also at the start. It is updated once
-    per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's kernel.
+    good steps in a row. The start and each update are clamped to [min_loss_scale, max_loss_scale]. The scale is updated
+    once per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's
+    kernel.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
     (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
@@ -32,8 +33,8 @@ class LossScaler:
         warned_scale: the scale at the last warning that it has fallen; inf before the first warning.
         scale: 0-dim float32, on the device where it was last used. An update makes a new tensor, so that blocks can
             keep the scale of their loss.
-        known_scale: the last scale that the host has read.
-        found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None: no pass came since.
+        known_scale: the last scale that the host knows.
+        found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None if there was none.
         awaits_loss: True for a dynamic scale until a loss is scaled, or the user was warned that none is.
         awaits_backward: True until a scaled loss has gone backward, or the user was warned that none has. Always
             False for a static scale of 1.
@@ -93,13 +94,13 @@ class LossScaler:
         self.found_inf = either(self.found_inf, found_inf)
 
     def update(self) -> None:
-        """Update the scale once for all passes since the last update, if there were any. Waits for nothing."""
+        """Update the scale once for all passes since the last update, if there were any. Waits for no device."""
         if self.found_inf is not None:
             self.scale, self._good_steps, self._overflows_left = self._advance(self.found_inf)
             self.found_inf = None
 
     def update_with_ranks(self, found_inf: Tensor, is_due: Tensor) -> None:
-        """Update the scale for all ranks that decide together. Waits for nothing.
+        """Update the scale for all ranks that decide together. Does not wait for the device.
 
         Args:
             found_inf: 0-dim float32, 1.0 if a pass of any rank since the last update has overflowed.
@@ -113,17 +114,16 @@ class LossScaler:
         self.found_inf = None
 
     def _next_state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the state after the next update: scale, good steps, overflows left. Where ranks decide together, this
-        rank alone cannot know it, and returns the present state.
+        """Return the state after the next update: scale, good steps, overflows left.
+
+        Where ranks decide together, return the present state, because this rank alone cannot know the next one.
         """
         if self.is_shared or self.found_inf is None:
             return self.scale, self._good_steps, self._overflows_left
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scale, the good steps and the overflows left as an update with this flag would leave them. Changes
-        nothing.
-        """
+        """Return the scale, the good steps and the overflows left after an update with this flag. Changes nothing."""
         if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
         # the kernel writes in place, but open blocks may hold the old scale
@@ -142,14 +142,14 @@ class LossScaler:
 
     @property
     def hopeless_after(self) -> int:
-        """The number of skipped steps in a row that shows that the scale is not the cause: so many that the scale falls
-        by a factor of 2**100, and at least 100.
+        """The number of skipped steps in a row after which the scale cannot be the cause: as many as lower it by a
+        factor of 2**100, and at least 100.
         """
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the known scale has fallen by a factor of 2**100 in total, which shows that it is not the cause of
+        """Whether the known scale is smaller than at the start by a factor of 2**100, so that it cannot be the cause of
         the overflows. Always False for a static scale, and with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
@@ -160,10 +160,10 @@ class LossScaler:
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Multiply the next losses by `loss_scale`, also if the scale is static. Raises ValueError unless `loss_scale`
-        is finite and positive.
+        """Set the scale of the next losses, also if the scale is static.
 
-        The passes since the last update count as one step first, unless ranks decide together.
+        The passes since the last update count as one step first, unless ranks decide together. Raises ValueError unless
+        `loss_scale` is finite and positive.
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
@@ -179,7 +179,7 @@ class LossScaler:
         return torch.stack([value.to(device, torch.float32) for value in state])
 
     def load_packed_state(self, state: Tensor) -> None:
-        """Take over the state that `pack_state` returned on another rank. Waits for nothing."""
+        """Take over the state that `pack_state` returned on another rank. Does not wait for the device."""
         self.scale = clone(state[0])
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 

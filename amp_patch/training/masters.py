@@ -154,7 +154,7 @@ class Masters:
         changed: list[Tensor] = []
         for buffer, _ in self._buffers.values():
             values = self._find_values(buffer)
-            if buffer.dtype in LOW_DTYPES and values is not None and not bool(_is_rounded(buffer, values).all()):
+            if buffer.dtype in LOW_DTYPES and values is not None and not bool(_equals_rounded(buffer, values).all()):
                 changed.append(buffer)
         return changed
 
@@ -175,9 +175,9 @@ class Masters:
             self.keep_buffer(tensor, values.detach().to(tensor.device, torch.float32, copy=True))
 
     def float32_of(self, tensor: Tensor) -> Tensor:
-        """Return the float32 values of a 16-bit tensor: its master's, or those that are kept for a buffer, or its own.
+        """Return the float32 values of a 16-bit tensor: of its master, or kept for a buffer, else its own values.
 
-        Elements of a buffer that have changed since its values were kept get their present values.
+        Elements of a buffer that have changed since its values were kept have their present values.
         """
         master = self.get(tensor)
         if master is not None:
@@ -187,7 +187,7 @@ class Masters:
         if values is None:
             return present
         with torch.no_grad():
-            merged: Tensor = where(_is_rounded(tensor, values), values, present)
+            merged: Tensor = where(_equals_rounded(tensor, values), values, present)
         return merged
 
     def keep_gradient(self, parameter: Tensor) -> None:
@@ -227,7 +227,10 @@ class Masters:
             self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
 
     def refresh(self) -> None:
-        """Sync, then copy all masters to their parameters, because no version counter shows edits of `master.data`."""
+        """Sync, then copy all masters to their parameters, also masters that were edited through `master.data`.
+
+        No version counter shows such edits.
+        """
         self.sync()
         self._copy_all()
 
@@ -247,7 +250,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy masters that have changed, as in `load`, to their parameters. Only `parameters` are considered."""
+        """Copy masters that have changed, for example by `load`, to their parameters, if these are in `parameters`."""
         indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_changed(index)]
         if loaded:
@@ -280,8 +283,9 @@ class Masters:
         self._masters.record(index)
 
     def _copy_edits(self, *, both_ways: bool, rechecks: bool) -> bool:
-        """Copy edited parameters to their masters, and edited masters to their parameters if `both_ways`. If a script
-        has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
+        """Copy edited parameters to their masters, and with `both_ways`, edited masters to their parameters.
+
+        If a script has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
         """
         edited_parameters = set(self._parameters.find_changed())
         edited_masters = set(self._masters.find_changed())
@@ -305,8 +309,8 @@ class Masters:
             values = torch.empty_like(master, requires_grad=False)
             copy_([([values], [parameter])])
             # an element that equals a rounded float32 value was not edited, or was set back: use that value
-            values = where(_is_rounded(parameter, edit.before), edit.before, values)
-            values = where(_is_rounded(parameter, edit.after), edit.after, values)
+            values = where(_equals_rounded(parameter, edit.before), edit.before, values)
+            values = where(_equals_rounded(parameter, edit.after), edit.after, values)
             # an element that the script has written to the master meanwhile, through `master.data`, wins
             is_unwritten = eq(master, edit.after)
             values = where(is_unwritten, values, master)
@@ -315,9 +319,9 @@ class Masters:
             self._edits[index] = _Edit(before, values)  # after the copy, or an interrupt would lose the edit
 
 
-def _is_rounded(parameter: Tensor, master: Tensor) -> Tensor:
+def _equals_rounded(parameter: Tensor, master: Tensor) -> Tensor:
     """Return a bool tensor of the same shape: True where the 16-bit parameter equals the master, rounded to 16 bits."""
     rounded = torch.empty_like(parameter, requires_grad=False)
     copy_([([rounded], [master])])
-    is_rounded: Tensor = eq(parameter, rounded)
-    return is_rounded
+    is_equal: Tensor = eq(parameter, rounded)
+    return is_equal

@@ -64,7 +64,7 @@ class ModelBinding:
         self._masters = masters
         self._cache = cache
         decided, self.used_rules = decide_rules(model, rules)
-        self._runs = {module: rule.run for module, rule in decided.items()}
+        self._runs = {module: rule.run for module, rule in decided.items()}  # "low" or "float32"
         self.rules: Mapping[nn.Module, ModuleRule] = weakref.WeakKeyDictionary(decided)
         self._sharded = {
             name for name, parameter in model.named_parameters() if get_local_tensor(parameter) is not None
@@ -139,7 +139,7 @@ class ModelBinding:
             self._register(module.register_load_state_dict_post_hook, EndLoading(self._masters))
 
     def apply_rules(self, regions: RuleRegions) -> None:
-        """Apply module rules to the modules of the model. Each call of it applies them to modules added since."""
+        """Apply module rules to the modules of the model, and at each call of the model to modules added since."""
         model = self.model
         if model is not None:
             self._undo.callback_on(model, regions.remove)
@@ -147,8 +147,9 @@ class ModelBinding:
             self._register(model.register_forward_pre_hook, UpdateRules(regions))
 
     def undo(self) -> None:
-        """Remove the hooks, and cast the model back, with the values of masters where it has any. Calling it twice is
-        harmless.
+        """Remove the hooks, and cast the model back, with the values of masters where it has any.
+
+        A second call does nothing.
         """
         self._undo.close()
 
@@ -159,7 +160,7 @@ class ModelBinding:
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
         """With module rules, cast the inputs of modules that run in another dtype than their parents, and of modules
-        that have weights of their own.
+        that have weights of their own. BatchNorm layers without a rule are left out of the latter.
         """
         if not self._runs:
             return
@@ -210,8 +211,9 @@ class ModelBinding:
     def _cast_around_uncast_modules(
         self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]
     ) -> None:
-        """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast. Their
-        inputs are cast to that dtype, and their outputs to `dtype`, in which the rest of the model runs.
+        """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast.
+
+        Their inputs are cast to that dtype, and their outputs to `dtype`, in which the rest of the model runs.
         """
         for module in model.modules():
             own_dtype = torch.float32 if module in constants else _opaque_dtype(module)

@@ -44,8 +44,9 @@ class CastInputs:
 
 
 class CastModelInputs(CastInputs):
-    """Forward pre-hook of a whole model: cast every castable tensor in the arguments to `dtype`. The first call warns
-    of whole numbers, such as timesteps, that `dtype` rounds, and waits for the device.
+    """Forward pre-hook of a whole model: cast every castable tensor in the arguments to `dtype`.
+
+    The first call warns of whole numbers, such as timesteps, that `dtype` rounds. It waits for the device.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -82,8 +83,10 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer that raises an error if its inputs have another dtype than its weights, which were
-    cast: cast the inputs to `dtype`, too. A script that calls a submodule directly passes float32 inputs.
+    """Forward pre-hook of a layer that accepts only inputs in the dtype of its weights, which were cast to `dtype`.
+
+    It casts the inputs, too, if a weight of the layer has this dtype now. A script that calls a submodule directly
+    passes float32 inputs.
     """
 
     def __call__(
@@ -100,8 +103,8 @@ class TakeAnyInput(CastInputs):
 class TakeOutsideInput(TakeAnyInput):
     """Forward pre-hook of a cast module that takes any inputs: cast them if the script calls the module directly.
 
-    If its model calls it, float32 inputs may be on purpose, and are left. A forward that a backward pass runs again
-    (checkpointing) is treated like the first one.
+    If its model calls it, float32 inputs may be on purpose, and are left as they are. A forward that a backward pass
+    runs again (checkpointing) is treated like the last forward before it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -125,8 +128,8 @@ class TakeOutsideInput(TakeAnyInput):
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
     """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`).
 
-    If an input is float32 and the weights are `low`, it casts all arguments. Inputs are the first `count` positional
-    arguments, and the keyword arguments in `_INPUTS`.
+    If an input is float32 and the first weight of the layer is `low`, it casts all arguments. Inputs are the first
+    `count` positional arguments, and the keyword arguments in `_INPUTS`.
     """
     cast = CastInputs(low)
 
@@ -257,9 +260,9 @@ class InvalidateCache(SessionHook):
 
 
 class SyncMasters(SessionHook):
-    """Forward pre-hook: copy edits of masters and parameters since the last step to the other side.
+    """Forward pre-hook: copy edited parameters to their masters, and edited masters to their parameters.
 
-    Warns of the first copy of the model, which has 16-bit weights and no masters.
+    Warns when the model is copied for the first time, because the copy has 16-bit weights and no masters.
     """
 
     def __deepcopy__(self, memo: Any) -> SessionHook:
@@ -295,8 +298,9 @@ class PrepareStateDict(SessionHook):
 
 
 class Float32StateDict(SessionHook):
-    """State-dict hook: store this module's own masters, and float32 values of 16-bit entries that have none. A copy of
-    the module stores its own tensors as they are.
+    """State-dict post-hook: store float32 values of the module's own 16-bit tensors, from the masters if there are any.
+
+    A copy of the module stores its tensors as they are.
     """
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

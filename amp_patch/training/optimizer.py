@@ -43,12 +43,14 @@ class StepDecision(enum.Enum):
 
 
 class OptimizerBinding:
-    """One optimizer in a session. `optimizer._amp_stash` holds it.
+    """One optimizer in a session. `optimizer._amp_stash` holds it, or under `amp_patch.apex` a view of it.
 
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
-        use_masters: give every 16-bit parameter of the optimizer a float32 master.
+        masters, gradients: shared by all optimizers of the session.
+        use_masters: whether every 16-bit parameter of the optimizer gets a float32 master.
         switch: the switch of the session's casts, which are off during a step.
+        cache: the weight cache of the session, or None without one.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
     """
@@ -92,7 +94,10 @@ class OptimizerBinding:
     # ---- binding -----------------------------------------------------------------------------------------------------
 
     def bind(self, float32_data: dict[int, Tensor]) -> None:
-        """Put masters into the groups, with the values from before the cast (by id), and replace the methods."""
+        """Put masters into the groups, and replace the methods.
+
+        `float32_data` has the values of parameters before they were cast, by the parameter's id.
+        """
         optimizer: Any = self.optimizer
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._is_bound = True
@@ -134,12 +139,12 @@ class OptimizerBinding:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             return method(original, *args, **kwargs)
 
-        vars(replacement)["_amp_stash"] = self  # identifies the method, also when read from elsewhere
+        vars(replacement)["_amp_stash"] = self  # by this, `_restore` knows the replacement
         self._undo.callback_on(target, _restore, self, name, is_instance_attribute)
         setattr(target, name, types.MethodType(replacement, target))
 
     def undo(self) -> None:
-        """Restore the methods, parameters and states of the optimizer. Harmless twice."""
+        """Restore the methods, parameters and states of the optimizer. A second call does nothing."""
         if self._is_bound and self.optimizer is not None:
             # reports the last steps while `step_was_skipped` still exists
             self.step_log.resolve()
@@ -154,7 +159,7 @@ class OptimizerBinding:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block, `step` and `zero_grad` run as in plain torch."""
+        """Inside the block, the replaced methods only call the optimizer's own."""
         self._is_bound = False
         try:
             yield
@@ -162,8 +167,9 @@ class OptimizerBinding:
             self._is_bound = True
 
     def copy_masters_to_parameters(self) -> None:
-        """Copy the masters of this optimizer to their parameters. Does not add masters, so it may be called inside
-        `Groups.without_masters`.
+        """Copy the masters of this optimizer to their parameters.
+
+        New 16-bit parameters get no masters here, so this may be called inside `Groups.without_masters`.
         """
         pairs = self.groups.pairs()
         if pairs:
@@ -174,8 +180,9 @@ class OptimizerBinding:
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
     def _on_parameters_put_in(self) -> None:
-        """Record that a script has put 16-bit parameters into a group. Their gradients may be of a block for another
-        optimizer, so the next block or step of this one checks them.
+        """Record that a script has put 16-bit parameters into a group.
+
+        Their gradients may be from the block of another optimizer, so the next block or step of this one checks them.
         """
         self.flags.state = OptState.UNCHECKED
         self._on_new_parameters()
@@ -193,11 +200,11 @@ class OptimizerBinding:
         if not self._is_bound:
             return original(group)
         if isinstance(group, dict) and self._use_masters:
-            given = group.get("params")
-            given = [given] if isinstance(given, Tensor) else given
+            added = group.get("params")
+            added = [added] if isinstance(added, Tensor) else added
             known_ids = {id(parameter) for parameter in self.groups.model_parameters()}
             # torch's own check compares with the contents of the groups, and finds only masters there
-            if isinstance(given, (list, tuple)) and any(id(parameter) in known_ids for parameter in given):
+            if isinstance(added, (list, tuple)) and any(id(parameter) in known_ids for parameter in added):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._gradients.flush()
         result = original(group)
@@ -246,7 +253,7 @@ class OptimizerBinding:
         tell(self._switch.region(Mode.OFF), event, self.reference())
 
     def _take_or_skip(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Decide first, then take the step or skip it. Either way, update the scales and begin the next window."""
+        """Update the scales, then take the step or skip it. Either way, forget the flags and log the step."""
         if not self._first_step.is_done:
             self._first_step.check()
         optimizer: Any = self.reference()
@@ -264,7 +271,7 @@ class OptimizerBinding:
         else:
             step_on_device = functools.partial(step_with_flag, _find_dynamic_flag(found_inf), optimizer, original)
             result = self._take_step(step_on_device, args, kwargs)
-        self._gradients.end_window(self.flags)
+        self._gradients.reset_flags(self.flags)
         try:
             self.step_log.add(outcome)
         finally:  # the log may raise GradientOverflowError, and the next pass must not add to these gradients
@@ -314,8 +321,10 @@ class OptimizerBinding:
     def _step_after_closure(
         self, closure: Callable[[], Any], original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the closure, then take or skip the step. Whether to skip must be known before the optimizer's own step
-        begins, so that step gets no closure.
+        """Call the closure, then take or skip the step without one.
+
+        Whether to skip must be known before the optimizer's own step begins. Raises OptimizerError for an optimizer
+        that may call the closure later or several times.
         """
         if not evaluates_closure_first(original):
             raise OptimizerError(
@@ -330,8 +339,8 @@ class OptimizerBinding:
         return loss
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure in the middle of a step, with casts on and the weights that the step has made so far. Unscale
-        the gradients that it leaves. Used only under static scales, where no step is skipped.
+        """Call a closure in the middle of a step, with casts on and the weights that the step has made so far. Then
+        unscale the gradients. Used only under static scales, where no step is skipped.
         """
         with self._switch.region(Mode.BY_LISTS):
             self.copy_masters_to_parameters()
@@ -355,7 +364,7 @@ def _find_dynamic_flag(found_inf: dict[LossScaler, Tensor]) -> Tensor:
 def _replace_closure(
     closure: Callable[[], Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a `step` with another closure."""
+    """Return the arguments of a `step` with `closure` in place of the one in them."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (closure, *args[1:]), kwargs
@@ -382,8 +391,9 @@ def _delete(target: Any, name: str) -> None:
 
 
 def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_attribute: bool) -> None:
-    """Remove a replaced method. If an LR scheduler has wrapped the method since, leave it: once the binding is undone,
-    it only calls the original.
+    """Remove the replacement of a method. If an LR scheduler has wrapped the replacement since, leave it.
+
+    Once the binding is undone, the replacement only calls the original.
     """
     current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:

@@ -1,8 +1,8 @@
 """`OverflowFlags`: decides whether the next step of an optimizer is skipped; `Block`: one `scale_loss` block.
 
 `found_inf` is a flag as in torch.amp: a 0-dim float32 tensor, 1.0 if a check found inf or NaN, else 0.0. There is one
-for each backward pass (`Block`), one for each optimizer and loss scaler (`OverflowFlags`), and one for each scaler
-(`LossScaler`). A check reports to the pass, and the pass to its optimizers and its scaler.
+for each block (`Block`), one for each pair of an optimizer and a scaler (`OverflowFlags`), and one for each scaler
+(`LossScaler`). A check reports to the block, and the block to its optimizers and its scaler.
 """
 
 import enum
@@ -18,17 +18,19 @@ from .unscaling import either, unscale_
 
 
 class OptState(enum.Enum):
-    """Where an optimizer stands between two steps, like the enum of that name in torch.amp."""
+    """The state of an optimizer between two steps, like the enum of that name in torch.amp."""
 
     READY = enum.auto()
-    """It has stepped, or its gradients were zeroed, and no backward pass has begun since."""
+    """It has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
 
     PENDING = enum.auto()
     """A `scale_loss` block with this optimizer has begun. At its end, `found_inf` describes the gradients."""
 
     UNCHECKED = enum.auto()
-    """It also holds gradients that no block with this optimizer has checked: from a backward pass outside of
-    `scale_loss` or for the loss of another optimizer, or from before `initialize`. The next block or step checks them.
+    """It has gradients that no block with this optimizer has checked. The next block or step checks them.
+
+    They are from a backward pass outside of `scale_loss`, from the block of another optimizer, or from before
+    `initialize`.
     """
 
 
@@ -36,13 +38,14 @@ class OverflowFlags:
     """The overflow flags of one optimizer since its last step, like GradScaler's state per optimizer.
 
     Attributes:
-        found_inf: a flag for each scaler that scaled a loss of this optimizer since its last step or `zero_grad`. If
-            the scaler is dynamic and its flag is set, the next step is skipped.
-        state: where the optimizer stands between two steps.
-        was_zeroed: gradients were zeroed after a block had checked them. A script may have saved them, and may put them
-            back (PCGrad and other gradient surgery), so the next step checks the gradients that it finds.
-        was_passed: whether this optimizer was ever passed to `scale_loss`.
-        partners: the flags of optimizers that share a parameter with this one: an overflow counts for all of them.
+        groups: the parameter groups of the optimizer.
+        found_inf: a flag for each scaler whose blocks have reported to this optimizer since its last step or
+            `zero_grad`. If the scaler is dynamic and its flag is set, the next step is skipped.
+        state: the state of the optimizer between two steps.
+        was_zeroed: whether gradients were zeroed after a block had checked them. A script may have saved them, and may
+            put them back (PCGrad and other gradient surgery), so the next step checks the gradients that it finds.
+        was_passed: whether a `scale_loss` block with this optimizer, or with a partner, was ever entered.
+        partners: the flags of the optimizers that share a parameter with this one. An overflow counts for all of them.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -54,10 +57,10 @@ class OverflowFlags:
         self.partners: list[OverflowFlags] = []
 
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        """Add the flag of a backward pass: the next step depends on it.
+        """Add the flag of a block to the flag of its scaler, on which the next step depends.
 
-        Overflows in a parameter that was infinite before are not found again, so the flags of optimizers that share a
-        parameter count, too.
+        An overflow that the flags of a partner show already is not found again in a shared parameter (`mask`). So these
+        flags count, too.
         """
         for partner in self.partners:
             for flag in partner.found_inf.values():
@@ -65,7 +68,7 @@ class OverflowFlags:
         self.found_inf[scaler] = either(self.found_inf.get(scaler), found_inf)
 
     def mask(self, found_inf: Tensor) -> Tensor:
-        """Return `found_inf`, or 0.0 if a flag says already that the next step is skipped.
+        """Return `found_inf`, or 0.0 if a flag of this optimizer is set already.
 
         A sum of gradients that held inf or NaN before the last pass still holds it, so a check cannot tell whether that
         pass has overflowed. Unmasked, one overflow would lower the scales of all scalers with a pass before the step.
@@ -85,13 +88,15 @@ class OverflowFlags:
         return any(scaler.is_dynamic and bool(found_inf) for scaler, found_inf in self.found_inf.items())
 
     def check_at_step(self, scalers: Iterable[LossScaler]) -> dict[LossScaler, Tensor]:
-        """Return the flags on which the step depends. Checks the present gradients if `found_inf` does not cover them,
-        on behalf of every dynamic scaler.
+        """Return the flags on which the step depends, by scaler.
+
+        If no block has checked some of the present gradients, check them now, and add the result to the flag of every
+        dynamic scaler of `scalers`.
         """
         if self.state is not OptState.UNCHECKED and not self.was_zeroed:
             return self.found_inf
         dynamic = [scaler for scaler in scalers if scaler.is_dynamic]
-        if not dynamic:  # a static scale skips no step, so nobody needs the check
+        if not dynamic:  # a static scale skips no step, so the check is not needed
             return self.found_inf
         found_inf = torch.zeros((), dtype=torch.float32, device=dynamic[0].scale.device)
         check_(self.groups.parameters(), found_inf)
@@ -103,7 +108,9 @@ class OverflowFlags:
 
 
 def check_(holders: Iterable[Tensor], found_inf: Tensor) -> None:
-    """Set `found_inf` (0-dim float32) to 1.0 if a gradient of these tensors holds inf or NaN. Waits for nothing."""
+    """Set `found_inf` (0-dim float32) to 1.0 if a gradient of these tensors holds inf or NaN. Does not wait for the
+    device.
+    """
     gradients: list[Tensor] = []
     for holder in holders:
         if holder.grad is not None:
@@ -121,7 +128,8 @@ class Block:
         found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
         stepped: the flags of the optimizers that have stepped since the block began. Their steps used `found_inf` as it
             was then.
-        has_failed: whether the block ended with an exception, so that there may have been no backward pass.
+        has_failed: whether the block ended with an exception, or never reached its end. Then perhaps no loss went
+            backward in it.
         thread: the id of the thread that runs the block.
     """
 
@@ -130,7 +138,7 @@ class Block:
         self.scale: Tensor | None = None
         self.affected: list[OverflowFlags] = []
         for flags in all_flags:
-            # either optimizer could carry an overflow in a shared parameter into the weights
+            # the step of a partner would also write an overflow in a shared parameter into the weights
             for affected in (flags, *flags.partners):
                 if affected not in self.affected:
                     self.affected.append(affected)
@@ -140,7 +148,8 @@ class Block:
         self.thread = threading.get_ident()
 
     def is_spent(self, flags: OverflowFlags) -> bool:
-        """Return whether the flag of this block so far no longer matters to an optimizer, because it has stepped since
-        the block began, or its gradients were zeroed.
+        """Return whether the flag of this block so far no longer matters to an optimizer.
+
+        This is so if the optimizer has stepped since the block began, or its gradients were zeroed since the block.
         """
         return flags in self.stepped or flags.state is OptState.READY

@@ -21,9 +21,9 @@ _REDUCER_NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", t
 class LocalGradients:
     """Knows which gradients the `DistributedDataParallel` modules of a session have not reduced yet.
 
-    A module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in the forward,
-    with gradients enabled; `no_sync` and some training loops clear it. A subclass with its own rule has a method
-    `leaves_gradients_local`, which returns None where torch's rule holds.
+    torch's rule: a module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in
+    the forward pass, with gradients enabled. `no_sync` and some training loops clear the flag. A subclass with a rule
+    of its own has a method `leaves_gradients_local`, which returns None if torch's rule holds.
 
     Attributes:
         ids: the ids of the parameters whose gradients the last backward pass left unreduced.
@@ -31,7 +31,8 @@ class LocalGradients:
     """
 
     def __init__(self) -> None:
-        self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # in its last backward pass, or the next
+        # by module: whether its next backward pass reduces gradients, or, until its next forward, its last one did
+        self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._prepared: WeakSet[Any] = WeakSet()  # modules that will reduce in the next backward pass
         self._has_modules = False
         self.ids: set[int] = set()

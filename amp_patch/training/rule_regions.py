@@ -65,7 +65,7 @@ class RuleRegions:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def add(self, model: nn.Module) -> None:
-        """Apply the rules in a model, by the names of its modules. Harmless twice."""
+        """Apply the rules in a model, by the names of its modules. A second call does nothing."""
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
@@ -88,7 +88,7 @@ class RuleRegions:
         self._models = [added for added in self._models if added.root() is not model]
 
     def remove_all(self) -> None:
-        """Remove every hook. Harmless twice."""
+        """Remove every hook. A second call does nothing."""
         for module in list(self._hooks):
             self._unhook(module)
         self._models.clear()
@@ -147,7 +147,7 @@ class RuleRegions:
         self._is_stale = True
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
-        """Bring the rules up to date for a call of any module, before its forward. `frame` is torch's frame of it.
+        """Bring the rules up to date for a call of any module, before its forward. torch makes the call in `frame`.
 
         Returns the positional arguments to use instead, or None.
         """
@@ -176,8 +176,8 @@ class RuleRegions:
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
         """Return whether a module that the script called directly is now called by a model that holds it.
 
-        The search through all calls that are under way is slow. So this returns False once every rule by name has
-        chosen a module.
+        `find_root` searches all calls that are under way, which is slow. So once every rule by name has chosen a
+        module, this returns False without a search.
         """
         if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
             return False
@@ -253,7 +253,7 @@ class RuleRegions:
         model.decided = weakref.WeakKeyDictionary(decided)
         for module, (run, is_inside) in wanted.items():
             if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
-                # the script has called this part of the model first, by itself; the rule of the whole model wins
+                # the script has called this module by itself before, so it has hooks; the rule of the whole model wins
                 self._unhook_from_all(module)
             if module not in self._hooks:
                 model.hooked[module] = run, is_inside
@@ -347,8 +347,9 @@ class _Model:
 
 
 def _children_in(root: nn.Module) -> list[object]:
-    """Return the names of all modules inside `root`, and weak references to them. A list made later differs if a module
-    was added, replaced or moved in between.
+    """Return the names of all modules inside `root`, and weak references to them.
+
+    A list made later differs if a module was added, replaced or moved in between.
     """
     contents: list[object] = []
     seen: set[int] = set()

@@ -26,7 +26,9 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     Args:
         all_flags: the overflow flags of the optimizers that the script has passed for this loss.
         gradients: all gradients of the session.
-        is_delayed: leave the gradients scaled and unchecked when the block ends.
+        is_delayed: whether to leave the gradients scaled and unchecked when the block ends.
+        switch: the switch of the session's casts.
+        cache: the weight cache of the session, or None without one. The block invalidates its copies.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._gradients = gradients
         self._is_delayed = is_delayed
         self._switch = switch
-        self._cache = cache if not is_delayed else None  # a delayed block keeps copies for the next one
+        self._cache = cache if not is_delayed else None  # a delayed block leaves the copies for the next block
 
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None  # the block must not keep the graph alive
@@ -80,7 +82,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         with without_overrides():
-            # after an exception, the script may not enter another block that ends this one
+            # after an exception, end it even if it is delayed, because the script may not enter another block
             self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
@@ -88,7 +90,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn once if the block has divided gradients, although its scaled loss did not go backward."""
+        """Warn once if its optimizers have gradients, although the scaled loss did not go backward."""
         for flags in self.affected:
             if any(parameter.grad is not None for parameter in flags.groups.parameters()):
                 self.scaler.awaits_backward = False

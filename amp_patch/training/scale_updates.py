@@ -35,13 +35,15 @@ class ScaleUpdates:
         self._updates_since_read = 0  # updates outside of steps, since the host has read the scales
 
     def share(self, groups: Sequence[Any]) -> None:
-        """From now on, decide with all ranks of these process groups: with one reduction over each, in this order."""
+        """From now on, decide with all ranks of these process groups, by one reduction over each, in this order."""
         self.process_groups = groups
         for scaler in self.scalers:
             scaler.is_shared = bool(groups)
 
     def broadcast_scales(self, group: Any, source: int) -> None:
-        """Broadcast the loss scales of rank `source` of a process group to its other ranks. Waits for nothing."""
+        """Broadcast the loss scales of rank `source` of a process group to its other ranks. Does not wait for the
+        device.
+        """
         dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
         states = [scaler.pack_state(torch.device(self._device_type)) for scaler in dynamic]
         if states:
@@ -52,10 +54,10 @@ class ScaleUpdates:
     def update(self, found_inf: dict[LossScaler, Tensor]) -> dict[LossScaler, Tensor]:
         """Update the scales for a step, and return the flags (0-dim float32) that decide whether it is skipped.
 
-        A process that decides alone updates the scalers of the step. Where ranks decide together, all of them call this
-        equally often, with or without flags. The result then has a flag for each dynamic scaler: an overflow of any
-        rank skips the step on all. This takes one reduction of three float32 numbers for each dynamic scaler. Waits for
-        nothing.
+        A process that decides alone updates the scalers in `found_inf`. Where ranks decide together, all of them must
+        call this equally often, with or without flags. The result then has a flag for each dynamic scaler: an overflow
+        on any rank skips the step on all. This takes one reduction over each group, of three float32 numbers for each
+        dynamic scaler. Does not wait for the device.
         """
         if not self.process_groups:
             for scaler in found_inf:
@@ -78,15 +80,17 @@ class ScaleUpdates:
         return agreed
 
     def update_without_step(self, scalers: Iterable[LossScaler]) -> None:
-        """Update scales after passes that no step follows. Where ranks decide together, the next step does that."""
+        """Update scales after passes that no step follows. Where ranks decide together, the next step does this."""
         if not self.process_groups:
             for scaler in scalers:
                 scaler.update()
                 self._updates_since_read += scaler.is_dynamic
 
     def warn_of_falling_scales(self) -> None:
-        """Warn about scales that fall without steps, because the loop itself leaves out batches that overflow. Waits
-        for the device after every `READ_EVERY` updates. Raises GradientOverflowError as a step does.
+        """Warn about scales that fall although no step was skipped, because the script itself leaves out steps.
+
+        Waits for the device after every `READ_EVERY` updates. Raises GradientOverflowError if a scale has fallen so far
+        that it cannot be the cause.
         """
         if self._updates_since_read < READ_EVERY or is_capturing():
             return

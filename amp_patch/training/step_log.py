@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
-from ..reporting import log_warning, say, tells_parameters, warn
+from ..reporting import log_warning, reports_parameters, say, warn
 from .loss_scaler import LossScaler
 from .step_was_skipped import set_step_was_skipped
 
@@ -21,7 +21,7 @@ CHECK_EVERY = 100
 """At a loss scale of 1, no block checks gradients. The gradients of every 100th step are checked instead."""
 
 WARN_AGAIN = 2.0**-24
-"""After a warning that the scale has fallen, the next one comes once the scale is smaller by this factor."""
+"""After a warning that the scale has fallen, the next warning comes once the scale is smaller by this factor."""
 
 
 class Outcome:
@@ -85,7 +85,7 @@ def is_capturing() -> bool:
 
 def waits_for_each() -> bool:
     """Return whether each step is to wait for its flags, so that messages can name the parameters."""
-    return tells_parameters() and not is_capturing()
+    return reports_parameters() and not is_capturing()
 
 
 class StepLog:
@@ -116,18 +116,20 @@ class StepLog:
         self._has_warned = False
 
     def count(self, *, wait: bool) -> tuple[int, int]:
-        """Return how many steps were taken, and how many were skipped. With `wait=False`, steps whose flags have not
-        reached the host are left out; otherwise this waits for them.
+        """Return how many steps were taken, and how many were skipped.
+
+        With `wait`, wait for all flags. Otherwise, leave out steps whose flags have not reached the host.
         """
         if wait:
             self.resolve()
         return self._taken, self._skipped
 
     def add(self, outcome: Outcome | None) -> None:
-        """Record a step, and report all steps whose flags are known by now. None is a step without any flag, which is
-        always taken. Every `CHECK_EVERY`th step of that kind waits for the device.
+        """Record a step, and report all steps whose flags are known by now.
 
-        Raises GradientOverflowError after so many skips in a row that a smaller scale would not help.
+        None is a step without any flag, which is always taken. Every `CHECK_EVERY`th step of that kind waits for the
+        device. Raises GradientOverflowError after so many skips in a row, or if a scale has fallen so far, that a
+        smaller scale would not help.
         """
         if outcome is None and not self._pending:
             self._count(is_skip=False)

@@ -18,7 +18,7 @@ def set_step_was_skipped(optimizer: Optimizer, value: bool) -> None:
 
 
 def remove_step_was_skipped(optimizer: Optimizer) -> None:
-    """Forget the answer for one optimizer. Harmless without one."""
+    """Forget the answer for one optimizer. If there is none, do nothing."""
     vars(optimizer).pop(_NAME, None)
 
 

@@ -26,7 +26,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     gradient once.
 
     Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
-    0-dim float32. Waits for nothing.
+    0-dim float32. Does not wait for the device.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -46,14 +46,14 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` (0-dim float32), so that a backward pass of a loss scaled by it may add to them.
 
-    Waits for nothing.
+    Does not wait for the device.
     """
     for values in _group_values(gradients):
         foreach_mul_(values, scale.to(values[0].device))
 
 
 def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, after: Tensor | None) -> None:
-    """Change the loss scale that gradients are multiplied by (0-dim; None: 1). Waits for nothing."""
+    """Change the loss scale that gradients are multiplied by (0-dim; None: 1). Does not wait for the device."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or before is after:
         return
@@ -103,11 +103,12 @@ def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def dense_values(gradient: Tensor) -> Tensor:
-    """Return the values that a gradient stores, as a real tensor in the same memory. A sparse gradient stores no zeros,
-    and a DTensor only the part on this rank.
+    """Return the values that a gradient stores, as a real tensor in the same memory.
 
-    If the gradient is a lazy conjugate or negative, the values are those in memory, with other signs. Signs matter
-    neither for dividing by a scale nor for the check.
+    A sparse gradient stores no zeros, and a DTensor only the part on this rank.
+
+    If the gradient is a lazy conjugate or negative, the values in memory have other signs than the gradient. Signs
+    matter neither for dividing by a scale nor for the check.
     """
     if type(gradient) is not Tensor and (local := get_local_tensor(gradient)) is not None:
         gradient = local
@@ -121,7 +122,7 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 
 def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Return whether some 16-bit parameter has a gradient, which has not been moved to its master yet."""
+    """Return whether some 16-bit parameter has a gradient that has not been moved to its master yet."""
     unmoved = [parameter for parameter, _ in pairs if parameter.grad is not None]
     return bool(unmoved)
 
@@ -134,7 +135,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         pairs: each parameter with its master.
         found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None: do not check.
 
-    Waits for nothing.
+    Does not wait for the device.
     """
     unmoved = [pair for pair in pairs if pair[0].grad is not None]
     sizes = [master.numel() for _, master in unmoved]
@@ -156,14 +157,14 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     if not gradients:
         return
     if scale is not None or not all(gradient.is_cpu for gradient in gradients):
-        gradients = _to_float32(gradients, masters)  # on a CPU without a scale, `_add_all` adds 16-bit gradients
+        gradients = _to_float32(gradients, masters)  # on a CPU without a scale, `_add_all` adds the 16-bit gradients
     if scale is not None:
         unscale_(gradients, scale, found_inf)
     _add_all(masters, gradients)
 
 
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to the gradients of masters, all dense ones in one call."""
+    """Add gradients to the gradients of masters. All sums of two dense tensors take one call."""
     sums: list[Tensor] = []
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):

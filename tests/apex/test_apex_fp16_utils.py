@@ -318,7 +318,7 @@ def test_the_bounds_of_a_dynamic_scale():
 def test_arguments_that_cannot_be_honoured_are_refused():
     with pytest.raises(amp.OptimizerError, match="scale_factor is always 2"):
         make(dynamic_loss_scale=True, dynamic_loss_args={"scale_factor": 4.0})
-    with pytest.raises(amp.OptimizerError, match="may hold init_scale"):
+    with pytest.raises(amp.OptimizerError, match="may hold only init_scale"):
         make(dynamic_loss_scale=True, dynamic_loss_args={"window": 4})
     model, optimizer = make(dynamic_loss_scale=True)
     with pytest.raises(amp.OptimizerError, match="takes no closure"):

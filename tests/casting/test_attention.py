@@ -24,7 +24,7 @@ def has_avx512_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU with products of bfloat16 values, where attention of up to 8 queries and 8 keys is short."""
     for module in ("amp_patch.config.policy", "amp_patch.hardware"):
         monkeypatch.setattr(f"{module}.has_low_products", lambda device_type, dtype: dtype is LOW)
-        monkeypatch.setattr(f"{module}.get_longest_attention", lambda device_type, dtype: LONGEST)
+        monkeypatch.setattr(f"{module}.get_max_attention_scores", lambda device_type, dtype: LONGEST)
 
 
 def start(level: str, compute: str = "auto") -> None:
@@ -185,10 +185,12 @@ def test_how_long_is_short_follows_the_hardware(
     monkeypatch.setattr(hardware, "onednn_takes_bfloat16", lambda: True)
     monkeypatch.setattr(hardware, "has_cpu_flag", flags.__contains__)
     monkeypatch.setattr(hardware, "_is_x86", lambda: True)
-    assert hardware.get_longest_attention("cpu", LOW) == expected
-    assert hardware.get_longest_attention("cpu", torch.float16) == hardware.get_longest_attention("cuda", LOW) == 0
+    assert hardware.get_max_attention_scores("cpu", LOW) == expected
+    assert (
+        hardware.get_max_attention_scores("cpu", torch.float16) == hardware.get_max_attention_scores("cuda", LOW) == 0
+    )
     monkeypatch.setattr(hardware, "onednn_takes_bfloat16", lambda: False)  # AVX2: all products are in float32
-    assert hardware.get_longest_attention("cpu", LOW) == 0
+    assert hardware.get_max_attention_scores("cpu", LOW) == 0
 
 
 def count_casts(output: Tensor, weight: Tensor) -> int:

@@ -184,6 +184,6 @@ def test_text_in_the_place_of_enabled_is_refused_unless_it_is_a_boolean_word():
 def test_that_native_products_are_imitated_is_said_once_with_what_to_do(has_products, capsys, monkeypatch):
     monkeypatch.setattr(policy, "has_low_products", lambda device_type, low: has_products)
     amp.initialize(nn.Linear(3, 3), opt_level="O5", compute="native")
-    told = [line for line in capsys.readouterr().out.splitlines() if "compute='native' has torch imitate them" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "compute='native', torch imitates them" in line]
     assert len(told) == (0 if has_products else 1)
     assert all("no fast bfloat16 products" in line and "leave compute out" in line for line in told)

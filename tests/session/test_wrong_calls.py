@@ -84,7 +84,7 @@ WITHOUT_SESSION = [
 ]
 IN_SESSION = [
     (lambda: amp.scope(MODEL, OPTIMIZER, opt_level="O1").__enter__(), S, "O1 is in force already: call amp.reset"),
-    (lambda: amp.scale_loss(0.5, OPTIMIZER), T, "not float: pass what the loss function returns"),
+    (lambda: amp.scale_loss(0.5, OPTIMIZER), T, "not float: pass the result of the loss function"),
     (lambda: amp.scale_loss(torch.tensor(3), OPTIMIZER), T, "the loss is int64"),
     (lambda: amp.scale_loss(torch.tensor(3j), OPTIMIZER), T, "the loss is complex64"),
     (lambda: amp.scale_loss(LOSS.to("meta"), OPTIMIZER), S, "the loss is on meta"),
@@ -126,7 +126,7 @@ IN_SESSION = [
     (lambda: insight.trace(start, underflow=5), V, "underflow=5 .*from 0 to 1"),
     (lambda: insight.trace(start, underflow="all"), V, "underflow='all' .*from 0 to 1"),
     (lambda: insight.trace(start, ignore="exp"), T, "ignore='exp'.*write ignore=.'exp'"),
-    (lambda: apex_amp.scale_loss(0.5, OPTIMIZER).__enter__(), T, "not float: pass what the loss function returns"),
+    (lambda: apex_amp.scale_loss(0.5, OPTIMIZER).__enter__(), T, "not float: pass the result of the loss function"),
 ]
 DISABLED = [
     (lambda: amp.scale_loss(LOSS, OPTIMIZER).backward(), S, "with amp.scale_loss.loss, optimizer. as scaled_loss")

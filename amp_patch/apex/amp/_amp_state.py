@@ -16,10 +16,11 @@ master_params = api.master_params
 class AmpState:
     """The state of amp.
 
-    `opt_properties`, `handle` and the bounds of the loss scale do not exist before the first `initialize`.
+    As in Apex, some attributes exist only from a call on that sets them: `opt_properties` from the first `initialize`,
+    the bounds of the loss scale from the first with `enabled=True`, `handle` from the first that patches functions.
 
     Attributes:
-        allow_incoming_model_not_fp32: accept models that are in 16 bits already.
+        allow_incoming_model_not_fp32: whether `initialize` accepts models that are in 16 bits already.
     """
 
     opt_properties: Any
@@ -53,13 +54,15 @@ class AmpState:
         if session is None and not is_disabled():
             raise AttributeError("loss_scalers: amp.initialize has not been called yet")
         scalers = [] if session is None else session.scalers
-        # keep the views as long as the scalers, because scripts set attributes of views
+        # scripts set attributes of these objects, so return the same ones while the session has the same scalers
         if [view.core for view in self._views] != scalers:
             self._views = [LossScaler.of(scaler) for scaler in scalers]
         return self._views
 
     def clear_overflow(self, loss_id: int) -> None:
-        """Forget the overflow of a loss. Each `scale_loss` block does so at its end."""
+        """Forget the overflow of a loss. A `scale_loss` block calls this at its end, unless amp is off or unscaling is
+        delayed.
+        """
         if loss_id < len(self._views):
             self._views[loss_id].clear_overflow_state()
 

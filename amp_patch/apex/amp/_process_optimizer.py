@@ -37,7 +37,10 @@ class AmpOptimizerState:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients are still scaled, as after `delay_unscale=True`. Setting it to False unscales them."""
+        """Whether gradients are still scaled, as after `delay_unscale=True`.
+
+        Setting it to False unscales them. Setting it to True has no effect.
+        """
         return self._view.has_scaled_gradients
 
     @params_have_scaled_gradients.setter
@@ -109,19 +112,20 @@ def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler
 
 
 def show_skip(optimizer: Any) -> None:
-    """Replace `optimizer.step` if the next step will be skipped, and restore it if it no longer will be.
+    """Replace `optimizer.step` if the next step will be skipped. Restore it if the next step no longer will be.
 
-    Scripts compare `step` with the usual one to find out. The replacement restores the usual `step` and calls it, which
-    skips. Waits for the device.
+    Scripts compare `step` with the usual one to find out. The replacement restores the usual `step` and calls it, and
+    that skips. Waits for the device. Does nothing for an optimizer that is not bound.
     """
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState):
         return
     is_shown = vars(optimizer)["step"] is stash.skip_step
     is_skipped = stash.already_patched
-    if is_shown and not is_skipped:  # the gradients that overflowed were zeroed
+    if is_shown == is_skipped:
+        return
+    if is_shown:  # the gradients that overflowed were zeroed
         optimizer.step = stash.usual_step
-    if is_shown or not is_skipped:
         return
     usual = stash.usual_step = vars(optimizer)["step"]
     # if an LR scheduler has wrapped the method, `step` is a plain function
@@ -133,6 +137,6 @@ def show_skip(optimizer: Any) -> None:
             self.step = usual
         return usual(*args, **kwargs)
 
-    # if `step` was an attribute of the optimizer before, unbinding restores it from `__wrapped__`
+    # unbinding restores the `step` from before `initialize`, if that was an attribute, from `__wrapped__`
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

@@ -42,12 +42,12 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
-    They stay patched until the handle's `_deactivate()`, or the next `init`. If there is an accelerator, its tensors
-    are cast, otherwise tensors on the CPU.
+    They stay patched until the handle's `_deactivate()`, `amp_patch.reset()` or the next `init`. If there is an
+    accelerator, its tensors are cast, otherwise tensors on the CPU.
 
-    While models of `initialize` are alive, `init` ignores its other arguments. If their level patches functions, it
-    patches the functions that were registered since and those that `_deactivate` unpatched, and returns a handle of
-    their session. At other levels it warns, and returns a handle without effect.
+    While models of `initialize` are alive, `init` ignores all arguments but `enabled`. If their level patches
+    functions, it restores patches that `_deactivate` removed, patches functions that were registered since, and returns
+    a handle of their session. At other levels it warns, and returns a handle without effect.
 
     Args:
         enabled: False returns a handle without effect.

@@ -1,11 +1,11 @@
 """Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, the 16-bit dtype is float16 on every device, the op list is `apex`, which bans
-`binary_cross_entropy`, and messages are printed on stdout.
+As in Apex, levels are O0 to O3, and the 16-bit dtype is float16 on every device. The op list is `apex`, which bans
+`binary_cross_entropy`. Messages are printed on stdout.
 
-Unlike in Apex, models may be on the CPU. With `enabled=False` every function works (`state_dict()` is empty). And
-`initialize` may be called again. With the same options, it adds models. With other options, these replace the earlier
-ones, and earlier models become float32 again.
+Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may
+be called again. With the same options, a later call adds models. Other options replace the earlier ones, and earlier
+models become float32 again.
 """
 
 import collections
@@ -117,8 +117,8 @@ def initialize(
         `models` if `optimizers` is None, else `(models, optimizers)`: the objects that were passed.
 
     Raises:
-        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong, and nothing was changed. All
-            are RuntimeErrors.
+        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was changed, except
+            that an earlier session with other options may have been closed. All are RuntimeErrors.
         SessionError: a `scale_loss` block is open.
     """
     returned = models if optimizers is None else (models, optimizers)
@@ -135,12 +135,12 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    bounds = {
+    others = {  # arguments that are no options
         "cast_model_outputs": cast_model_outputs,
         "min_loss_scale": min_loss_scale,
         "max_loss_scale": max_loss_scale,
     }
-    policy, properties = _choose(opt_level, given, bounds)
+    policy, properties = _choose(opt_level, given, others)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     session = _open_session(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
@@ -151,10 +151,11 @@ def initialize(
     return returned
 
 
-def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any]) -> tuple[Policy, Properties]:
-    """Return the policy of a level with the script's other arguments, and the same as `Properties`. Print the options.
+def _choose(opt_level: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Policy, Properties]:
+    """Return the policy for the script's arguments, and its options as `Properties`. Print the options.
 
-    The level of a command (`amp-patch run --opt-level`) replaces the script's level.
+    The level of a command (`amp-patch run --opt-level`) replaces the script's level. `given` has the script's options,
+    and `others` arguments that are no options.
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
@@ -162,7 +163,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], bounds: Mapping[str, Any])
             f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
     level, overrides, dropped = in_force.settings.override(opt_level, given)
-    policy = make_policy(level, {**overrides, **bounds})
+    policy = make_policy(level, {**overrides, **others})
     if level != opt_level:
         maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
     properties = Properties()
@@ -211,7 +212,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict` into the loss scalers, in the order of its entries.
 
     If the numbers of scalers differ, load as many as both have, and print a warning. Do nothing if amp is disabled.
-    Raises CheckpointError (a RuntimeError), before anything is loaded, for entries with other names.
+    Raises CheckpointError (a RuntimeError), before anything is loaded, for an entry without "loss_scaler" in its name.
     """
     if is_disabled():
         return

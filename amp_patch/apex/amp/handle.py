@@ -26,7 +26,8 @@ def scale_loss(
     """See `amp_patch.scale_loss`.
 
     As in Apex, scripts can read an overflow when the block has ended: from `loss_scale()`, `_amp_stash.already_patched`
-    and `optimizer.step`. So under a dynamic scale the end of the block waits for the device, unless it is delayed.
+    and `optimizer.step`. So under a dynamic scale the end of the block waits for the device, unless `delay_unscale` or
+    `delay_overflow_check` is set.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
@@ -55,7 +56,7 @@ def _scale_loss(
         yield loss
         return
     if session is not None and session.scaler(loss_id).is_identity and not session.policy.master_weights:
-        # in this case Apex did not look at the optimizers, so scripts may pass optimizers that are not bound
+        # without a loss scale and masters, Apex did not look at the optimizers, so scripts may pass any, bound or not
         find = session.bindings.find_optimizer
         bound = [optimizer for optimizer in as_optimizers(optimizers) if find(optimizer) is not None]
         context = session.scale_loss(loss, bound, loss_id, delay_unscale=delay_unscale)
@@ -67,7 +68,7 @@ def _scale_loss(
     if delay_unscale:
         return
     _amp_state.clear_overflow(loss_id)
-    # Apex replaced `step` at the exit of a block, and scripts compare it with the usual one
+    # Apex replaced `step` at the end of a block if the next step was to be skipped, and scripts look for that
     if not delay_overflow_check:
         for optimizer in bound:
             show_skip(optimizer)

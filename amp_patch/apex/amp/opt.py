@@ -33,7 +33,7 @@ class OptimWrapper:
             return
         if self._loss_idx == self._num_loss:
             raise IndexError(
-                f"{self._num_loss + 1} losses in one step: wrap_optimizer was told num_loss={self._num_loss}"
+                f"{self._num_loss + 1} losses in one step: num_loss={self._num_loss} of wrap_optimizer is too small"
             )
         loss_id, self._loss_idx = self._first_scaler + self._loss_idx, self._loss_idx + 1
         with require_session().scale_loss(loss, [self._optimizer], loss_id, delay_unscale=False) as scaled_loss:

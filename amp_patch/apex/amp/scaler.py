@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._core import LossScaler as CoreScaler
 from .._core import ManualPass
-from .._forward import forward
+from .._forward import forwarded
 
 
 class LossScaler:
@@ -72,9 +72,9 @@ class LossScaler:
     def _unskipped(self, value: int) -> None:
         self.core.load_state_dict({**self.core.state_dict(), "unskipped": value})
 
-    _scale_seq_len = forward("core", "growth_interval")
-    _min_loss_scale = forward("core", "min_loss_scale")
-    _max_loss_scale = forward("core", "max_loss_scale")
+    _scale_seq_len = forwarded("core", "growth_interval")
+    _min_loss_scale = forwarded("core", "min_loss_scale")
+    _max_loss_scale = forwarded("core", "max_loss_scale")
 
     @property
     def _has_overflow(self) -> bool:
@@ -112,7 +112,7 @@ class LossScaler:
     # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
     def clear_overflow_state(self) -> None:
-        """Begin a pass. Forget an overflow of the last pass, if `update_scale` has not read it."""
+        """Begin a pass. Forget the overflow of the last pass, and clear the flag."""
         self._pass, self._is_overflow = None, False
         if self._buffer is not None:
             self._buffer.zero_()
@@ -125,10 +125,10 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads` divided by the scale to `master_grads`. Both may be of any dtype, or the same tensors.
+        """Write `model_grads`, divided by the scale or by `scale_override`, to `master_grads`.
 
-        inf and NaN in them count as an overflow of the pass. Under a static scale of 1.0 with `models_are_masters`, do
-        nothing, as Apex did.
+        Both may be of any dtype, or the same tensors. inf and NaN in them count as an overflow of the pass. If the
+        scale is static, the divisor is 1.0 and `models_are_masters` is true, do nothing, as Apex did.
         """
         scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
@@ -154,7 +154,7 @@ class LossScaler:
         An overflow is read from gradients that were unscaled since `clear_overflow_state`, from `_overflow_buf`, and
         from `_has_overflow`. If there is none, this counts a good step, as in Apex. Waits for the device.
         """
-        # if no pass is open, nothing was unscaled: open one whose flag, on any device, is 0
+        # if no pass is open, nothing was unscaled: open one, on any device, because its flag stays 0
         ended, self._pass = self.open_pass(torch.device("cpu")), None
         if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
             ended.note_overflow()

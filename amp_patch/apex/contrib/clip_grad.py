@@ -1,4 +1,4 @@
-"""`apex.contrib.clip_grad`: torch's `clip_grad_norm_`, which is as fast today."""
+"""`apex.contrib.clip_grad`: torch's `clip_grad_norm_`."""
 
 from collections.abc import Iterable
 
@@ -9,6 +9,6 @@ from torch import Tensor
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """See torch.nn.utils.clip_grad_norm_, looked up at each call, so that amp can clip masters."""
-    # by attribute, not imported by name: a session replaces the attribute
+    """See torch.nn.utils.clip_grad_norm_."""
+    # an attribute, not imported by name, because a session replaces the attribute to clip masters
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -12,27 +12,27 @@ from ...errors import CheckpointError, OptimizerError
 from ...reporting import say, set_verbosity
 from ...torch_private import foreach_copy_
 from .._core import LossScaler, ManualPass, rescale_
-from .._forward import forward
+from .._forward import forwarded
 
 
 class FP16_Optimizer:
-    """Wraps an optimizer. Replaces its 16-bit parameters by float32 masters when it is made, so the optimizer steps on
-    masters.
+    """Wraps an optimizer, and puts float32 masters in place of its 16-bit parameters. So the optimizer updates masters.
 
-    The model's gradients stay scaled, and `update_master_grads` computes the masters' gradients from them. So gradients
-    add up over several backward passes as in torch, until `zero_grad`. If the loss scale changes in between, earlier
-    gradients are rescaled. Gradients of float32 parameters are unscaled once, also if `update_master_grads` is called
-    several times. (Apex did neither.)
+    The gradients of 16-bit parameters stay scaled, and `update_master_grads` computes the masters' gradients from them.
+    So gradients add up over several backward passes as in torch, until `zero_grad`.
+
+    It differs from Apex in two ways. If the loss scale changes between backward passes, earlier gradients are rescaled.
+    Gradients of float32 parameters are unscaled once, also if `update_master_grads` is called several times.
 
     Args:
-        init_optimizer: an optimizer of a model that is on its device and was cast, as by `network_to_half`. 16-bit
-            parameters that do not require gradients are left alone.
+        init_optimizer: an optimizer of a model that has been moved to its device and cast, as by `network_to_half`.
+            Parameters that do not require gradients get no masters.
         static_loss_scale: the loss scale, if it is not dynamic.
-        dynamic_loss_scale: start at 2**16, halve after an overflow, which also skips the step, and double after 2000
-            good steps.
+        dynamic_loss_scale: whether the loss scale is dynamic. It starts at 2**16 and doubles after 2000 good steps. An
+            overflow halves it and skips the step.
         dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
-            must be 2.
-        verbose: print the package's messages on stdout, such as about skipped steps.
+            must be 2. Read only if the loss scale is dynamic.
+        verbose: whether to print the package's messages, such as those about skipped steps.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
     """
@@ -53,7 +53,7 @@ class FP16_Optimizer:
         self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
-        self._gradient_scale: Tensor | None = None  # the scale that gradients of 16-bit parameters are multiplied by
+        self._gradient_scale: Tensor | None = None  # the loss scale in the gradients; None if none were computed
         self._is_unscaled = False  # whether the gradients of float32 parameters have been divided by it
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
@@ -67,12 +67,12 @@ class FP16_Optimizer:
         """Replace the 16-bit parameters of a group by masters, and move their state to the masters."""
         low: list[Tensor] = []
         masters: list[Tensor] = []
-        others: list[Tensor] = []
+        float32: list[Tensor] = []
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
                 continue
             if parameter.dtype not in LOW_DTYPES:
-                others.append(parameter)
+                float32.append(parameter)
                 continue
             master = torch.nn.Parameter(parameter.detach().float())
             group["params"][index] = master
@@ -82,7 +82,7 @@ class FP16_Optimizer:
                 self.optimizer.state[master] = self.optimizer.state.pop(parameter)
         self.fp16_groups.append(low)
         self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(others)
+        self.fp32_from_fp32_groups.append(float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with masters for its 16-bit parameters."""
@@ -112,19 +112,21 @@ class FP16_Optimizer:
         self._gradient_scale, self._is_unscaled = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss, then call `update_master_grads`. Pass `update_master_grads=False`
-        to accumulate the gradients of further backward passes first.
+        """Run the backward pass of the scaled loss. Then call `update_master_grads`, if the argument of this name is
+        true.
+
+        Pass False to add the gradients of further backward passes first.
         """
         scale = self.loss_scaler.scale_on(loss.device)
         scaled = _gradients(parameter for parameter, _ in self._pairs())
         float32_gradients = _gradients(self._float32_parameters())
         with torch.no_grad():
-            # float32 parameters accumulate in their own `.grad`, so it must be multiplied by the scale again
+            # this pass adds scaled gradients to the `.grad` of float32 parameters, so multiply that by the scale again
             if self._is_unscaled:
                 rescale_(float32_gradients, scale)
             else:
                 scaled += float32_gradients
-            # the loss scale has changed since the last backward pass
+            # if the loss scale has changed since the last backward pass, rescale the earlier gradients
             if self._gradient_scale is not None and self._gradient_scale is not scale:
                 rescale_(scaled, scale / self._gradient_scale)
         self._gradient_scale, self._is_unscaled = scale, False
@@ -134,9 +136,7 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Write unscaled gradients to the masters and to float32 parameters, update the loss scale, and set
-        `overflow`.
-        """
+        """Write unscaled gradients to masters and float32 parameters, update the loss scale, and set `overflow`."""
         pairs = self._pairs()
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -156,19 +156,19 @@ class FP16_Optimizer:
         return manual.update_scale()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
-        """Clip the norm of the gradients of all masters, and return the norm from before. Return -1 after an
-        overflow.
+        """Clip the norm of the gradients that the optimizer holds, and return the norm before clipping.
+
+        After an overflow, only return -1.
         """
         if self.overflow:
             return -1  # as in Apex
-        return torch.nn.utils.clip_grad_norm_(
-            [p for group in self.param_groups for p in group["params"]], max_norm, norm_type
-        )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: object = None) -> Any:
-        """Update the masters, copy them to the model, and return the optimizer's result. After an overflow, do nothing.
+        """Step, copy the masters to the model, and return the optimizer's result. After an overflow, skip the step.
 
         Raises OptimizerError for a closure.
         """
@@ -202,8 +202,8 @@ class FP16_Optimizer:
         else:
             self.loss_scaler = LossScaler(float(value))
 
-    state = forward("optimizer", "state")
-    param_groups = forward("optimizer", "param_groups")
+    state = forwarded("optimizer", "state")
+    param_groups = forwarded("optimizer", "param_groups")
     """The groups hold masters in place of 16-bit parameters."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -212,9 +212,10 @@ class FP16_Optimizer:
         raise RuntimeError("an FP16_Optimizer belongs to its model: save state_dict() instead of pickling it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume training, with the masters, in Apex's layout. Waits for the device.
+        """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
 
-        It loads with weights_only=True, because `loss_scaler` holds numbers, where Apex pickled an object.
+        The keys are Apex's. A file of it loads with `torch.load(..., weights_only=True)`, because `loss_scaler` is a
+        dict of numbers. Apex pickled an object there.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -226,9 +227,9 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, here or in Apex, and copy the masters to the model.
+        """Load the result of `state_dict`, from here or from Apex. Copy the masters to the model.
 
-        Raises CheckpointError for anything else, and if the masters do not fit. Then nothing was changed.
+        Raises CheckpointError for any other object, and for masters of other shapes. Then nothing has changed.
         """
         try:
             saved = self._convert_state_dict(state_dict)
@@ -242,8 +243,8 @@ class FP16_Optimizer:
             overflow, inner = bool(saved["overflow"]), saved["optimizer_state_dict"]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"this is not the state of an FP16_Optimizer ({type(error).__name__}: {error}): load what its"
-                " state_dict() returned"
+                f"this is not the state of an FP16_Optimizer ({type(error).__name__}: {error}): load the result of"
+                " its state_dict()"
             ) from error
         masters = [master for _, master in self._pairs()]
         if [master.shape for master in masters] != shapes:
@@ -270,7 +271,9 @@ class FP16_Optimizer:
 
 
 def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: Mapping[str, Any]) -> LossScaler:
-    """Return a loss scaler for Apex's arguments. Raises OptimizerError for arguments that it does not have."""
+    """Return a loss scaler for Apex's arguments. Raises OptimizerError for unknown keys of `dynamic_loss_args`, and for
+    another `scale_factor` than 2.
+    """
     if not is_dynamic:
         return LossScaler(float(static_loss_scale))
     args = dict(dynamic_loss_args)
@@ -282,7 +285,9 @@ def _make_scaler(is_dynamic: bool, static_loss_scale: float, dynamic_loss_args: 
         scaler = LossScaler("dynamic", **args)
     except TypeError:
         allowed = "init_scale, scale_window, min_loss_scale, max_loss_scale"
-        raise OptimizerError(f"FP16_Optimizer: dynamic_loss_args {dynamic_loss_args} may hold {allowed}") from None
+        raise OptimizerError(
+            f"FP16_Optimizer: dynamic_loss_args={dict(dynamic_loss_args)} may hold only {allowed}"
+        ) from None
     if scale_window is not None:
         scaler.growth_interval = scale_window
     if init_scale is not None:

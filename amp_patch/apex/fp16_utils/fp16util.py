@@ -72,8 +72,8 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Return the trainable parameters, and their float32 masters.
 
-    The masters are copies, or a single flat Parameter with a gradient of zeros. Raises RuntimeError if a flat master is
-    asked for parameters of several dtypes.
+    Each master is a copy. With `flat_master`, a single master of shape (n,) holds all parameters and has a gradient of
+    zeros; parameters of several dtypes raise RuntimeError.
     """
     params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
@@ -102,7 +102,7 @@ def model_grads_to_master_grads(
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None or master.grad is None:
-            # filled by the copy below
+            # an empty gradient is filled by the copy below
             master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 

@@ -1,9 +1,8 @@
 """`apex.optimizers`: Apex's optimizers on `torch._foreach_*`, for any device. Nothing is compiled.
 
 They compute in float32 for all dtypes of parameters (in float64 for float64), and keep their state in that dtype. They
-can be copied, pickled and resumed.
-loaded.) State dicts have Apex's layout. With `amp.initialize` at O2 or O5, they step on float32 masters like any other
-optimizer.
+can be copied and pickled, and their state dicts have Apex's layout. With `amp.initialize` at a level with masters, they
+step on masters like any other optimizer.
 """
 
 __role__ = "optimizer"  # in reports of `insight`: see its `sites`

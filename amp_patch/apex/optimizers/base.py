@@ -21,14 +21,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     `step` raises OptimizerError.
 
     Attributes:
-        found_inf: a flag on the device, or None. amp sets it for one step. If it is 1, the step changes nothing.
+        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step. If it is 1, nothing changes
+            in that step.
     """
 
-    # attributes that are not in the groups, and that copies and pickles must keep
+    # attributes beside the groups, which copies and pickles must keep
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` reads `found_inf`."""
+    """Whether `_update` passes `found_inf` to kernels, so that amp may set it and let the device skip the step."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
@@ -64,7 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The `step` that amp may call with a flag. If a subclass overrides `step`, amp does not pass it a flag."""
+    """The `step` that amp may call with `found_inf` set. If a subclass overrides `step` alone, amp sets no flag."""
 
     def _update(self, work: Work) -> None:
         """Take one step on the parameters in `work`, with gradients disabled."""
@@ -110,7 +111,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the tensors to update: masters, and parameters without a master.
 
-        An element of a parameter that differs from the rounded master was edited. The master takes over its value.
+        If an element of a parameter differs from the rounded master, the script has changed it since the last step. The
+        master takes over its value.
         """
         targets = []
         for parameter in params:
@@ -133,8 +135,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
         """Count a step of the group, and return its number, from 1.
 
-        If a flag on a GPU decides whether the step is skipped, the step is counted there, and the number is a 0-dim
-        float32 tensor from then on. On a CPU it stays an int.
+        If a flag on a GPU decides whether the step is skipped, the steps are counted there: from then on, the number is
+        a 0-dim float32 tensor. On a CPU it stays an int. Raises OptimizerError while a CUDA graph is captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
@@ -155,7 +157,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in Apex's layout. The step count of each group is an int, so this may wait for the
+        """Return the state in Apex's layout. The number of steps of each group is an int, so this may wait for the
         device.
         """
         saved = super().state_dict()
@@ -165,10 +167,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, here or in Apex, or of the torch optimizer with the same formulas.
+        """Load the result of `state_dict`, from here, from Apex, or from the torch optimizer with the same formula.
 
-        State stays at full precision. Raises CheckpointError if the saved optimizer had options that this one lacks,
-        and ValueError if the groups differ.
+        State stays in float32 (float64 for float64). Raises CheckpointError if the saved optimizer had options that
+        this one lacks, and ValueError if the groups differ.
         """
         saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import OptimizerError
 from ...torch_private import flatten_dense_tensors, unflatten_dense_tensors
 from .._core import ManualPass
-from .._forward import forward
+from .._forward import forwarded
 from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
 
@@ -20,11 +20,12 @@ class FP16_Optimizer(_FP16Optimizer):
     * `step` unscales, not `backward`. So gradients of several backward passes add up, and the scale is updated once.
     * An overflow skips the step also under a static scale.
 
-    A state dict holds the entries that this variant had in Apex, and the entries of `fp16_utils.FP16_Optimizer`. Either
-    of the two sets is enough to load. Subclasses of 2019 read and write these attributes:
+    A state dict holds the entries that this variant had in Apex, and the entries of `fp16_utils.FP16_Optimizer`. The
+    latter are enough to load. Apex's entries are enough if all parameters are 16-bit and require gradients, as Apex
+    demanded. Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of steps so far, with skipped ones.
+        cur_iter: the number of steps so far, including skipped steps.
         last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
     """
 
@@ -46,7 +47,9 @@ class FP16_Optimizer(_FP16Optimizer):
     @dynamic_loss_scale.setter
     def dynamic_loss_scale(self, value: bool) -> None:
         if bool(value) is not self.loss_scaler.is_dynamic:
-            raise OptimizerError(f"dynamic_loss_scale={value!r}: pass it to FP16_Optimizer, before anything is loaded")
+            raise OptimizerError(
+                f"dynamic_loss_scale={value!r}: it cannot change later; pass it to FP16_Optimizer(...)"
+            )
 
     cur_scale = _FP16Optimizer.loss_scale
 
@@ -60,12 +63,14 @@ class FP16_Optimizer(_FP16Optimizer):
         if value != 2:
             raise OptimizerError(f"scale_factor={value!r}: it is always 2")
 
-    scale_window = forward("loss_scaler", "growth_interval")
+    scale_window = forwarded("loss_scaler", "growth_interval")
     """The number of good steps after which a dynamic scale doubles."""
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """The tensors that the optimizer updates, by group: masters, and parameters that are float32 themselves."""
+        """The tensors that the optimizer holds, by group: masters in place of 16-bit parameters, and other parameters
+        themselves.
+        """
         return [list(group["params"]) for group in self.param_groups]
 
     @property
@@ -83,17 +88,17 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss."""
+        """As in the base class, but `update_master_grads` is False by default, because `step` calls it."""
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: object = None) -> Any:
-        """Unscale, unless `update_master_grads` has been called since the last backward pass. Then step."""
+        """Step as the base class does. First call `update_master_grads`, unless the script has done so."""
         if self._gradient_scale is not None and not self._is_unscaled:
             self.update_master_grads()
         return super().step(closure)
 
     def _decide(self, manual: ManualPass) -> bool:
-        self._count_good_steps()
+        self._set_good_steps()
         # under a static scale, the base class skips no step, but this variant of Apex did
         overflow = super()._decide(manual) or manual.has_overflow()
         if overflow:
@@ -101,9 +106,9 @@ class FP16_Optimizer(_FP16Optimizer):
         self.cur_iter += 1
         return overflow
 
-    def _count_good_steps(self) -> None:
-        """Copy the counters to the scaler, because the script may have changed the attributes."""
-        # Apex counted from the last overflow
+    def _set_good_steps(self) -> None:
+        """Compute the scaler's number of good steps from the counters of this class, which scripts may have set."""
+        # Apex took the number of steps since the last overflow
         good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
             self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})
@@ -111,27 +116,28 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to resume training, with the masters. It loads with weights_only=True.
+        """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
 
-        Waits for the device.
+        A file of it loads with `torch.load(..., weights_only=True)`.
         """
         return {
             **super().state_dict(),
-            **{name: getattr(self, name) for name in _COUNTERS},
+            **{name: getattr(self, name) for name in _SAVED_ATTRIBUTES},
             "cur_scale": self.cur_scale,
             "scale_factor": 2,
             "fp32_groups": [[parameter.detach() for parameter in group] for group in self.fp32_groups],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, here or in Apex's variants, and copy the masters to the model.
+        """Load a state dict of this class or of `fp16_utils.FP16_Optimizer`, from here or from Apex. Copy the masters
+        to the model.
 
-        Raises CheckpointError, before anything is changed, for anything else, and if the masters do not fit.
+        Raises CheckpointError for any other object, and for masters of other shapes. Then nothing has changed.
         """
         super().load_state_dict(state_dict)
-        # a state of the base class has no counters: derive them
+        # a state of the base class has no counters: derive them from its number of good steps
         self.cur_iter, self.last_overflow_iter = self.loss_scaler.state_dict()["unskipped"], -1
-        for name in _COUNTERS:
+        for name in _SAVED_ATTRIBUTES:
             if name in state_dict:
                 setattr(self, name, state_dict[name])
 
@@ -154,5 +160,5 @@ class FP16_Optimizer(_FP16Optimizer):
         }
 
 
-_COUNTERS = ("cur_iter", "last_overflow_iter", "scale_window")
-"""The attributes that `state_dict` saves under their own names."""
+_SAVED_ATTRIBUTES = ("cur_iter", "last_overflow_iter", "scale_window")
+"""The attributes that this class adds to a state dict under their own names."""

@@ -74,8 +74,8 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """Take one step. The other arguments belong to an older interface, and raise OptimizerError if they are
-        given.
+        """Take one step. The arguments after `closure` belong to an older interface: if given, they raise
+        OptimizerError.
         """
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise OptimizerError(
@@ -121,8 +121,9 @@ class FusedAdam(FusedOptimizer):
         }
 
     def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Also convert a state of torch's Adam, which counts steps for each parameter instead of each group. Raises
-        CheckpointError if its weight decay is of the other kind, or if steps differ within a group.
+        """Also convert a state of torch's Adam or AdamW, which count steps for each parameter instead of each group.
+
+        Raises CheckpointError if its weight decay is of the other kind, or if steps differ within a group.
         """
         saved = self._split_flat(super()._convert_state_dict(state_dict))
         for group in saved["param_groups"]:

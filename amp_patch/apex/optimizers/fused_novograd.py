@@ -141,8 +141,8 @@ class FusedNovoGrad(FusedOptimizer):
     ) -> tuple[list[Any], list[Any]]:
         """Return the chosen parameters, or their keys, in two lists: 16-bit parameters, and others."""
         low: list[Any] = []
-        others: list[Any] = []
+        wide: list[Any] = []
         for parameter, chosen, key in zip(params, is_chosen, params if keys is None else keys, strict=True):
             if chosen:
-                (low if parameter.dtype in (torch.float16, torch.bfloat16) else others).append(key)
-        return low, others
+                (low if parameter.dtype in (torch.float16, torch.bfloat16) else wide).append(key)
+        return low, wide

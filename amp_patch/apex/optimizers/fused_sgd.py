@@ -56,12 +56,12 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
-            is_first = [
+            lacks_momentum = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
             # `sgd_` takes one `is_first` for all, but parameters may get their first gradient in different steps
-            for first in (True, False):
-                chosen = [index for index, is_first_here in enumerate(is_first) if is_first_here is first]
+            for is_first in (True, False):
+                chosen = [index for index, lacks in enumerate(lacks_momentum) if lacks is is_first]
                 part = [params[index] for index in chosen]
                 sgd_(
                     [gradients[index] for index in chosen],
@@ -72,6 +72,6 @@ class FusedSGD(FusedOptimizer):
                     dampening=group["dampening"],
                     weight_decay=group["weight_decay"],
                     is_nesterov=group["nesterov"],
-                    is_first=first,
+                    is_first=is_first,
                     found_inf=self.found_inf,
                 )

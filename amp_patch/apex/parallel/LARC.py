@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...torch_private import foreach_add_, foreach_mul, foreach_mul_
-from .._forward import forward
+from .._forward import forwarded
 from ..updates import at_full_precision, norms
 
 
@@ -17,7 +17,7 @@ class LARC(Optimizer):
 
     rate = trust_coefficient |w| / (|g| + wd |w| + eps), and with `clip` min(rate / lr, 1). Then g = (g + wd w) rate, in
     place, and the inner optimizer steps without weight decay. If |w| or |g| is 0, g is not changed, and w has no weight
-    decay in that step. Computes in float32 (float64 for float64), and waits for nothing.
+    decay in that step. Computes in float32 (float64 for float64). Does not wait for the device.
 
     Unlike Apex's, it is an Optimizer itself, so LR schedulers accept it. Pass this object to amp and to schedulers. It
     shares `param_groups`, `state` and hooks with the inner optimizer, `optim`, and reads all other attributes from it.
@@ -32,8 +32,8 @@ class LARC(Optimizer):
         self.eps = eps
         self.clip = clip
 
-    state = forward("optim", "state")
-    param_groups = forward("optim", "param_groups")
+    state = forwarded("optim", "state")
+    param_groups = forwarded("optim", "param_groups")
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # `copy` reads attributes before the copy has any

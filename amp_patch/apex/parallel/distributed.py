@@ -26,7 +26,7 @@ _BROADCAST_BYTES = 250 * 2**20  # size of one message, as in torch's Distributed
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are summed over the ranks: all_reduce(gradient / predivide).
+    """How gradients are reduced: divided by `predivide`, and summed over the ranks.
 
     With `averages`, the sum is then multiplied by predivide / world size. With `in_float32`, 16-bit gradients are
     divided and summed in float32, and rounded once.
@@ -63,10 +63,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: a module that is on its device, and that `amp.initialize` has been called for.
-        delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then parameters
-            may have no gradients, and a forward may be followed by several backward passes (torch's reducer would leave
-            the later ones unreduced, without an error). If a parameter has a gradient on some ranks only, it counts as
-            zero on the others. Waits for the device once in each backward pass.
+        delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then some
+            parameters may get no gradient, which counts as zero if another rank has one. Several backward passes may
+            follow one forward pass; torch's reducer would leave the later ones unreduced, without an error. Waits for
+            the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
         gradient_average: divide by the number of ranks. If False, gradients must be zeroed before each backward pass.
         gradient_predivide_factor: divide gradients by it before the sum, and multiply the average by it afterwards.
@@ -189,7 +189,7 @@ class Reducer:
         """Average the gradients of parameters, or the tensors. The same parameters must have gradients on every rank.
 
         Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients
-        there. inf on one rank is inf in the average, so from now on all ranks skip the same steps.
+        there. From now on, all ranks of a session skip the same steps, because inf on one rank is inf in the average.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()
@@ -239,6 +239,6 @@ def apply_flat_dist_call(
 def flat_dist_call(
     tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run `apply_flat_dist_call` once for each dtype (and kind of device) among the tensors."""
+    """Run `apply_flat_dist_call` once for each dtype and type of device among the tensors."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)

@@ -24,8 +24,7 @@ class SyncBatchNorm(BatchNormBase):
     """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, also on the CPU.
 
     Statistics are over the batches of all ranks together, also if these differ in size; on the CPU, some may be empty.
-    The output has the dtype of the input. `momentum=None` and `track_running_stats=False` work. Apex's version without
-    CUDA extensions got all of this wrong.
+    The output has the dtype of the input. `momentum=None` and `track_running_stats=False` work as in torch.
 
     It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel would refuse such a
     layer on the CPU.

@@ -1,7 +1,7 @@
 """The HTML page of a recording, with its style, script and data inside."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...files import write_file
@@ -28,15 +28,27 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 
     `command` is shown, unless the recording has its own.
     """
-    title, style = "What ran in which precision", _read("report.css")
+    title, style = "What ran in which precision", ""
     if recording.of(ComparisonRecord):
         summary = Summary(recording)
         title = "Runs compared"
-        style += _style_of(summary)
+        style = _style_of([run.run for run in summary.runs])
         sections = [_comparison_header(summary, command), *make_comparison(summary)]
     else:
         sections = [_header(recording, command)]
-    body = element("main", element("h1", title), *sections, *_ops(recording), _data(recording))
+    return _frame(title, [*sections, *_ops(recording), _data(recording)], style)
+
+
+def make_page(
+    title: str, terms: list[tuple[str, str]], sections: Sequence[Markup], *, colours: Sequence[str] = ()
+) -> str:
+    """Return a page with terms below its title, and sections. Series of `colours` have the numbers of their places."""
+    return _frame(title, [_describe(terms), *sections], _style_of(colours))
+
+
+def _frame(title: str, sections: Sequence[Markup], style: str) -> str:
+    """Return the HTML of a page."""
+    body = element("main", element("h1", title), *sections)
     head = join(
         [
             element("meta", charset="utf-8"),
@@ -44,7 +56,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
             element("link", rel="icon", href="data:,"),
             element("title", f"amp_patch: {title}"),
-            element("style", Markup(style)),
+            element("style", Markup(_read("report.css") + style)),
         ]
     )
     script = element("script", Markup(_read("report.js")))
@@ -55,10 +67,10 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _style_of(summary: Summary) -> str:
-    """Return a CSS class for the colour of each run. Black becomes white on a dark page."""
+def _style_of(names: Sequence[str]) -> str:
+    """Return a CSS class for the colour of each of the named runs. Black becomes white on a dark page."""
     style = ""
-    for number, colour in enumerate(pick_colours(run.run for run in summary.runs).values()):
+    for number, colour in enumerate(pick_colours(names).values()):
         if colour == "#000000":
             colour = "var(--ink)"
         style += f".c{number}{{--c:{colour}}}\n"

@@ -18,7 +18,7 @@ _RULES = {
 }
 
 
-def _names(module: ModuleType) -> dict[str, str]:
+def _read_rules(module: ModuleType) -> dict[str, str]:
     """Return the rule of each function that a module lists, by the name of the function."""
     return {
         (entry if isinstance(entry, str) else entry[0]): rule
@@ -27,7 +27,7 @@ def _names(module: ModuleType) -> dict[str, str]:
     }
 
 
-_SHIPPED = {module.__name__: _names(module) for module in _MODULES}
+_SHIPPED = {module.__name__: _read_rules(module) for module in _MODULES}
 _registered: list[tuple[ModuleType, str, str]] = []
 
 
@@ -35,7 +35,7 @@ def register_edits() -> None:
     """Register the script's edits of these lists for the next session."""
     edits = []
     for module in _MODULES:
-        shipped, present = _SHIPPED[module.__name__], _names(module)
+        shipped, present = _SHIPPED[module.__name__], _read_rules(module)
         edited = [name for name in shipped.keys() | present.keys() if shipped.get(name) != present.get(name)]
         # neutral: the script has removed the name from its list
         edits += [

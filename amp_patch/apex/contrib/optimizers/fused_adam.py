@@ -8,15 +8,15 @@ from ... import optimizers
 
 
 class FusedAdam(optimizers.FusedAdam):
-    """Adam with decoupled weight decay. The bias correction is part of the step size, so it also changes the effect of
-    eps and of weight decay.
+    """Adam with decoupled weight decay. The bias correction multiplies the learning rate, so it also scales the weight
+    decay and changes the effect of eps.
 
     p -= lr sqrt(1 - b2^step) / (1 - b1^step) (m / (sqrt(v) + eps) + wd p); without `bias_correction` p -= lr (...).
 
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip.
         eps_inside_sqrt, amsgrad: raise OptimizerError if true.
-        use_mt, amp_scale_adjustment: without effect, because gradients are unscaled here.
+        use_mt, amp_scale_adjustment: without effect.
     """
 
     # the step size depends on the number of steps taken, so the host must know whether a step is skipped
