@@ -47,6 +47,7 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if given and not arguments.armed:
         arguments.parser.error(f"--{next(iter(given))} needs --armed")
     options = {**_DEFAULTS, **given}
+    # a rank that looks would skip a step which the others take
     if options["then"] == "skip" and options["every"] > 1:
         arguments.parser.error("--then skip needs --every 1: ranks have to skip the same steps")
     return options

@@ -24,6 +24,7 @@ def trace(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             arguments.parser.error(f"--{name} does not go with --armed")
     options = armed.read_options(arguments)
+    # a rank goes on until the command ends all of them, because the others would wait for it
     is_stopping = options["then"] == "stop"
 
     def is_enough(recording: "Recording") -> bool:
@@ -41,6 +42,7 @@ def trace(arguments: argparse.Namespace) -> int:
 
 def _report(watched: WatchedRun, prog: str) -> int:
     """Print how the run ended, unless a step went wrong. Return the exit code."""
+    # the processes of the script have printed the reports
     if any(recording.troubles for recording in watched.recordings):
         return TROUBLE
     if watched.is_interrupted:

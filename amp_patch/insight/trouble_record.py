@@ -61,6 +61,7 @@ def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequen
     """
     rows = [(f"  {name}", text) for name, text in _describe(trouble)]
     rows += [("  flight" if number == 0 else "  ", line) for number, line in enumerate(flight)]
+    # rank 0 may be the only one
     rank = f"rank {trouble.rank}, " if trouble.rank else ""
     return "\n".join([f"{rank}step {trouble.step}: {trouble.symptom}", *align(rows), *faults])
 
@@ -91,6 +92,7 @@ def _describe_replay(trouble: TroubleRecord) -> str:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
         return f"{text}. No op gave a value that does not fit: it is of another rank, or of code outside of torch"
+    # people count micro-batches from 1, as in "2 of 4"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
     return text

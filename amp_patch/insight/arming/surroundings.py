@@ -117,6 +117,7 @@ class ModuleState:
         self.module = module
         self._attributes = dict(vars(module))
         self._buffers = dict(get_own_buffers(module))
+        # a buffer that is written in place stays the same tensor
         self._versions = [None if buffer is None else read_version(buffer) for buffer in self._buffers.values()]
         self._values: dict[str, Tensor] = {}
         if copies:
@@ -137,6 +138,7 @@ class ModuleState:
     def restore(self) -> None:
         """Give the module these attributes, and copies of the buffers where they were copied."""
         attributes = vars(self.module)
+        # the dictionary itself stays: the module looks up its attributes in it
         attributes.clear()
         attributes.update(self._attributes)
         buffers = get_own_buffers(self.module)

@@ -41,6 +41,7 @@ class _Skips:
     def add(self, flags: Iterable[Tensor]) -> bool | None:
         """Note the flags of a step. Return whether it is skipped; None if the host does not know yet."""
         self._pending.append(HostCopy(list(flags)))
+        # in order, so that a skip which is not known yet ends no row of skips
         while self._pending and self._pending[0].is_known():
             is_skipped = self._count()
         return None if self._pending else is_skipped
@@ -129,6 +130,7 @@ class TroubleWatch:
             return self._judge_skips(session, optimizer, flags)
         is_due = self._steps % self._every == 0
         self._steps += 1
+        # flags of a static scale do not skip the step, but show what a norm would
         if self.bad_loss is None and is_due:
             bad = any(map(bool, flags)) or _has_bad_gradients(optimizer, self._of_step, has_flags=bool(flags))
             for value in self._of_step if bad else ():
