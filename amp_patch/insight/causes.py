@@ -37,7 +37,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def applies(self, fault: FaultRecord, course: Course) -> bool:
-        """Return whether this is the cause of a fault, which none of the diagnoses before this one explains."""
+        """Return whether this is the cause of a fault. No diagnosis before this one in `DIAGNOSES` applies to it."""
 
     @abc.abstractmethod
     def describe(self, fault: FaultRecord) -> str:
@@ -84,10 +84,10 @@ class _Divergence(Diagnosis):
         if fault.value is Value.ZERO or fault.is_in_backward:
             return False
         if fault.phase is not Phase.STEP and origin.out == "bf16" and evidence.fits_in_float32:
-            # Beyond bfloat16 is nearly beyond float32, so no rounding made it. A constant, such as the least number of
-            # float32 in a mask, was cast and is no sign of growth.
-            is_beyond_bfloat16 = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
-            if is_beyond_bfloat16 and origin.aten not in CASTS:
+            # A value that bfloat16 does not hold is nearly too large for float32. But a cast may be given a constant,
+            # such as the least number of float32 for a mask, which is no sign of growth.
+            is_huge = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
+            if is_huge and origin.aten not in CASTS:
                 return True
         if fault.step == 0:  # nothing has grown yet
             return False

@@ -16,7 +16,7 @@ class RemedyKind(Word):
     """The part of a training that a remedy changes."""
 
     LIST = "list"  # ops or modules run in float32
-    WEIGHTS = "weights"  # weights that came in; if float32 holds them, a list helps too
+    WEIGHTS = "weights"  # the weights, which did not fit before; or a list, if float32 holds them
     SUM = "sum"  # the loss is a mean instead of a sum, or the loss scale is lower
     SCALE = "scale"  # the loss scale
     STEP = "step"  # the optimizer, or the level
@@ -82,7 +82,7 @@ def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None
 
 
 def advise_script(*advice: str, may_need_list: bool = False) -> Remedy:
-    """Return the remedy that only an edit of the script, or of its data, makes. Each argument is a line of it."""
+    """Return the remedy that is an edit of the script or its data. Each argument is a line of advice."""
     return Remedy(RemedyKind.SCRIPT, advice=advice, may_need_list=may_need_list)
 
 

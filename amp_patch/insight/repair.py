@@ -2,8 +2,8 @@
 
 A remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a *twin*:
 the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
-fit in 16 bits either, the op belongs into float32, too. If a gradient does not fit, the op of the forward pass belongs
-into float32 whose gradient it is, since the output of this op has the dtype of the gradient.
+fit in 16 bits either, the op has to run in float32, too. If a gradient does not fit, the op of the forward pass that it is
+the gradient of has to run in float32, since a gradient has the dtype of the output of this op.
 """
 
 import math
@@ -80,7 +80,7 @@ class Repair:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is anything to follow."""
+        """Whether any value has a twin."""
         return bool(self._twins)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -244,7 +244,7 @@ def _is_product(culprit: Culprit) -> bool:
 
 
 def _is_too_large(pair: _Pair) -> bool:
-    """Return whether a value does not fit in the 16 bits that the script has it in."""
+    """Return whether the twin of a tensor is too large for the dtype of the tensor; for float16, if that is no 16-bit."""
     tensor, twin = pair
     limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit

@@ -1,4 +1,4 @@
-"""How the line of a script that raised writes the operands of the call."""
+"""Finds how the line of a script that raised writes the operands of the call."""
 
 import ast
 import contextlib
@@ -17,13 +17,14 @@ from .tensors import storage_of
 def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
     """Return how the user's innermost line writes each tensor; "" where that is not known.
 
-    `weights` says which tensors are parameters. If one other tensor and one argument are left, they belong together.
+    `weights` says which tensors are weights. If one other tensor has no text, and one argument no value, they belong
+    together.
     """
     level = levels.innermost
-    found = None if level is None else find_expression(level.frame, level.index)
-    if level is None or found is None:
+    expression = None if level is None else find_expression(level.frame, level.index)
+    if level is None or expression is None:
         return [""] * len(tensors)
-    node, source = found
+    node, source = expression
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(source.parents.get(node), ast.Assign):
         node = source.parents[node]
     reader = Reader(level.frame)
@@ -37,6 +38,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
                     known.append((source.spell(part), value))
     texts = []
     for tensor in tensors:
+        # The best match first: the tensor itself, another one on its storage, a call that makes an equal one again.
         storage = storage_of(tensor)
         same = [text for text, value in known if value is tensor] or [
             text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype
@@ -50,7 +52,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         if not text and not weights[index] and tensor.is_floating_point()
     ]
     unread = [text for text in _find_unread(node, source, reader) if text not in texts]
-    # An argument that is no operand shows that the operands are made of the arguments, as in F.cross_entropy.
+    # If a floating argument is no operand, the function makes its operands of its arguments, as F.cross_entropy does.
     are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
     if len(left) == 1 and len(unread) == 1 and are_operands:
         texts[left[0]] = unread[0]
@@ -58,23 +60,26 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
 
 
 def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the text of the call, such as `x[0].double()`, that may have made a tensor; [] if there are several."""
+    """Return the text of the one expression with the dtype and shape of a tensor, if it is a call; else [].
+
+    A call such as `x[0].double()` gives another tensor each time that it is read, so no storage tells.
+    """
     like = {text for text, value in known if value.dtype is tensor.dtype and value.shape == tensor.shape}
     return list(like) if len(like) == 1 and next(iter(like)).endswith(")") else []
 
 
 def _find_source(tensor: Tensor, passed: Sequence[tuple[str, Tensor]], origins: Origins) -> list[str]:
-    """Return the text of the argument of a module from which a tensor has its dtype; [] if there is none."""
-    made, calls = origins.find(tensor), set()
+    """Return the text of the first argument of a module from which a tensor may have its dtype; [] without one."""
+    made, ancestors = origins.find(tensor), set()
     while made is not None:
-        calls.add(id(made))
+        ancestors.add(id(made))
         made = made.parent
     given = [(text, origins.find(value)) for text, value in passed if value.dtype is tensor.dtype]
-    return list(dict.fromkeys(text for text, source in given if source is not None and id(source) in calls))[:1]
+    return list(dict.fromkeys(text for text, source in given if source is not None and id(source) in ancestors))[:1]
 
 
 def _find_floating_arguments(node: ast.AST, reader: Reader) -> list[ast.expr]:
-    """Return the positional arguments of a function that are read as floating tensors."""
+    """Return the positional arguments of a function that can be read as floating tensors; [] for a module."""
     if not isinstance(node, ast.Call) or isinstance(reader.read(node.func), nn.Module):
         return []
     values = [(part, reader.read(part)) for part in node.args]
@@ -82,7 +87,7 @@ def _find_floating_arguments(node: ast.AST, reader: Reader) -> list[ast.expr]:
 
 
 def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) -> list[tuple[str, Tensor]]:
-    """Return the arguments that the call of a module was given, each with its text in the user's line."""
+    """Return the positional tensors that the call of a module was given, each with its text; [] for another call."""
     if not isinstance(node, ast.Call) or not isinstance(reader.read(node.func), nn.Module):
         return []
     calls = [level.frame.f_locals.get("args") for level in levels.within() if level.frame.f_code is MODULE_CALL]
@@ -93,9 +98,9 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
 
 
 def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
-    """Return the arguments of a call that are results of other calls, which have no name.
+    """Return the texts of the arguments that are calls, operators or items, and are or may be floating tensors.
 
-    Of a module with modules inside, the arguments need not be the operands.
+    Returns [] for a module with submodules, whose operands need not be its arguments.
     """
     match node:
         case ast.Call():

@@ -51,7 +51,7 @@ class Written:
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        let_in: the fault to enter if inf or NaN that came in with the data turns out to be no mask.
+        let_in: the fault to enter if a mask that this result comes from turns out to be none; None without a mask.
     """
 
     op: str
@@ -103,10 +103,10 @@ class Written:
 
 
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
-    """Return the ops that have to be named so that the wanted ones give float32.
+    """Return the ops that have to be named so that the wanted results are in float32.
 
-    `made` has all ops of a step in order. An op that takes the dtype of its inputs needs no name if one of them is
-    float32 already.
+    `made` has the results of a step in order. An op that takes the dtype of its inputs need not be named if one of them
+    is float32 already.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []

@@ -28,7 +28,7 @@ _TITLES = {
 
 
 def format_verdict(verdict: Verdict, contract: str) -> str:
-    """Return the result of a check: the first broken promise, what follows, and notes."""
+    """Return the result of a check: the first broken promise, up to eight others, and the notes."""
     lines = []
     if verdict.holds:
         lines.append(f"{contract} holds")
