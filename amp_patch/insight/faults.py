@@ -188,7 +188,7 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note that an op would give inf on the same line in these modules, although they may not run before the end."""
+        """Note that the line of an op gives inf in these modules, too, although they may not run before the end."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 

@@ -1,4 +1,4 @@
-"""The names of modules, parameters and buffers, and which modules are running."""
+"""Names modules, parameters and buffers, and keeps the modules that are running."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +91,7 @@ class ModuleStack:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running()
-        # until its entry: torch calls no forward hook of a module whose forward a KeyboardInterrupt has ended
+        # Modules inside may still be on the stack: torch calls no hook after a forward that a KeyboardInterrupt ended.
         while running and running.pop()[0] is not module:
             pass
 
@@ -99,7 +99,7 @@ class ModuleStack:
         known = self._names.get(id(module))
         if known is not None:
             return known[1]
-        if running:  # a replica or copy is named after its caller and the attribute that holds it there
+        if running:  # a replica or copy: it has the name of its caller, with the attribute that holds it there
             outer, name = running[-1]
             for key, child in outer.named_children():
                 if child is module:

@@ -2,8 +2,8 @@
 
 A remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a *twin*:
 the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
-fit in 16 bits either, the op has to run in float32, too. If a gradient does not fit, the op of the forward pass that it is
-the gradient of has to run in float32, since a gradient has the dtype of the output of this op.
+fit in 16 bits either, the op has to run in float32, too. If a gradient does not fit, the op of the forward pass
+whose gradient it is has to run in float32, since the output of this op has the dtype of the gradient.
 """
 
 import math
@@ -244,7 +244,7 @@ def _is_product(culprit: Culprit) -> bool:
 
 
 def _is_too_large(pair: _Pair) -> bool:
-    """Return whether the twin of a tensor is too large for the dtype of the tensor; for float16, if that is no 16-bit."""
+    """Return whether the twin of a tensor is too large for its dtype; for float16, if the dtype has not 16 bits."""
     tensor, twin = pair
     limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit

@@ -1,4 +1,4 @@
-"""`RuleFinder`: the rule that decides how an op runs: a line of a list, a module rule, or a property of the level."""
+"""`RuleFinder`: finds the rule that decides how an op runs: of a list, of a module, or a property of the level."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. A script's own checkpoint recomputes a module without such regions."""
+"""The modes of regions that module rules open. When a checkpoint of the script recomputes a module, none is open."""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
@@ -65,7 +65,7 @@ class RuleFinder:
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
         """Return the spelling that a list has for a patched attribute; None if it is on no list."""
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
-        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias, under which no list has it
+        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias that no list has
         if spelling is not None:
             self._by_replacement.setdefault(id(replacement), spelling)
         return spelling
@@ -75,7 +75,7 @@ class RuleFinder:
         return _describe_line(spelling.entry.path, spelling.entry.line)
 
     def target(self, rule: OpRule, mode: Mode) -> torch.dtype | None:
-        """Return the dtype that a rule casts to, or None if the dtypes of arguments decide, or if nothing is cast."""
+        """Return the dtype to which a rule casts in a mode; None if dtypes of arguments decide, or nothing is cast."""
         if mode is Mode.OFF or not rule.runs_in:
             return None
         if mode is Mode.LOW or (mode is Mode.BY_LISTS and rule.runs_in == "low"):

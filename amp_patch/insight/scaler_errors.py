@@ -178,7 +178,7 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
 
 
 def _find_method(levels: Levels) -> str:
-    """Return the name of the outermost function of GradScaler among the frames: the method that the script has called."""
+    """Return the name of the method of GradScaler that the script has called: the outermost among the frames."""
     return next(level.frame.f_code.co_name for level in levels.all if level.file.endswith(_SCALER))
 
 
@@ -228,7 +228,7 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
 
 
 def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str] | None:
-    """Return the dtypes of an optimizer whose step raised, as lines, and the edit; None if no optimizer was stepping."""
+    """Return lines about the dtypes of an optimizer whose step raised, and the edit; None for no optimizer."""
     optimizers = [level.frame.f_locals.get("self") for level in levels.all if _OPTIMIZERS in level.file]
     optimizer = next((each for each in reversed(optimizers) if isinstance(each, Optimizer)), None)
     if optimizer is None:

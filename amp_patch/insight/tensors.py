@@ -1,4 +1,4 @@
-"""The tensors among the arguments of ops, their addresses in memory, and their largest values."""
+"""Finds the tensors among the arguments of ops, and reads their addresses in memory and their largest values."""
 
 import math
 from collections.abc import Iterable, Iterator
