@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casting import compiling
 from ..patching import Patch, Patcher
 from .misuse import Kind
 from .roots import find_line
@@ -53,7 +54,7 @@ class GradientReads:
     """Keeps the tensors that were measured or clamped while torch was patched, until `clear`."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Kind, str]] = {}  # by the address of the data
+        self._read: dict[int, tuple[Kind, str]] = {}  # by the address of the data
         self._patcher: Patcher | None = None
 
     def begin(self, count: int) -> None:
@@ -66,8 +67,11 @@ class GradientReads:
         if self._patcher is None:
             self._patcher = Patcher()
             # Functions that a session has patched are left out: its patches may be undone before these.
-            readers = [reader for reader in _READERS if getattr(*reader[:2]) is _ORIGINALS[reader[:2]]]
-            patches = [Patch(owner, name, self._noting(kind)) for owner, name, kind in readers]
+            patches = [
+                Patch(owner, name, self._make_noting(kind))
+                for owner, name, kind in _READERS
+                if getattr(owner, name) is _ORIGINALS[owner, name]
+            ]
             # torch.jit.script knows torch's functions by their identity, so they have to be back when it runs.
             self._patcher.install([*patches, Patch(torch.jit, "script", self._end_before)])
 
@@ -79,16 +83,16 @@ class GradientReads:
 
     def clear(self) -> None:
         """Forget the tensors."""
-        self._found.clear()
+        self._read.clear()
 
     def find(self, parameters: Iterable[Tensor]) -> tuple[Kind, str] | None:
         """Return the kind and the line of a call that measured or clamped a gradient of these parameters, or None."""
-        if not self._found:
+        if not self._read:
             return None
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._found:
-                return self._found[gradient.data_ptr()]
+            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._read:
+                return self._read[gradient.data_ptr()]
         return None
 
     def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,22 +104,25 @@ class GradientReads:
 
         return call
 
-    def _noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def read(*args: Any, **kwargs: Any) -> Any:
-                if not torch.compiler.is_compiling():
+                if not compiling.is_compiling():
                     self._note(kind, args[0] if args else kwargs.get("input"), sys._getframe(1).f_code.co_filename)
                 return original(*args, **kwargs)
 
             return read
 
-        return factory
+        return replace
 
-    def _note(self, kind: Kind, read: Any, caller: str) -> None:
+    def _note(self, kind: Kind, argument: Any, caller: str) -> None:
         # `ScalerWatch` notices clip_grad_norm_ itself: with a large limit, a script only measures the norm by it.
         if kind is Kind.READ and caller == _CLIP_FILE:
             return
-        for tensor in [read] if isinstance(read, Tensor) else read if isinstance(read, (list, tuple)) else ():
+        tensors = [argument] if isinstance(argument, Tensor) else argument
+        if not isinstance(tensors, (list, tuple)):
+            return
+        for tensor in tensors:
             # A gradient has no grad_fn, unless it was made with create_graph=True.
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.grad_fn is None:
-                self._found.setdefault(tensor.data_ptr(), (kind, find_line()))
+                self._read.setdefault(tensor.data_ptr(), (kind, find_line()))
