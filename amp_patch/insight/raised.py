@@ -268,11 +268,10 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if call.is_check and levels.caller is not None:  # the caller passed the operands, so its line is the one to change
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
-    texts = (
-        _find_texts_of_forward(case, forward)
-        if forward is not None
-        else find_texts(levels, case.tensors, weights, scene.observer.origins)
-    )
+    if forward is not None:
+        texts = _find_texts_of_forward(case, forward)
+    else:
+        texts = find_texts(levels, case.tensors, weights, scene.observer.origins)
     names = [
         text or operands.name_weight(tensor) or name for text, (name, tensor) in zip(texts, call.operands, strict=True)
     ]
@@ -299,15 +298,25 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if described_optimizer is not None:
         lines, edit = described_optimizer
         return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
-    entries = tuple(_choose_entries(case, trials, listed, covered))
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
+    return replace(
+        record,
+        entries=tuple(_choose_entries(case, trials, listed, covered)),
+        regions=tuple(_choose_regions(record, case, trials, covered)),
+        edits=tuple(_choose_edits(record, case, trials, Spelling(names, texts, weights), region)),
+    )
+
+
+def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
+    """Yield the edits of the script that repair the call, at the user's own line if it writes an operand itself."""
+    levels, weights = case.levels, spelling.weights
     script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
     if record.called_from is not None:
-        own_texts = find_texts(levels.down_to_own(), case.tensors, weights, scene.observer.origins)
+        own_texts = find_texts(levels.down_to_own(), case.tensors, weights, case.scene.observer.origins)
         if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):
-            texts, script = own_texts, replace(script, site=record.called_from, called_from=None, level=levels.own)
-    edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
-    return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
+            spelling = replace(spelling, texts=own_texts)
+            script = replace(script, site=record.called_from, called_from=None, level=levels.own)
+    yield from choose_edits(case.call, trials, spelling, script)
 
 
 def _find_region(case: _Case, low: torch.dtype | None) -> str:

@@ -29,23 +29,8 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         node = source.parents[node]
     reader = Reader(level.frame)
     passed = _find_passed(node, source, reader, levels)
-    known = list(passed)
-    for part in ast.walk(node):
-        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
-            with contextlib.suppress(Exception):
-                value = reader.read(part)
-                if isinstance(value, Tensor):
-                    known.append((source.spell(part), value))
-    texts = []
-    for tensor in tensors:
-        # The best match first: the tensor itself, another one on its storage, a call that makes an equal one again.
-        storage = storage_of(tensor)
-        same = [text for text, value in known if value is tensor] or [
-            text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype
-        ]
-        if not same:
-            same = _find_computed_again(tensor, known) or _find_source(tensor, passed, origins)
-        texts.append(same[0] if same else "")
+    known = [*passed, *_read_tensors(node, source, reader)]
+    texts = [_find_text(tensor, known, passed, origins) for tensor in tensors]
     left = [
         index
         for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
@@ -57,6 +42,29 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     if len(left) == 1 and len(unread) == 1 and are_operands:
         texts[left[0]] = unread[0]
     return texts
+
+
+def _read_tensors(node: ast.AST, source: Source, reader: Reader) -> list[tuple[str, Tensor]]:
+    """Return the expressions in a node that are read as tensors, each with its text."""
+    read: list[tuple[str, Tensor]] = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
+            with contextlib.suppress(Exception):
+                value = reader.read(part)
+                if isinstance(value, Tensor):
+                    read.append((source.spell(part), value))
+    return read
+
+
+def _find_text(
+    tensor: Tensor, known: Sequence[tuple[str, Tensor]], passed: Sequence[tuple[str, Tensor]], origins: Origins
+) -> str:
+    """Return how the line writes a tensor: the text of the value in `known` that fits it best; "" without one."""
+    storage = storage_of(tensor)
+    identical = [text for text, value in known if value is tensor]
+    views = [text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype]
+    texts = identical or views or _find_computed_again(tensor, known) or _find_source(tensor, passed, origins)
+    return texts[0] if texts else ""
 
 
 def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) -> list[str]:
