@@ -13,7 +13,7 @@ from .naming import name_modules
 from .written import Culprit
 
 _EVERY_MODULE = 'match: "**"'
-_NO_SUBMODULE = 'match: "re:^$"'  # the root of each model, of a class that no rule can name
+_NO_SUBMODULE = 'match: "re:^$"'  # matches the models themselves; for a class that no rule can name
 _LISTED_IN_LOW = [rule for rule in OpRule if rule.may_run_low]
 _NUMBER = re.compile(r"\d+")
 
@@ -34,6 +34,7 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
     known = name_all(models)
     given = list(culprits)
     for culprit in given:
+        # `name` is the submodule that the op ran in; "" for an op that a model itself, or the loss code, calls.
         name, model = "", None
         if culprit.is_in_module or culprit.module:
             name, model = known.get(culprit.module, ("", None))
@@ -76,7 +77,7 @@ def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
 
 
 def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
-    """Return the chooser of a rule for a whole model."""
+    """Return the chooser of the rule for a whole model: the part of the rule that says which modules it covers."""
     kind = type(model)
     if len(models) == 1:
         return _EVERY_MODULE

@@ -49,7 +49,7 @@ class Blame(NamedTuple):
 
 
 class Recent:
-    """The last ops of the forward pass, and all ops of the running node of the backward pass."""
+    """Keeps the last ops of the forward pass, and all ops of the running node of the backward pass."""
 
     def __init__(self) -> None:
         self._forward: deque[_Kept] = deque()

@@ -51,7 +51,7 @@ class RunRecord:
 
 
 MOST_CONSTANTS = 8
-"""How many different constants an `OpRecord` holds."""
+"""An `OpRecord` holds at most so many different constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class ComparedRecord:
         loss_scale: the loss scale of the step whose layers are compared; None if they are not.
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
         gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
-        gradient_worst: the layer.
+        gradient_worst: the name of the layer with this error; "" if not compared.
         kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
             or if not measured.
         kept_worst: the name of the tensor that loses most, or its line.
@@ -216,7 +216,8 @@ class CurveRecord:
 class LayerRecord:
     """The relative error (L2) of a layer in one step from the weights of the reference.
 
-    It is the error of the input, of the output, and of the gradients of the weights; None if there is none to compare.
+    `input` and `output` are the errors of these, and `gradient` is that of the gradients of the weights. None means
+    that there is nothing to compare.
     """
 
     kind: ClassVar[str] = "layer"

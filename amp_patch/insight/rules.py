@@ -22,6 +22,7 @@ _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
     **dict.fromkeys(("torch.Tensor", "torch._C.TensorBase"), "Tensor"),
 }
+"""Owners of ops that reports give a short name."""
 
 
 @functools.cache
@@ -58,14 +59,17 @@ class RuleFinder:
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Return whether a patched attribute is an op: on a list, or a product."""
+        """Return whether a patched attribute is an op: on a list, a product, or one without a 16-bit kernel on CPUs."""
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the spelling that a list has for a patched attribute; None if it is on no list."""
+        """Return the spelling that a list has for a patched attribute, or else for another one with this replacement.
+
+        Returns None without one.
+        """
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
-        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias that no list has
+        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias
         if spelling is not None:
             self._by_replacement.setdefault(id(replacement), spelling)
         return spelling
@@ -95,7 +99,7 @@ class RuleFinder:
         rule = entry = ""
         if module is not None:
             rule, entry = self.find_module_rule(module)
-        if site.by == "border":
+        if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry

@@ -24,13 +24,12 @@ class ScaleState:
 
     def __init__(self, tell: Callable[[Misuse], None]) -> None:
         self._tell = tell
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )  # by a GradScaler, or skipped by it
+        # For each optimizer, the number of steps that a GradScaler took or skipped.
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
-        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # with their steps
+        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # its steps
         self._saved_at = ""  # the line that saved an optimizer without a scaler since the last step
-        self._is_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
+        self._is_state_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches of LRScheduler.step, torch.save and GradScaler.state_dict."""
@@ -41,8 +40,11 @@ class ScaleState:
     def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
         """Record a step by an enabled GradScaler. Report a checkpoint that was saved before it without the scaler."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        (self._skipped.add if is_skipped else self._skipped.discard)(optimizer)
-        if self._saved_at and not self._is_read:
+        if is_skipped:
+            self._skipped.add(optimizer)
+        else:
+            self._skipped.discard(optimizer)
+        if self._saved_at and not self._is_state_read:
             self._tell(Misuse(Kind.UNSAVED_SCALER, self._saved_at))
         self._saved_at = ""
 
@@ -72,14 +74,14 @@ class ScaleState:
 
     def _note_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict(scaler: Any) -> Any:
-            self._is_read = True
+            self._is_state_read = True
             return original(scaler)
 
         return state_dict
 
 
 def _holds(value: Any, keys: frozenset[str], depth: int = 0) -> bool:
-    """Return whether a checkpoint is, or holds, a mapping with these keys."""
+    """Return whether a checkpoint is a mapping with these keys, or holds one not deeper than `_DEEPEST`."""
     if isinstance(value, Mapping):
         if keys <= value.keys():
             return True

@@ -122,7 +122,7 @@ class ValueWatch:
 
     def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
         """Look at an op of a forward pass. `made` has the records of its floating results."""
-        if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # without values to read, or of a tensor subclass
+        if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # a tensor is empty, or hides its values
             return
         is_root = self._begin(op, call)
         if not is_root:
