@@ -65,8 +65,8 @@ def is_of_dtypes(error: BaseException) -> bool:
 def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], lows: Lows) -> Trials | None:
     """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why it raised.
 
-    They are if the call raises the same exception again with the same dtypes, and none with others. It runs on copies
-    of the operands, without autograd. A call whose floating operands are all float64 is not tried.
+    They are if the call raises the same exception again with the same dtypes, and works in one of the trials. It runs
+    on copies of the operands, without autograd. A call whose floating operands are all float64 is not tried.
 
     Args:
         weights: whether each operand is a weight.

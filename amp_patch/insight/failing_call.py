@@ -122,7 +122,7 @@ class Levels:
         return self.all[start:]
 
     def find_local(self, file: str, name: str) -> Any:
-        """Return a local variable, from the innermost frame that has it in a file whose path ends so; else None."""
+        """Return the variable `name` of the innermost frame that has it and whose path ends with `file`; else None."""
         for level in reversed(self.all):
             if level.file.endswith(file) and name in level.frame.f_locals:
                 return level.frame.f_locals[name]

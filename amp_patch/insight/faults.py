@@ -188,7 +188,7 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note that the line of an op gives inf in these modules, too, although they may not run before the end."""
+        """Note that the line of an op gives inf in these modules, too, although the script may end before they run."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
@@ -204,7 +204,7 @@ class FaultFinder:
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
-            # Nothing is known of the gradient that begins a backward pass.
+            # The gradient that begins a backward pass has no parents, and is taken to carry the loss scale.
             written.is_scaled = not parents or any(map(is_of_scaled, parents))
             return written
         is_low = output.dtype in LOW_DTYPES
@@ -252,8 +252,8 @@ class FaultFinder:
             return
         if call is None or self._is_accepted(output, call):
             return
-        # An input that no op made is a stranger, unless it looks like a mask. A mask is kept as `let_in`: if it reaches
-        # the loss or becomes NaN, it was none.
+        # An input that no op made is a stranger. One that looks like a mask is kept as `let_in`: if it reaches the loss
+        # or becomes NaN, it was none.
         strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
         for given in strangers:
             if not self._is_mask(given):

@@ -208,7 +208,7 @@ class Operands:
         return Operand(name, dtype, origin, variable, "", site)
 
     def _describe_taken_over(self, name: str, dtype: str, call: OpCall, root: Made) -> Operand:
-        """Return the operand for the result of an op with the dtype of an input that no known op made."""
+        """Return the operand for the result of an op that took the dtype of an input of unknown origin."""
         source = self._describe_outside("", dtype, root.storage, None)
         rule = ""
         if source.made_by:

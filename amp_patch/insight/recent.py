@@ -1,4 +1,4 @@
-"""`Recent`: the last ops of a step, to find out whether rounding to 16 bits before an op made its result not fit."""
+"""`Recent`: keeps the last ops of a step, and finds those whose rounding to 16 bits made a later result not fit."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class Recent:
             self._size -= self._forward.popleft().size
 
     def find(self, written: Written) -> Op | None:
-        """Return the op of the forward pass with a record, or None if it is no longer kept."""
+        """Return the op of the forward pass that a record belongs to; None if it is no longer kept."""
         return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
@@ -104,7 +104,7 @@ class Recent:
                 return False
             return read_largest(result - exact) <= _ALIKE * read_largest(exact)
 
-        # Twice as many of the last ops until they suffice, then without each that is not needed.
+        # Take twice as many of the last ops until they suffice. Then leave out each that is not needed.
         length = 1
         while length < len(ancestors) and not is_enough(ancestors[-length:]):
             length *= 2
@@ -146,7 +146,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the numbers among the arguments of an op that are zero in the dtype of its result."""
+    """Return the numbers among the arguments of an op that become zero in the dtype of its result."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
     numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
     return [number for number in numbers if 0 < number <= tiny]

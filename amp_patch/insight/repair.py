@@ -56,8 +56,7 @@ class Repair:
 
     Attributes:
         made: the results of the ops of the forward pass, in order.
-        rounding: ops whose rounding made a later result not fit, such as of an eps to zero. Their lines round in other
-            modules, too.
+        rounding: ops whose rounding made a later result not fit. Their lines round in other modules, too.
         beyond: the first op whose result float32 does not hold either, and its line; "" without one.
         beyond_backward: the same for the backward pass, where a later op may mask the result.
     """

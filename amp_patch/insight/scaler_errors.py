@@ -198,7 +198,7 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
     low = [
         weight
         for weight in _weights_of(optimizer)
-        if weight.grad is not None and weight.grad.dtype is torch.float16  # it unscales bfloat16
+        if weight.grad is not None and weight.grad.dtype is torch.float16  # the only dtype that GradScaler refuses
     ]
     names = session.names_of(low)
     operands: dict[tuple[str, str], Operand] = {}
@@ -233,7 +233,7 @@ def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str
     optimizer = next((each for each in reversed(optimizers) if isinstance(each, Optimizer)), None)
     if optimizer is None:
         return None
-    kinds: dict[str, dict[str, Tensor]] = {}  # by the kind of tensor and its dtype: the first weight with such a one
+    kinds: dict[str, dict[str, Tensor]] = {}  # for each kind of tensor and dtype: the first weight with it
     for weight in _weights_of(optimizer):
         tensors = {"weights": weight, "gradients": weight.grad, **optimizer.state.get(weight, {})}
         for name, tensor in tensors.items():

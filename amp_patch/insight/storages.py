@@ -58,7 +58,7 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Note an op in bulk, whose values are not read: faults of its inputs explain its outputs and inputs."""
+        """Note an op in bulk, whose values are not read: the faults of its inputs explain all its tensors now."""
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
         # Its inputs, too: optimizers and foreach ops write into them.
@@ -100,7 +100,7 @@ class Storages:
         largest = 1.0
         for tensor in op.inputs():
             known = self.find(tensor)
-            # An elementwise op keeps the sum of its input. Indexing or a product with a matrix does not.
+            # An elementwise op passes on the factor of its input. Indexing or a product with a matrix does not.
             if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
                 largest = max(largest, known.summed)
         if largest > 1 or is_reduction(op):

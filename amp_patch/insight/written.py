@@ -9,7 +9,9 @@ from .fault_record import FaultRecord
 from .folding import OpCall
 from .ops import Op
 
-_STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
+_STRICT = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"}
+)  # these take no operands of different dtypes
 _LOW_RULES = ("whitelist", "cast_model_type", "run: low")  # these cast inputs to 16 bits whatever their dtype
 
 
@@ -43,7 +45,8 @@ class Written:
         op, node: the op that torch ran, and the node of the backward pass that it is part of.
         largest: the largest magnitude of the result; inf or NaN if it holds one.
         parents: the records of the inputs.
-        is_known: whether a value that does not fit is explained by `faults`, the numbers of faults entered before.
+        faults: numbers of the faults that explain why it does not fit.
+        is_known: whether it does not fit and `faults` explain that.
         is_old: whether it was written in the step before.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
@@ -75,7 +78,7 @@ class Written:
         self.faults = frozenset().union(*(source.faults for source in sources))
 
     def explain_by_fault(self, number: int) -> None:
-        """Note that the fault with this number is the value that does not fit."""
+        """Note that the fault with this number explains why the value does not fit."""
         self.is_known, self.faults = True, frozenset({number})
 
     def describe(self, op: Op, call: OpCall, is_in_module: bool, is_low: bool) -> None:

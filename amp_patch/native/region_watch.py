@@ -33,7 +33,7 @@ class RegionWatch:
         self._trained_dtypes = set[torch.dtype]()  # of the regions so far in which gradients were enabled
         self._is_after_region = False  # whether there was a region since the last step
         self._walks_left = _MOST_WALKS
-        self._unscaled_at = ""  # the line of the last unscaled backward pass since the last step that has float16 in it
+        self._unscaled_at = ""  # the line of the last unscaled loss since the last step with float16 in its graph
         self._unscaled_steps = 0  # steps of optimizers after such a pass
 
     def note_region(self, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ class ScaleState:
         # For each optimizer, the number of steps that a GradScaler took or skipped.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
-        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # its steps
+        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # calls of `step`
         self._saved_at = ""  # the line that saved an optimizer without a scaler since the last step
         self._is_state_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
 

@@ -109,7 +109,7 @@ class ScalerWatch:
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._on_scaled: weakref.WeakSet[Optimizer] = (
             weakref.WeakSet()
-        )  # suspects with gradients of a later scaled loss
+        )  # suspects to whose gradients a later scaled loss added
         self._regions = 0  # outermost regions so far
         self._region_at = ""
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id

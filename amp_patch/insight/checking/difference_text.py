@@ -19,8 +19,8 @@ OFF = 1.25
 def describe_files(before: Path, after: Path) -> list[str]:
     """Return a line for each difference of two files: contracts, recordings of ops, or comparisons.
 
-    A contract and a recording are compared by their ops. Raises RecordError for other files, and for two without ops
-    of which one is no comparison.
+    A contract and a recording are compared by their ops. Raises RecordError for other files, and for two that have
+    nothing in common.
     """
     old, new = _read(before), _read(after)
     if isinstance(old, Contract) and isinstance(new, Contract):

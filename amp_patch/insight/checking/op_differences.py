@@ -34,7 +34,7 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class OpDifferences:
-    """The ops that differ, each in the order of its run.
+    """The ops that differ.
 
     Attributes:
         moved: calls in other dtypes, or by another rule.

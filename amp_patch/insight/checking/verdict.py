@@ -125,7 +125,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_decided(pair: Moved) -> bool:
-    """Return whether an op has other dtypes by itself: by another rule, or although its arguments have the same."""
+    """Return whether other dtypes of an op are no effect of another op: its rule differs, or its arguments do not."""
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 
 
@@ -163,7 +163,7 @@ def list_constants(op: ContractOp) -> str:
 
 
 def _note_ops(verdict: Verdict) -> None:
-    """Report ops that only one run has: as a break before those of numbers if there are any, else as a note."""
+    """Report ops that only one run has: as a break, before those of numbers, if there are such; else as a note."""
     differences = verdict.differences
     texts = [
         f"{_name_op(op)} ({op.site}) {verb}" + (f", {op.calls} calls" if op.calls > 1 else "")
@@ -257,7 +257,7 @@ def _describe_error(old: ModuleRecord, new: ModuleRecord) -> str:
 def _match_modules(
     old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]
 ) -> Iterator[tuple[ModuleRecord, ModuleRecord]]:
-    """Yield pairs of modules of the same name. A module without one is paired with the next left of its type."""
+    """Yield pairs of modules of the same name. Others are paired with the next of their type that is left."""
     by_name = {module.module: module for module in new}
     names = {module.module for module in old}
     left = [module for module in new if module.module not in names]

@@ -64,7 +64,7 @@ class Source:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for changes that are reported together."""
+        """The same for all changes that are reported together."""
         if self.role:
             return self.optimizer, self.role
         return self.site, ""
@@ -192,7 +192,7 @@ class Tally:
     """Adds up changes by their source and tensor."""
 
     def __init__(self) -> None:
-        self._sources: dict[tuple[str, str], tuple[Source, str]] = {}  # with the dtype
+        self._sources: dict[tuple[str, str], tuple[Source, str]] = {}  # with the short name of the dtype
         self.tensors: dict[tuple[str, str], dict[tuple[str, int], _OfTensor]] = {}
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:

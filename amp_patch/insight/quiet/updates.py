@@ -187,7 +187,9 @@ class UpdateWatch:
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
         """Copy the tensors that an op is about to change. Return its line if it is to be followed, else None."""
         node = get_current_node()
-        if node is not None and "AccumulateGrad" not in node.name():  # a backward pass only sums gradients
+        if (
+            node is not None and "AccumulateGrad" not in node.name()
+        ):  # of a backward pass, only sums of gradients are followed
             return None
         written = list(_written_by(overload, args, kwargs))
         if written:
@@ -363,7 +365,7 @@ class UpdateWatch:
         """Return the older tensor that a result of this step was computed from, or None."""
         storage = tensor.untyped_storage()
         known = self._made.get(id(storage))
-        if known is None or known[0]() is not storage:  # ids are used again
+        if known is None or known[0]() is not storage:  # another storage may have got the id
             return None
         return self._roots[id(storage)]
 

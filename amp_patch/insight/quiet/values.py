@@ -110,7 +110,7 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: to what it was rounded
+        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: its rounding
         self._differences: dict[int, _Difference] = {}  # by the id of the record of the result
 
     def end_step(self) -> None:
@@ -293,7 +293,7 @@ class ValueWatch:
         """Keep a difference that is lost in rounding until an op reads it. `rounding`: the error of the operands."""
         size = _size(op.outputs()[0])
         place = place_of(call)
-        if not math.isfinite(size) or not math.isfinite(rounding):  # a fault of the other kind
+        if not math.isfinite(size) or not math.isfinite(rounding):  # `FaultFinder` reports it
             return
         if not size or rounding <= DROWNED * size:
             self._findings.pass_over(QuietCause.CANCELLED, place)
@@ -310,7 +310,7 @@ class ValueWatch:
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
         """Report the lost differences that an op reads, unless the loss does no harm there.
 
-        It does none in the distance between two alike tensors, which may be small, nor in x + (y - x), which is y.
+        It does no harm to the distance of two tensors of one shape, which may be small, and to x + (y - x), which is y.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
