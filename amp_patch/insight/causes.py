@@ -75,7 +75,7 @@ class _CameIn(Diagnosis):
 
 
 class _Divergence(Diagnosis):
-    """Losses or weights have grown without bound: a wider range would only put the end off."""
+    """Losses or weights have grown without bound. A dtype of wider range would only delay the end."""
 
     cause = Cause.DIVERGENCE
 
@@ -127,7 +127,7 @@ class _Step(Diagnosis):
 
 
 class _Precision(Diagnosis):
-    """float32 holds the result of the op for these inputs."""
+    """16 bits are the reason: float32 holds the result, or the gradients fit once the faulty ops run in float32."""
 
     cause = Cause.PRECISION
 
@@ -219,7 +219,7 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
 
 
 def _format_share(fault: FaultRecord) -> str:
-    """Return which share of the values does not fit."""
+    """Return the share of the values that do not fit, as text."""
     share = fault.origin.share
     if share is None:
         return str(fault.value)

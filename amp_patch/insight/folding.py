@@ -77,7 +77,7 @@ class Folding:
     """Counts calls by record, in the order of first calls. Any thread may add calls.
 
     Args:
-        keeps_ops: False: count nothing.
+        keeps_ops: whether to count at all.
     """
 
     def __init__(self, *, keeps_ops: bool = True) -> None:

@@ -30,7 +30,7 @@ class OpWatch:
     While it watches, code of torch.compile runs uncompiled.
 
     Args:
-        session: whose ops are seen.
+        session: the session whose lists name the ops.
         on_call: makes each call. It sees none of the calls that it makes while `is_busy` is True.
         name: returns the name of a function that is on no list.
         everywhere: see other ops outside of modules, too.
