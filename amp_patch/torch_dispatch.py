@@ -54,6 +54,17 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
     return backward if callable(backward) else None
 
 
+def list_schema_arguments(op: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an op of torch.library or torch.ops, and whether it is passed by name only.
+
+    The list is empty for anything else. If torch drops an attribute, it is empty for all ops, and an entry of a list
+    could not name an argument of such an op.
+    """
+    overload = getattr(op, "_opoverload", None) or getattr(op, "default", None) or op
+    arguments = getattr(getattr(overload, "_schema", None), "arguments", ())
+    return [(argument.name, bool(argument.kwarg_only)) for argument in arguments]
+
+
 # Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
 # would not be counted, or a report would have a row for an op without a result.
 TO_COPY = _aten._to_copy
