@@ -45,7 +45,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return the remedy. Without the run, its list extends the shipped one."""
+        """Return the remedy. Its list extends the last list of the run, else a shipped one."""
 
 
 class _CameIn(Diagnosis):
@@ -214,7 +214,7 @@ def describe_cause(fault: FaultRecord) -> str:
 
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy for a fault. Without the run, its list extends the shipped one."""
+    """Return the remedy for a fault. Its list extends the last list of the run, else a shipped one."""
     return _BY_CAUSE[fault.cause].find_remedy(fault, run)
 
 

@@ -103,15 +103,14 @@ class ScalerWatch:
         self._scaled_backwards = self._plain_backwards = 0  # all losses so far
         self._plain_at = ""  # the line of the last backward pass of an unscaled loss
         self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
-        self._in_scaler_step = 0
+        self._in_scaler_step = 0  # steps by scalers that are running
         self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
         # Optimizers that took a step without a scaler after a scaled loss, with a parameter that has a gradient.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
-        self._on_scaled: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # suspects to whose gradients a later scaled loss added
+        # The suspects to whose gradients a later scaled loss has added.
+        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # outermost regions so far
-        self._region_at = ""
+        self._region_at = ""  # the line of the last of them
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
         self._reads = GradientReads()
         self._region_watch = RegionWatch(self._tell)
@@ -285,6 +284,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
         reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
         if reading is not None and _read_scale(scaler, use) > 1:
             self._tell(Misuse(*reading))

@@ -51,7 +51,7 @@ def _place(each: Break) -> str:
 
 
 def describe_contract(contract: Contract) -> str:
-    """Return what a contract promises, in a few lines."""
+    """Return the promises of a contract in a few lines."""
     about = contract.about
     ops = sum(op.is_promised for op in contract.ops)
     lines = [
