@@ -44,7 +44,7 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class Script:
+class CallSite:
     """The place where a call raised.
 
     Attributes:
@@ -62,7 +62,7 @@ class Script:
     module: str
 
 
-def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: Script) -> Iterator[str]:
+def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
     """Yield the edits of the script, the best first. Each repairs the call without the others."""
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -77,22 +77,22 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
             [tensor for tensor, is_weight in zip(tensors, spelling.weights, strict=True) if is_weight]
         )
         return
-    if not script.site:
+    if not place.site:
         return
     # Casts to a wider dtype would pass this dtype on to the 16-bit layers after the call.
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
-        yield from _keep_low(low, spelling, script)
-    if script.called_from is not None:
-        yield f"{script.called_from}: {_METHODS[targets[0]]} on what it is passed"
+        yield from _keep_low(low, spelling, place)
+    if place.called_from is not None:
+        yield f"{place.called_from}: {_METHODS[targets[0]]} on what it is passed"
         return
     written = _find_written(call, spelling)
     is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
     if written and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
-        yield f"{script.site}: before this line, {written} = {written}{_METHODS[low]}"
+        yield f"{place.site}: before this line, {written} = {written}{_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
-        text = _cast_back(spelling, changed, low, script)
+        text = _cast_back(spelling, changed, low, place)
         if text:
-            yield f"{script.site}: {text}"
+            yield f"{place.site}: {text}"
             return
     parts = []
     for index in changed:
@@ -105,7 +105,7 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         else:
             dtype = str(tensors[index].dtype).removeprefix("torch.")
             parts.append(f"{method} on the {dtype} tensor ({spelling.names[index]})")
-    yield f"{script.site}: {', and '.join(dict.fromkeys(parts))}"
+    yield f"{place.site}: {', and '.join(dict.fromkeys(parts))}"
 
 
 def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
@@ -116,13 +116,13 @@ def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
     return next(trial for trial in (*first, *_ORDER) if trial in trials.targets)
 
 
-def _keep_low(low: torch.dtype, spelling: Spelling, script: Script) -> Iterator[str]:
+def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator[str]:
     """Yield edits after which a call in a 16-bit model has a 16-bit result, which later layers need."""
-    if script.region:
-        yield script.region
+    if place.region:
+        yield place.region
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
-    if script.module and names and all(name.startswith(f"{script.module}.") for name in names):
-        yield f"{_METHODS[low]} on module {script.module}, whose weights are in another dtype than those of the model"
+    if place.module and names and all(name.startswith(f"{place.module}.") for name in names):
+        yield f"{_METHODS[low]} on module {place.module}, whose weights are in another dtype than those of the model"
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:
@@ -146,12 +146,12 @@ class _FloatAdder(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, script: Script) -> str:
+def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
     """Return the edit that runs a call in float32 and casts its result back to `low`.
 
     Returns "" if the line has no such call, or has no text for one of the operands.
     """
-    expression = None if script.level is None else find_expression(script.level.frame, script.level.index)
+    expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
     texts = [spelling.texts[index] for index in changed]
     if expression is None or not isinstance(expression[0], ast.Call) or not all(texts):
         return ""

@@ -14,7 +14,7 @@ from ..dtypes import LOW_DTYPES
 from ..torch_dispatch import ALIASES, COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
-_SILENT = frozenset({"profiler", "prim", "prims"})
+_SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops compute nothing
 _IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
 _BATCH_NORMS = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -88,7 +88,7 @@ class Op(NamedTuple):
     """One call of an op.
 
     Attributes:
-        overload, function: the op.
+        overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments and its result.
         before: its arguments, with copies from before the call of those that it reads and then writes.
         node: the node of the backward pass that it is part of; None in a forward pass.

@@ -22,7 +22,7 @@ class Made:
 
     Attributes:
         call: the call; None for a storage that was there before.
-        dtype: its dtype.
+        dtype: the dtype of the values in it.
         parent: the storage from which the call took the dtype; None if it decided the dtype itself.
         storage: the address of the storage.
     """
@@ -33,7 +33,7 @@ class Made:
     storage: int
 
     def find_root(self) -> "Made":
-        """Return the storage whose call decided the dtype that this one has taken over."""
+        """Return the storage, this one or an ancestor, whose call decided the dtype."""
         made = self
         while made.parent is not None:
             made = made.parent

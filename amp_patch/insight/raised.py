@@ -16,7 +16,7 @@ from ..dtypes import CASTABLE, LOW_DTYPES
 from ..reporting import find_rank
 from ..session import Session, current
 from .dtype_trials import Lows, Trial, Trials, is_of_dtypes, runs_under_autocast, try_dtypes
-from .edits import Script, Spelling, choose_edits
+from .edits import CallSite, Spelling, choose_edits
 from .expressions import Source, find_expression, read_source
 from .failing_call import FailingCall, Levels, find_failing_calls, name_of_call
 from .fault_record import CASTS, Phase
@@ -310,13 +310,13 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
 def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
     """Yield the edits of the script that repair the call, at the user's own line if it writes an operand itself."""
     levels, weights = case.levels, spelling.weights
-    script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
+    place = CallSite(record.site or "", record.called_from, levels.innermost, region, record.module or "")
     if record.called_from is not None:
         own_texts = find_texts(levels.down_to_own(), case.tensors, weights, case.scene.observer.origins)
         if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):
             spelling = replace(spelling, texts=own_texts)
-            script = replace(script, site=record.called_from, called_from=None, level=levels.own)
-    yield from choose_edits(case.call, trials, spelling, script)
+            place = replace(place, site=record.called_from, called_from=None, level=levels.own)
+    yield from choose_edits(case.call, trials, spelling, place)
 
 
 def _find_region(case: _Case, low: torch.dtype | None) -> str:

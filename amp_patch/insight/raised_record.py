@@ -43,7 +43,9 @@ class Operand(NamedTuple):
         origin: an `OperandOrigin`.
         made_by: the op that gave it this dtype; of a weight, its name; of an input, its variable; else "".
         module, site: the module and the line of that op. For an input, the line of the frame with the variable.
-        rule, entry: the rule that decided, and its place; or, as the rule, the cast of the model; "" without either.
+        rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
+            the op took; "" for none.
+        entry: the place of the rule; "" without one.
     """
 
     name: str

@@ -9,10 +9,11 @@ from .fault_record import FaultRecord
 from .folding import OpCall
 from .ops import Op
 
-_STRICT = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"}
-)  # these take no operands of different dtypes
-_LOW_RULES = ("whitelist", "cast_model_type", "run: low")  # these cast inputs to 16 bits whatever their dtype
+_STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})
+"""Ops that take no operands of different dtypes."""
+
+_LOW_RULES = ("whitelist", "cast_model_type", "run: low")
+"""Rules that cast inputs to 16 bits whatever their dtype."""
 
 
 class Culprit(NamedTuple):
