@@ -39,7 +39,7 @@ class Measurer:
 
     Args:
         runner: makes a run.
-        question: what to run.
+        question: the script, and how to run it.
         tell: called with a line when a run begins.
     """
 
@@ -50,7 +50,7 @@ class Measurer:
         self._done = 0
 
     def run(self, title: str, *, in_float32: bool = False, keeps_files: bool = False, **options: object) -> Measured:
-        """Make a run. Raises RunFailedError if the script fails, and SessionError if it takes too few steps."""
+        """Make a run. Raises RunFailedError if it ends too early, and SessionError if no optimizer took a step."""
         self._done += 1
         self._tell(f"run {self._done}: {title}")
         settings = self._question.settings
@@ -74,7 +74,7 @@ class Measurer:
         return self._make_contract(measured, [], None, self._try_lost())
 
     def write(self) -> Contract:
-        """Make the runs that measure the noise, and return the contract."""
+        """Make the runs of a new contract, and return it. Four of them measure the noise, from which its bands follow."""
         base = self.run("the script", keeps_files=True)
         threads = base.recording.run.threads
         other = 2 if threads == 1 else 1
@@ -87,7 +87,7 @@ class Measurer:
         return self._make_contract(base, variants, self._try_float32(), self._try_lost())
 
     def _try_float32(self) -> Measured | None:
-        """Make the first two steps of a run in float32; None if that run fails."""
+        """Make the first two steps of a run in float32; None if that run fails. Raises NoRegionError."""
         try:
             return self.run("float32", in_float32=True, steps=2)
         except NoRegionError:

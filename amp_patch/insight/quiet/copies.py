@@ -34,7 +34,12 @@ class _Copy:
 
 @dataclass
 class _Stale:
-    """The uses of old copies at one line: the first one, and the steps and the names of weights of all."""
+    """The uses of old copies at one line.
+
+    Attributes:
+        step, name, op, module, dtype: the step, weight, op, module and 16-bit dtype of the first use.
+        steps, names: the steps with a use, and the names of the weights.
+    """
 
     step: int
     name: str
