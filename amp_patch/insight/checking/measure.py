@@ -74,7 +74,7 @@ class Measurer:
         return self._make_contract(measured, [], None, self._try_lost())
 
     def write(self) -> Contract:
-        """Make the runs of a new contract, and return it. Four of them measure the noise, from which its bands follow."""
+        """Make the runs of a new contract, and return it. Four of them measure the noise, which sets its bands."""
         base = self.run("the script", keeps_files=True)
         threads = base.recording.run.threads
         other = 2 if threads == 1 else 1
