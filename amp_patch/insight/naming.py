@@ -68,7 +68,8 @@ class ModuleStack:
         """Return the modules that are running in this thread, innermost first."""
         return [module for module, _ in reversed(self._find_running())]
 
-    def _running(self) -> list[tuple[nn.Module, str]]:
+    def _entered(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules that the hooks have entered in this thread, innermost last, each with its name."""
         return self._local.modules
 
     def _find_running(self) -> list[tuple[nn.Module, str]]:
@@ -76,7 +77,7 @@ class ModuleStack:
 
         While a checkpoint recomputes during backward, no hook runs: then this returns the module that is recomputed.
         """
-        running = self._running()
+        running = self._entered()
         if not running and get_current_node() is not None:
             known = self._names.get(id(find_recomputed()))
             if known is not None:
@@ -84,13 +85,13 @@ class ModuleStack:
         return running
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        running = self._running()
+        running = self._entered()
         if not running and id(module) not in self._names:  # models may have been added
             self._names = dict(name_modules(self._get_models()))
         running.append((module, self._name(module, running)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = self._running()
+        running = self._entered()
         # Modules inside may still be on the stack: torch calls no hook after a forward that a KeyboardInterrupt ended.
         while running and running.pop()[0] is not module:
             pass

@@ -169,7 +169,7 @@ class _Modules(ModuleStack):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave(module, args, output)
-        if threading.get_ident() == self._thread and not self._running() and not self._stays:
+        if threading.get_ident() == self._thread and not self._entered() and not self._stays:
             self._mode.leave()
 
 

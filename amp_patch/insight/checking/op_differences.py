@@ -98,8 +98,8 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
     found = OpDifferences()
     left_before: list[ContractOp] = []
     left_after: list[ContractOp] = []
-    for module, other in _match_modules(old, new):
-        _compare(old.get(module, []), new.get(other, []), found, left_before, left_after)
+    for old_name, new_name in _match_modules(old, new):
+        _compare(old.get(old_name, []), new.get(new_name, []), found, left_before, left_after)
     # Calls may have moved to another module, so those that are left are compared as if they were in one.
     _compare(left_before, left_after, found, found.vanished, found.appeared)
     total = sum(op.calls for op in (*before, *after))
@@ -192,6 +192,7 @@ def _subtract(ops: Sequence[ContractOp], others: Sequence[ContractOp]) -> list[C
     left, others_left = list(ops), list(others)
     keys: tuple[Callable[[ContractOp], object], ...] = (_key_with_constants, _key)
     for key in keys:
+        # Each side is reduced by the other as it was before.
         left, others_left = _subtract_by(key, left, others_left), _subtract_by(key, others_left, left)
     return left
 

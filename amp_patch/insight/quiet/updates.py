@@ -87,7 +87,7 @@ class UpdateWatch:
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
-        self._done: set[int] = set()  # ids of the storages that were followed in earlier steps
+        self._done: set[int] = set()  # ids of the storages that were followed since a step has left none out
         self._is_full = False  # whether this step has left a tensor out
         self._optimizer: Optimizer | None = None  # whose step runs
         self._weights: set[int] = set()  # addresses of the storages of its weights
@@ -113,7 +113,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. `optimizer`: whose step it was, if that is not known yet."""
+        """Judge the changes since `begin_step`. `optimizer`: whose step ends; None: that of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -187,16 +187,15 @@ class UpdateWatch:
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
         """Copy the tensors that an op is about to change. Return its line if it is to be followed, else None."""
         node = get_current_node()
-        if (
-            node is not None and "AccumulateGrad" not in node.name()
-        ):  # of a backward pass, only sums of gradients are followed
+        is_gradient = node is not None and "AccumulateGrad" in node.name()
+        is_sum = overload.name in _SUMS
+        if node is not None and not is_gradient:  # a backward pass is only followed where it sums gradients
             return None
         written = list(_written_by(overload, args, kwargs))
         if written:
             targets = [tensor for tensor in written if tensor.dtype in LOW_DTYPES]
-            is_summed = node is not None or overload.name in _SUMS
             is_known = any(self._is_old(tensor) or self._twins.find(tensor) is not None for tensor in targets)
-            if not targets or not (is_known or is_summed):
+            if not targets or not (is_known or is_gradient or is_sum):
                 return None
             if overload.packet is COPY and self._is_wide_and_old(args[1]):
                 self._forget(args[0])
@@ -210,7 +209,7 @@ class UpdateWatch:
             return None
         with current.without_casts():
             for tensor in written:
-                self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
+                self._begin(tensor, site, overload.name, is_gradient=is_gradient, is_sum=is_sum)
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
