@@ -167,7 +167,7 @@ class StepFaults:
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether gradients need a loss scale of `scale` or less, and with a mean as the loss, 1 would fit."""
+        """Return whether gradients fit only under loss scales up to `scale`, but under 1 if the loss were a mean."""
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
 
@@ -190,7 +190,7 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that other code than torch's ops wrote is only known to be wrong once the scale is as low as it goes.
+        A gradient that no op of torch wrote may be finite under a smaller scale, as long as there is one.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
@@ -220,7 +220,7 @@ class StepFaults:
 
 
 def _of_weight(fault: FaultRecord) -> Culprit:
-    """Return the op that was given a weight which came in, so that its module is named."""
+    """Return the op that read the weight of a fault, so that the fix names the module of the weight."""
     origin = fault.origin
     return Culprit(
         module=origin.module or "",
