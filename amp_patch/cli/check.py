@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write or check a contract.
 
-    Return 0 if it was written, or holds; 1 if it does not hold, or could not be written; and 2 if it could not be
-    judged, because the contract cannot be read or the script fails.
+    Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
+    judged, because the contract cannot be read, or the script fails or is not that of the contract.
     """
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")
@@ -88,6 +88,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except NoRegionError as error:
         if not contract.about.low:
             raise
+        # the contract promises 16 bits, and the script has no mixed precision any more
         print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)))
         return 1
     if is_other_script(contract, now):
@@ -119,7 +120,10 @@ def _update(arguments: argparse.Namespace, question: "Question", contract: "Cont
 
 
 def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Question":
-    """Return what to run, from the command line, and where it says nothing, from the contract."""
+    """Return what to run: the options of the command line, or else those of the contract.
+
+    Puts the options of the contract into `arguments`, from which the runner takes them.
+    """
     from ..insight.checking import Question
 
     path = arguments.write if contract is None else arguments.against
@@ -146,7 +150,7 @@ def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Questio
 
 
 def _to_folder(name: str, folder: Path) -> str:
-    """Return an op list as a contract in `folder` names it: relative to it, or a shipped name."""
+    """Return the name of an op list in a contract in `folder`: a shipped name, or the path relative to `folder`."""
     if name in config.shipped.shipped_names():
         return name
     return Path(os.path.relpath(name, folder)).as_posix()
@@ -174,16 +178,16 @@ def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: boo
 
 def _annotate(verdict: "Verdict", script: str | None) -> None:
     """Print the broken promises as commands of GitHub Actions, which shows them at their lines."""
-    for each in verdict.breaks:
+    for broken in verdict.breaks:
         place = ""
-        file, _, line = each.site.rpartition(":")
+        file, _, line = broken.site.rpartition(":")
         if script and file == Path(script).name and line.isdecimal():
             place = f"file={script},line={line},"
         # GitHub ends a message at the end of a line
-        text = f"{each.kind}: {each.text}".replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        text = f"{broken.kind}: {broken.text}".replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
         print(f"::error {place}title=amp-patch check::{text}")
 
 
 def _steps(text: str) -> int:
-    """Return a number of steps: at least two, since the ops of the second step are recorded."""
+    """Return a number of steps: at least two, because the ops of the second step are recorded."""
     return at_least(2, text)

@@ -3,8 +3,8 @@
 Python imports a module of this name when it starts. Every Python that such a command starts finds this one, because the
 command puts this folder at the front of PYTHONPATH. So does every Python that the script starts.
 
-It redirects files, and installs the stand-in for `apex`, the takeover of torch.autocast and the recording, as far as
-the command asks for them. Then it runs the `sitecustomize` that Python would have imported otherwise.
+It installs the stand-in for `apex` and, if the command asks for them, the redirection of files, the takeover of
+torch.autocast and the recording. Then it runs the `sitecustomize` that Python would have imported otherwise.
 
 A script may also start a Python of another installation, of any version, even 2.7, without this package or its
 requirements. There, this module must neither fail nor print anything. Annotations are comments, which Python 2 accepts.
