@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> int:
+    """Measure the script, and write and print a contract."""
     from ..insight.checking import describe_contract
 
     question = _ask(arguments, None)
@@ -79,31 +80,32 @@ def _write(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    """Check the script against a contract, print and write the verdict, and return the exit code."""
     from ..insight.checking import Break, Contract, Verdict, format_verdict, is_other_script, judge, write_page
 
     contract = Contract.read(arguments.against)
     question = _ask(arguments, contract)
     try:
-        now = _measure(arguments, question, is_new=False)
+        measured = _measure(arguments, question, is_new=False)
     except NoRegionError as error:
         if not contract.about.low:
             raise
         # the contract promises 16 bits, and the script has no mixed precision any more
         print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)))
         return 1
-    if is_other_script(contract, now):
+    if is_other_script(contract, measured):
         raise AmpError(
             f"{arguments.against} is a contract of {contract.about.script}, and {question.script} calls other ops:"
             " give its own contract, or make one with --write"
         )
-    verdict = judge(contract, now)
+    verdict = judge(contract, measured)
     print_report(format_verdict(verdict, str(arguments.against)))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         _annotate(verdict, arguments.script)
     if arguments.json is not None:
         write_file(arguments.json, json.dumps(verdict.as_json(), indent=1) + "\n")
     if arguments.html is not None:
-        write_page(arguments.html, contract, now, verdict, command=describe_command(arguments))
+        write_page(arguments.html, contract, measured, verdict, command=describe_command(arguments))
     if arguments.update:
         _update(arguments, question, contract, verdict)
         return 0

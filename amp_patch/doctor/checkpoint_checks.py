@@ -1,4 +1,4 @@
-"""Rules of the doctor about amp's state in checkpoints."""
+"""Rules of the doctor about the state of amp, and of a GradScaler, in checkpoints."""
 
 import ast
 from collections.abc import Iterator
@@ -164,7 +164,7 @@ def loads_without_scaler(script: Script) -> Iterator[Fault]:
 
 def _grade(script: Script) -> Severity:
     """Return "note" if the GradScaler may be disabled, as scripts do for bfloat16: it has no state then."""
-    return "warning" if ScalerFlow(script).is_sure else "note"
+    return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:

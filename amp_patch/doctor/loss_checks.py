@@ -1,4 +1,4 @@
-"""Rules of the doctor about losses and `scale_loss` blocks."""
+"""Rules of the doctor about losses, `scale_loss` blocks, and training without mixed precision."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Rules about regions of torch.autocast."""
+"""Rules of the doctor about regions of torch.autocast."""
 
 import ast
 import re

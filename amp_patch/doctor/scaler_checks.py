@@ -283,7 +283,7 @@ def scales_bfloat16(script: Script) -> Iterator[Fault]:
     device, and skips steps whose gradients would have fitted.
     """
     flow = ScalerFlow(script)
-    if not flow.is_used or not flow.is_sure or not flow.scaled_backwards:
+    if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:
         return
     values = Flow(script)
     regions = list(find_regions(script))

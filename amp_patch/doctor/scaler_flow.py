@@ -36,8 +36,8 @@ class ScalerFlow:
         return made
 
     @cached_property
-    def _made(self) -> frozenset[str]:
-        """The names and attributes that hold a GradScaler which the script makes."""
+    def _scaler_names(self) -> frozenset[str]:
+        """The names and attributes to which the script assigns a GradScaler that it makes."""
         return frozenset(
             assignment.target
             for assignment in self._script.assignments
@@ -52,14 +52,14 @@ class ScalerFlow:
         return not self.makers or not all(map(_is_disabled, self.makers))
 
     @cached_property
-    def is_sure(self) -> bool:
+    def is_always_enabled(self) -> bool:
         """Whether each GradScaler is enabled in every run."""
         return bool(self.makers) and all(map(_is_enabled, self.makers))
 
     def is_scaler(self, node: ast.expr) -> bool:
         """Return whether an expression seems to be a GradScaler: the script makes it, or it is named so."""
         text = text_of(node)
-        return text in self._made or bool(_SCALER.search(text.rpartition(".")[2]))
+        return text in self._scaler_names or bool(_SCALER.search(text.rpartition(".")[2]))
 
     def _calls_of(self, method: str) -> list[ast.Call]:
         """Return the calls of a method of a GradScaler."""
@@ -96,7 +96,7 @@ class ScalerFlow:
         return self._has_scale(value) or bool(names_in(value) & self._scaled_names)
 
     def _has_scale(self, value: ast.AST) -> bool:
-        """Return whether an expression calls `scaler.scale`."""
+        """Return whether an expression contains a call `scaler.scale(loss)`."""
         return any(call in self._scale_calls for call in ast.walk(value))
 
     @cached_property
@@ -278,7 +278,7 @@ def _is_call_of(call: ast.Call, names: set[str]) -> bool:
 
 def grade(flow: ScalerFlow) -> Severity:
     """Return the severity of a fault that exists only while the GradScaler is enabled."""
-    return "error" if flow.is_sure else "warning"
+    return "error" if flow.is_always_enabled else "warning"
 
 
 def _is_disabled(maker: ast.Call) -> bool:

@@ -9,7 +9,7 @@ WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
 
 ALIKE = 1e-2
-"""A run is as good if its loss is off by no more than this share of it. One seed cannot show a smaller difference."""
+"""A run is as good if its loss is off by at most this share. One seed cannot show a smaller difference."""
 
 ALIKE_IN_SEEDS = 1e-3
 """The same share with several seeds."""
@@ -26,8 +26,8 @@ LEARNED = 10.0
 """The reference has learned something if it gained more than this multiple of the noise."""
 
 RESOLVED = 20.0
-"""A loss that is off by more is not judged if the gain is up to this multiple of the difference in the first step. From
-equal weights, that difference is only rounding of the loss.
+"""A loss that is off by a larger share of the gain is not judged if the gain is at most this multiple of the difference
+of the first losses. From equal weights, that difference is only rounding.
 """
 
 OFF = 0.3
@@ -63,9 +63,9 @@ class Assessment:
         self._reference_row = next(each for each in summary.rows() if each.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
         # the loss of the reference, and how much larger the loss of the run is
-        self._base = self._difference = math.nan
+        self._reference_loss = self._difference = math.nan
         if self._reference_row.loss is not None:
-            self._base = self._reference_row.loss
+            self._reference_loss = self._reference_row.loss
         if row.difference is not None:
             self._difference = row.difference
 
@@ -85,7 +85,7 @@ class Assessment:
 
     def _is_clear(self, size: float) -> bool:
         """Return whether a difference is too large to be chance."""
-        noise, base, gained = self._summary.noise or 0.0, abs(self._base), self._summary.gained
+        noise, base, gained = self._summary.noise or 0.0, abs(self._reference_loss), self._summary.gained
         if gained is not None:
             base = min(base, gained)  # a large constant in the loss says nothing about the training
         return size > CLEAR * base and size > CLEAR_OF_NOISE * noise
@@ -93,7 +93,7 @@ class Assessment:
     def of_loss(self) -> str:
         """Return in words whether the run trains as well as the reference."""
         reference = self._reference
-        if not math.isfinite(self._base):
+        if not math.isfinite(self._reference_loss):
             return f"not judged, {reference} has no finite loss"
         if not math.isfinite(self._difference):
             return f"worse than {reference} (the loss is not finite)"
@@ -108,7 +108,7 @@ class Assessment:
         if self._has_seeds and worse and self._difference > 0:
             return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
         reason = self._find_reason()
-        noise, base = self._summary.noise or 0.0, abs(self._base)
+        noise, base = self._summary.noise or 0.0, abs(self._reference_loss)
         if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
             return f"not told apart from {reference} ({off}, {reason}, which is {noise / base:.0%} of the loss)"
         if reason:
@@ -183,7 +183,7 @@ class Assessment:
             share = ALIKE_IN_SEEDS
         gained = self._summary.gained
         is_large_beside_gain = gained is not None and size > ALIKE_IN_GAIN * gained
-        if size <= share * abs(self._base) and not is_large_beside_gain:
+        if size <= share * abs(self._reference_loss) and not is_large_beside_gain:
             return f"below {share * 100:g}%"
         if self._has_seeds and self._is_within_seeds():
             return "within the spread of the seeds"
@@ -191,7 +191,7 @@ class Assessment:
 
     def _describe_difference(self) -> str:
         """Return the difference of the losses in words, such as "0.5% higher"."""
-        size, base = abs(self._difference), abs(self._base)
+        size, base = abs(self._difference), abs(self._reference_loss)
         direction = "lower"
         if self._difference > 0:
             direction = "higher"

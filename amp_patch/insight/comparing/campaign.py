@@ -87,13 +87,16 @@ def plan_runs(
     `everywhere`, the whole training is in one region of autocast.
     """
     plain = levels.find_plain_level().name
-    trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
-    native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
-    low = [plain, SCRIPT]
+    with_amp = [level.name for level in levels.read_levels() if level.keeps_small_updates]
+    with_autocast = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
+    with_low_weights = [plain, SCRIPT]
     if everywhere:
-        trained = native = [plain, levels.find_patching_level("bfloat16").name]
-        low = [plain, SCRIPT, *native[1:]]
-    runs, native_runs, low_runs = (_name_runs(asked or default, reference) for default in (trained, native, low))
+        patching = levels.find_patching_level("bfloat16").name
+        with_amp = with_autocast = [plain, patching]
+        with_low_weights = [plain, SCRIPT, patching]
+    runs, native_runs, low_runs = (
+        _name_runs(asked or default, reference) for default in (with_amp, with_autocast, with_low_weights)
+    )
     is_asked = asked is not None
     return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, is_asked)
 
@@ -186,7 +189,7 @@ class Campaign:
             for name in order:
                 if self._fails_alike():
                     return
-                is_done = name == reference and seed == seeds[0]
+                is_done = name == reference and seed == seeds[0]  # by `_train_reference`
                 if not is_done and self._compared[name].failed in ("", NOT_RUN):
                     self._train(name, seed)
                 if name == reference and not self._compared[name].failed:
@@ -264,7 +267,7 @@ class Campaign:
 
     def comparison(self) -> Comparison:
         """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
-        curves = [curve for each in self._curves.values() for curve in each if curve.losses]
+        curves = [curve for of_run in self._curves.values() for curve in of_run if curve.losses]
         if self._header is None or not curves:
             runs_by_reason: dict[str, list[str]] = {}
             for run in self._compared.values():
@@ -296,6 +299,7 @@ class Campaign:
         if self._header is None or name == self._reference:
             self._header = run
         low = run.low
+        # a run in float32 has no 16 bits, even if the script asks for them
         if not is_in_float32(self._runs[name]) or self._not_float32:
             low = low or run.script_low
         self._change(name, opt_level=run.opt_level, low=low, lists=run.lists, digest=run.digest)

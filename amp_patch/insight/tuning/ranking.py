@@ -16,7 +16,7 @@ ROUNDING = 8
 class Ranking:
     """Makes entries for modules, ops, or both, from the recording of a `Float32Run`.
 
-    With both, an op in a submodule becomes an entry for the submodule, and an op in the model itself or outside of it
+    With the units "both", an op in a submodule leads to an entry for the submodule, another op to
     an entry for the op.
     """
 
@@ -30,6 +30,7 @@ class Ranking:
             self._existing.update(record.names)
             self._ran.update(record.ran)
         steps = reference.of(CheckedStepRecord)
+        # the largest dynamic scale of the script; 0 if it has none
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)
 
@@ -81,7 +82,7 @@ class Ranking:
         return error
 
     def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
-        """Return entries that keep everything in float32 that these units can keep, from all other entries."""
+        """Return entries that keep as much in float32 as these units can, given all their smaller entries."""
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
             return ops
@@ -91,7 +92,7 @@ class Ranking:
         """Return the number of modules that ran and that entries keep in float32, plus the number of ops."""
         given = list(entries)
         modules = [entry for entry in given if entry.kind == "module"]
-        covered = [name for name in self._ran if any(_is_in(name, entry) for entry in modules)]
+        covered = [name for name in self._ran if any(_keeps_module(entry, name) for entry in modules)]
         return len(covered) + len(given) - len(modules)
 
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
@@ -102,7 +103,7 @@ class Ranking:
         """
         rest = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
         for gradient in self._gradients:
-            if not any(_is_in(gradient.parameter.rpartition(".")[0], entry) for entry in forced):
+            if not any(_keeps_module(entry, gradient.parameter.rpartition(".")[0]) for entry in forced):
                 rest.append(gradient.largest)
         return self._lower(max(rest, default=0.0), self._loss_scale)
 
@@ -120,16 +121,16 @@ class Ranking:
 
     def find_reason(self, entry: ListEntry) -> str:
         """Return the reason for an entry: the first op that overflows, or else the op with the largest error."""
-        mine = [op for op in self._ops if _is_of(op, entry)]
-        if not mine:
+        kept = [op for op in self._ops if _keeps_op(entry, op)]
+        if not kept:
             return "ops here that cannot be measured by themselves"
         low = spell_out(self._low)
-        for op in mine:
+        for op in kept:
             if op.overflow:
                 return f"{op.op}: {_percent(op.overflow)} of its results overflow {low}"
-        for op in filter(_overflows, mine):
+        for op in filter(_overflows, kept):
             return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
-        op = max(mine, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
+        op = max(kept, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
         if op.backward_error > max(op.error, op.gradient_error):
             return f"{op.op}: its backward pass is off by {op.backward_error:.2g} in {low}"
         if op.gradient_error > op.error:
@@ -161,14 +162,16 @@ def _overflows(op: LowOpRecord) -> bool:
     return op.overflow > 0.0 or (op.is_listed and op.overflow_in > 0.0)
 
 
-def _is_in(name: str, entry: ListEntry) -> bool:
+def _keeps_module(entry: ListEntry, name: str) -> bool:
+    """Return whether an entry keeps a module in float32, by its own name or that of a module around it."""
     return entry.matches(name) or entry.covers(ListEntry("module", name))
 
 
-def _is_of(op: LowOpRecord, entry: ListEntry) -> bool:
+def _keeps_op(entry: ListEntry, op: LowOpRecord) -> bool:
+    """Return whether an entry keeps an op in float32, by its name or its module."""
     if entry.kind == "op":
         return op.op == entry.name
-    return bool(op.module) and _is_in(op.module, entry)
+    return bool(op.module) and _keeps_module(entry, op.module)
 
 
 def _percent(share: float) -> str:

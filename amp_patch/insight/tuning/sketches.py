@@ -38,8 +38,8 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 def distance(first: str, second: str) -> float:
     """Return the norm of the difference of two gradients, from their sketches.
 
-    It is exact up to `SIZE` values, and within a few percent for more. It is inf if the sketches
-    have different lengths, and inf or NaN if a gradient is not finite.
+    It is exact up to `SIZE` values, and within a few percent for more. If the sketches have different lengths, it is
+    inf; if a gradient is not finite, inf or NaN.
     """
     values, subtracted = _decode(first), _decode(second)
     if len(values) != len(subtracted):
