@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..interrupts import TerminatedError
 from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
-from . import run as runs
+from . import run as run_command
 from .ranks import find_ranks, name_for_node, refuse_ranks
 from .recording import ERROR, NO_REGION, PROGRESS, WAITING, WIDENED
 from .values import check_lists, get_level
@@ -72,7 +72,7 @@ def add_script(
         is_repeated: the command runs the script several times, so it needs --in-place.
         has_report: the command writes its own command line to a file, so it needs --with-arguments.
     """
-    runs.add_settings(parser, has_level=has_level)
+    run_command.add_settings(parser, has_level=has_level)
     parser.set_defaults(in_place=False, with_arguments=False)
     if has_report:
         parser.add_argument(
@@ -130,8 +130,8 @@ class ScriptRunner:
         if is_quiet:  # all commands that run the script several times are quiet
             refuse_ranks(arguments.parser, arguments.command.name)
         if arguments.everywhere and arguments.has_level:
-            runs.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
-        runs.check_command(arguments.parser, self._command)
+            run_command.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
+        run_command.check_command(arguments.parser, self._command)
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._opt_level = arguments.opt_level
         self._lists = arguments.lists
@@ -141,7 +141,7 @@ class ScriptRunner:
         self._prog = arguments.parser.prog
         self._folders: Folders | None = None
         if is_repeated and not arguments.in_place:
-            if runs.IS_WINDOWS:
+            if run_command.IS_WINDOWS:
                 arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
             self._folders = Folders(self._prog.split()[-1])
         self._has_noted_waiting = False
@@ -183,7 +183,7 @@ class ScriptRunner:
             lists = [*self._lists, *run.settings.lists]
             # a run in float32 casts nothing, so it gets no region around the whole script
             has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
-            python_arguments, environment = runs.prepare(
+            python_arguments, environment = run_command.prepare(
                 self._command,
                 opt_level=level,
                 lists=lists,

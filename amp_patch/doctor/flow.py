@@ -171,7 +171,7 @@ class Flow:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def _scope_of(self, name: ast.expr) -> ast.AST | None:
-        """Return the function or module that binds a name; None for an attribute, which has no scope."""
+        """Return the function, lambda or module that binds a name; None for an attribute, which has no scope."""
         if not isinstance(name, ast.Name):
             return None
         frame = self._script.frame(name)
@@ -226,10 +226,11 @@ class Flow:
         if name not in names and name not in defaults:
             return
         index = names.index(name) if name in names else None
-        called, holder = function.name, self._script.parent(function)
-        if called == "__init__" and isinstance(holder, ast.ClassDef):
-            called = holder.name
-        passed = [argument_of(call, name, index) for call in self._calls.get(called, ())]
+        # a call of a class calls its `__init__`
+        called_name, holder = function.name, self._script.parent(function)
+        if called_name == "__init__" and isinstance(holder, ast.ClassDef):
+            called_name = holder.name
+        passed = [argument_of(call, name, index) for call in self._calls.get(called_name, ())]
         yield from (value for value in passed if value is not None)
         # the default counts without a call in the script, or if a call leaves the argument out
         if name in defaults and not (passed and all(passed)):
@@ -269,8 +270,8 @@ class Flow:
         function = self._functions.get(name)
         if function is not None:
             returns = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None)
-            own = [node for node in returns if self._script.frame(node) is function]
-            return [origin for node in own for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
+            own_returns = [node for node in returns if self._script.frame(node) is function]
+            return [origin for node in own_returns for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
         return self._find_default(call)
 
     def _find_cast(self, call: ast.Call) -> list[str] | None:
@@ -308,7 +309,8 @@ class Flow:
         here = self._script.frame(at)
         for frame, events in frames.items():
             for event in reversed(events):
-                if frame is here and (not self._script.is_before(event, at) or self._script.leaves(event, at)):
+                leads_to_node = self._script.is_before(event, at) and not self._script.leaves(event, at)
+                if frame is here and not leads_to_node:
                     continue
                 origins += self._follow_event(node, event, depth)
                 if not self._is_conditional(event, at):

@@ -80,7 +80,7 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     for stepper, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
-            if verdict is None or verdict.node in reported or is_kept(script, flow, model):
+            if verdict is None or verdict.node in reported or may_train_only_float32(script, flow, model):
                 continue
             if verdict.dtype == "float16" and verdict.is_certain and has_scaler:
                 continue  # GradScaler refuses such weights: AMP707
@@ -193,8 +193,8 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
-def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether a part of a model may be frozen or in float32, so that the optimizer may hold no 16-bit weight."""
+def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
+    """Return whether the optimizer of a model may hold no 16-bit weight: a part is frozen or in float32."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
         part = text_of(receiver)

@@ -71,6 +71,7 @@ def _is_call_of(node: ast.expr, names: set[str]) -> bool:
 
 
 def _is_old(script: Script, call: ast.Call) -> bool:
+    """Return whether a call of autocast is one of `_OLD_REGIONS`, whose arguments have other positions."""
     return not script.names.resolve(call.func).isdisjoint(_OLD_REGIONS)
 
 

@@ -109,7 +109,7 @@ def explain_rule(code: str) -> str:
     if rule.bad:
         parts += [f"Bad:\n{indent(rule.bad, '    ')}", f"Good:\n{indent(rule.good, '    ')}"]
     if rule.find is None:
-        parts.append(f"It concerns no line of a script; leave it out with --ignore {code}.")
+        parts.append(f"No comment silences it; leave it out with --ignore {code}.")
     else:
         parts.append(f"Silence it on a line with `# amp-patch: ignore[{code}]`.")
     return "\n\n".join(parts)

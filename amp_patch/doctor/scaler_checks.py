@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from .flow import Flow
-from .precision_checks import find_trainers, is_kept
+from .precision_checks import find_trainers, may_train_only_float32
 from .region_checks import dtypes_of, find_regions
 from .rules import Fault, rule
 from .scaler_flow import ScalerFlow, grade
@@ -193,7 +193,7 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
             verdict = values.judge(model, trainer)
             if verdict is None or verdict.dtype != "float16" or not verdict.is_certain:
                 continue
-            if is_kept(script, values, model):
+            if may_train_only_float32(script, values, model):
                 continue
             line, _ = script.location_of(verdict.node)
             message = f"{text_of(model)} has float16 weights (line {line}), whose gradients GradScaler refuses"

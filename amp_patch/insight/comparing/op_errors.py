@@ -25,7 +25,7 @@ RANDOM = frozenset(
 """Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
 _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""Functions that do so on a GPU, whose kernels draw several numbers at once, and not on a CPU."""
+"""Functions that do so on a GPU, whose kernels draw several numbers at once, but not on a CPU."""
 
 
 class LowOps:

@@ -101,7 +101,7 @@ class CurveProbe(Probe):
         if self._first_weights is not None:
             self._first_weights.put_back(optimizer)
         if self._is_noise:
-            # only those of this optimizer, because a living graph may hold others: in a GAN, the generator's graph
+            # only weights of this optimizer, because a living graph may hold others: in a GAN, the generator's graph
             # lives while the discriminator steps
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             _nudge(current.require(), weights, self._count + 1)
@@ -135,7 +135,7 @@ class CurveProbe(Probe):
     def _records(self) -> Iterable[Record]:
         ms = math.nan
         if self._seconds:
-            # The first steps allocate memory and compile kernels.
+            # without the first steps, which allocate memory and compile kernels
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
         curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
@@ -305,9 +305,9 @@ class LayerProbe(Probe):
         if self._count or self._gradients:
             return
         with self._ops.pause():
-            self._look_at_gradients(current.require())
+            self._sample_gradients(current.require())
 
-    def _look_at_gradients(self, session: Session) -> None:
+    def _sample_gradients(self, session: Session) -> None:
         """Sample and count the gradients of all layers, and sample their weights."""
         gradients: dict[int, Tensor] = {}
         weights: list[float] = []
@@ -349,6 +349,7 @@ class LayerProbe(Probe):
             self._on_end()
 
     def _unhook(self) -> None:
+        """Sample no more layers."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._names = [], {}

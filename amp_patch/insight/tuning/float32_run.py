@@ -160,7 +160,7 @@ class _Shadowing:
         return next(iter(named), None)
 
     def _is_low(self, rule: OpRule | None, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
-        """Return whether an op in a module would run in 16 bits."""
+        """Return whether an op would run in 16 bits, by its rule, the module that runs, and its inputs."""
         dtype = ""
         if module is not None:
             dtype = self._rules[id(module)]

@@ -52,9 +52,9 @@ class Tuner:
         self._runner = runner
         self._runs = 0
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}
-        self._loss_scale: float | None = None
+        self._loss_scale: float | None = None  # the initial scale of candidates; None: the script's own
         self._kept: list[ListEntry] = []  # entries against the faults of traced runs
-        self._reasons: dict[ListEntry, str] = {}
+        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_kept`
         self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
 
     def run(self) -> TuneResult:
