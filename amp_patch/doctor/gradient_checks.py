@@ -15,23 +15,9 @@ _CLIPPING_NAMES = ("clip_grad", "clip_gradient", "adaptive_clip", "clip_norm")
 """Parts of names of functions that clip gradients, of a library (`dispatch_clip_grad` of timm) or of the script."""
 
 _MEASURING = {
-    *(
-        "norm",
-        "abs",
-        "mean",
-        "max",
-        "min",
-        "std",
-        "var",
-        "sum",
-        "pow",
-        "square",
-        "item",
-        "tolist",
-        "histogram",
-        "histc",
-    ),
-    *("amax", "amin", "quantile", "median", "vector_norm", "_foreach_norm", "Histogram", "add_histogram", "clamp"),
+    *("norm", "vector_norm", "_foreach_norm", "abs", "mean", "median", "quantile", "std", "var", "sum", "pow"),
+    *("square", "max", "min", "amax", "amin", "clamp", "item", "tolist"),
+    *("histogram", "histc", "Histogram", "add_histogram"),
 }
 """Functions and methods whose result depends on the scale of a gradient."""
 

@@ -167,8 +167,8 @@ def recommend(device: Device) -> str:
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
     """Return advice on how glibc handles freed memory, or "" if the device, the library or the environment needs none.
 
-    The C library holds only the tensors on a CPU. With both variables, a step of a small network takes 0.7 to 0.95 of
-    the time, with amp and without (measured with torch 2.13.0 on a CPU with AVX512_BF16).
+    Only tensors on a CPU use the memory of the C library. With both variables, a step of a small network takes 0.7 to
+    0.95 of the time, with amp and without (measured with torch 2.13.0 on a CPU with AVX512_BF16).
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""

@@ -157,7 +157,7 @@ def _class_of(script: Script, call: ast.Call) -> str:
 
 
 def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
-    """Return whether an optimizer is passed to `initialize`, which makes masters or warns itself."""
+    """Return whether an optimizer is passed to `initialize`. Then amp makes masters, or warns."""
     targets = {assignment.target for assignment in script.assignments if assignment.value is optimizer}
     given = {name for call in script.initializations for name in names_in(call)}
     return bool(targets & given)
@@ -233,8 +233,8 @@ def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what
-    it was at the start.
+    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round that to nothing,
+    and the average keeps its first value.
     """
     if not may_be_low(script):
         return

@@ -78,7 +78,7 @@ RULES: dict[str, Rule] = {
     rule.code: rule
     for rule in (
         Rule("AMP001", "a file that cannot be read or parsed", "What cannot be parsed is not checked."),
-        Rule("AMP901", "another package under the name apex", "`from apex import amp` fails, or imports from it."),
+        Rule("AMP901", "another package under the name apex", "`from apex import amp` fails, or finds that package."),
     )
 }
 

@@ -91,9 +91,9 @@ class Tree:
         return self._parents.get(node, (None, ""))[0]
 
     def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-        """Yield the nodes that contain this one, the innermost first, each with the field of it that this one is in.
+        """Yield the nodes that contain this one, the innermost first, each with its field that holds this one.
 
-        The field of an `if`, for example, is "test", "body" or "orelse".
+        The fields of an `if`, for example, are "test", "body" and "orelse".
         """
         while node in self._parents:
             node, field = self._parents[node]

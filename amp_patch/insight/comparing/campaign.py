@@ -33,7 +33,7 @@ AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
 SCRIPT = "script"
-"""The name of such a run if the script itself makes its weights 16-bit, and of a reference that keeps 16 bits."""
+"""The name of a run as it is if the script makes its weights 16-bit, and of a reference that keeps 16 bits."""
 
 NOT_RUN = "did not run"
 """The reason why a run that never began has no results."""

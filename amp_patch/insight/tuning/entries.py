@@ -56,7 +56,7 @@ def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
     if units == "modules":
         return [] if ops else modules
     if modules and not remedy.alternative:
-        return []
+        return []  # no ops suffice in place of the modules
     return ops + [ListEntry("op", name) for name in remedy.alternative]
 
 
@@ -89,7 +89,7 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Yield a name with `*` in place of its numbers: first of all numbers, at last of a single one."""
+    """Yield a name with `*` in place of some of its numbers: first of all, at last of a single one."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     for size in range(len(numbers), 0, -1):

@@ -25,7 +25,7 @@ from ..tensors import storage_of, tensors_in
 from .check import Check
 
 WHOLE_MODEL = "**"
-"""The pattern that matches the model itself."""
+"""The pattern that matches every module, also the model itself."""
 
 
 class Float32Run(Check):

@@ -13,10 +13,10 @@ Test = Callable[[tuple[Unit, ...]], bool]
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
     """Return units that pass, none of them needless, or None if all units together do not pass.
 
-    `forced` is tested first. If it does not pass, the shortest prefix of `ranked` is searched that passes with it. The
-    last unit of this prefix is needed. It is kept, and the search goes on in the prefix before it. At the end, units of
-    `forced` that became needless are left out. The tests for each needed unit grow with the logarithm of the length of
-    `ranked`.
+    `forced` is tested first. If it does not pass, the search finds the shortest prefix of `ranked` that passes with it.
+    The last unit of this prefix is needed: it is kept, and the search goes on in the prefix before it. At the end,
+    needless units of `forced` are left out. The number of tests for each needed unit grows with the logarithm of the
+    length of `ranked`.
     """
     base, left = tuple(forced), tuple(ranked)  # `left`: where further needed units may be
     needed: tuple[Unit, ...] = ()
