@@ -121,7 +121,7 @@ class Project:
                 continue
             for fault in rule.find(script):
                 line, column = script.location_of(fault.node)
-                # of a node that has several lines, any may have the comment
+                # the comment may be on any line of the node
                 last_line = getattr(fault.node, "end_lineno", line)
                 ignored = set[str]().union(*(ignored_by_line.get(number, ()) for number in range(line, last_line + 1)))
                 if rule.code not in ignored and _EVERY_CODE not in ignored:

@@ -96,7 +96,7 @@ class Summary:
         return None
 
     def first_difference(self, name: str) -> float | None:
-        """Return the largest difference of the first losses over the seeds; None if they come from other weights."""
+        """Return the largest difference of the first losses over the seeds; None if the weights were not equal."""
         firsts = [abs(each[0]) for each in self.differences(name) if each and math.isfinite(each[0])]
         run = next(run for run in self.runs if run.run == name)
         return max(firsts, default=None) if run.has_equal_weights else None
