@@ -54,6 +54,17 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
     return backward if callable(backward) else None
 
 
+def list_schema_arguments(op: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an op of torch.library or torch.ops, and whether it is passed by name only.
+
+    The list is empty for anything else. If torch drops an attribute, it is empty for all ops, and an entry of a list
+    could not name an argument of such an op.
+    """
+    overload = getattr(op, "_opoverload", None) or getattr(op, "default", None) or op
+    arguments = getattr(getattr(overload, "_schema", None), "arguments", ())
+    return [(argument.name, bool(argument.kwarg_only)) for argument in arguments]
+
+
 # Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
 # would not be counted, or a report would have a row for an op without a result.
 TO_COPY = _aten._to_copy
@@ -147,6 +158,15 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 """`clip_grad_norm_` calls this function, so a patch of it also sees the calls of a script that has imported
 `clip_grad_norm_` by name. Without it, such calls would not be seen.
 """
+
+
+# Hides ops from all dispatch modes of this thread, and from tensor classes with a `__torch_dispatch__`.
+# Without it, `explain` would list the ops of a flight recorder that a script uses.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+# Returns the scale of a GradScaler as a tensor on its device, None before its first use.
+# Without it, `get_scale` would have to be called, which waits for the device.
+get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
 
 
 def has_compiled() -> bool:

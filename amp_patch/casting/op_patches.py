@@ -8,7 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,17 @@ from .tensor_cast import cast_tree, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
-Registration = tuple[Any, str, str]
-"""Owner and name of a function that the user registered, and the name of its rule."""
+
+class Registration(NamedTuple):
+    """A function that the user registered, `getattr(owner, name)`, and the name of its rule.
+
+    `like`: the argument whose dtype the others take, for a rule that needs one.
+    """
+
+    owner: Any
+    name: str
+    rule: str
+    like: str = ""
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
@@ -36,14 +45,14 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     Under torch.autocast, ops with torch's own rule get no patch, or the patch by `OpCasts.by_torch`. Other patches keep
     torch from casting ops that it lists, but the session's lists do not.
     """
-    decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
+    decided = {(id(known.owner), known.name) for known in registered}  # names that need no other patch
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
-            yield plan_op(spelling.owner, spelling.name, spelling.rule, chosen, spelling.entry.location)
-    for owner, name, rule in registered:
-        if rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list, so it is not patched
-            yield plan_op(owner, name, rule, casts)
+            yield plan_spelling(spelling, spelling.owner, chosen)
+    for known in registered:
+        if known.rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list: it is not patched
+            yield plan_op(known.owner, known.name, known.rule, casts, like=known.like)
     if casts.autocast is not None and casts.autocast.torch_lists is not None:
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.torch_lists.spellings:
@@ -67,10 +76,20 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
-def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states the rule."""
-    note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
-    return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
+def plan_spelling(spelling: op_lists.Spelling, owner: Any, casts: OpCasts) -> Patch:
+    """Return the patch of a listed op of `owner`."""
+    entry = spelling.entry
+    return plan_op(owner, spelling.name, spelling.rule, casts, entry.location, entry.like)
+
+
+def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "", like: str = "") -> Patch:
+    """Return the patch that makes `owner.name` follow a rule.
+
+    `location`: where a list file states the rule. `like`: the argument that the rule names.
+    """
+    described = op_lists.RULES[rule].describe(like)
+    note = f"Patched by amp_patch until amp_patch.reset(): {described}, {location or 'registered'}."
+    return Patch(owner, name, lambda original: casts.wrap(rule, original, like, location), note)
 
 
 class DeferredOps:
@@ -168,7 +187,7 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.rule, casts, spelling.entry.location)])
+        self._patcher.install([plan_spelling(spelling, owner, casts)])
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 

@@ -153,14 +153,14 @@ def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Questio
 
 def _to_folder(name: str, folder: Path) -> str:
     """Return the name of an op list in a contract in `folder`: a shipped name, or the path relative to `folder`."""
-    if name in config.shipped.shipped_names():
+    if config.list_names.is_shipped(name):
         return name
     return Path(os.path.relpath(name, folder)).as_posix()
 
 
 def _from_folder(name: str, folder: Path) -> str:
     """Return the shipped name or the absolute path of a list that a contract in `folder` names."""
-    if name in config.shipped.shipped_names():
+    if config.list_names.is_shipped(name):
         return name
     return os.path.abspath(folder / name)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .flight.flight_recorder import FlightRecorder as FlightRecorder
+    from .flight_record import FlightRecord as FlightRecord
     from .misuse_record import MisuseRecord as MisuseRecord
     from .misuse_record import format_misuses as format_misuses
     from .module_casts import note_casts as note_casts
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FaultRecord": "fault_record",
+    "FlightRecord": "flight_record",
+    "FlightRecorder": "flight.flight_recorder",
     "MisuseRecord": "misuse_record",
     "QuietRecord": "quiet_record",
     "RaisedRecord": "raised_record",

@@ -24,6 +24,8 @@ class OpCall:
         sources: addresses of the tensors that have to be cast for the call.
         copied: addresses of the tensors that were cast.
         cast_dtypes: pairs of the dtypes from and to which tensors were cast.
+        widened: the call that cast 16-bit arguments to float32, and whose result this call has used: itself, or an
+            earlier one, after which only unlisted ops ran. None if there is none.
         is_reached: whether lists and rules for modules act where it runs.
         names_dtype: whether it is a cast of the script to a dtype that its line names, not to the dtype of a tensor.
         constants: as in `OpRecord`, of this call.
@@ -45,9 +47,14 @@ class OpCall:
     sources: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
     cast_dtypes: set[tuple[str, str]] = field(default_factory=set)
+    widened: "OpCall | None" = None
     is_reached: bool = True
     names_dtype: bool = False
     constants: tuple[str, ...] = ()
+
+    def has_widened(self) -> bool:
+        """Return whether the call has cast an argument of 16 bits to float32."""
+        return any(target == "f32" and source in ("f16", "bf16") for source, target in self.cast_dtypes)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_record import FaultRecord
 from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
+from .flight.describe import is_flight, summarize
 from .raised_record import RaisedRecord
 from .raised_text import describe_raised, entitle_raised, format_raised
 from .recordings import Recording
@@ -25,7 +26,13 @@ def _format_recording(recording: Recording) -> str:
         return format_comparison(Summary(recording))
     if recording.ops:
         return format_recording(recording)
-    return f"{entitle_recording(recording)}\n{format_faults(recording)}"
+    if is_flight(recording):
+        return f"{entitle_recording(recording)}\n{summarize(recording.flight)}"
+    text = f"{entitle_recording(recording)}\n{format_faults(recording)}"
+    if recording.flight:
+        fault = next(iter(recording.faults), None)
+        text += f"\nwhat led to it: {summarize(recording.flight, fault)}"
+    return text
 
 
 @display.as_text.register
@@ -46,7 +53,9 @@ def _name_recording(recording: Recording) -> str:
     if recording.of(ComparisonRecord):
         return f"Comparison: {heading(Summary(recording))}"
     contents = f"{sum(op.calls for op in recording.ops)} calls of ops"
-    if not recording.ops:
+    if is_flight(recording):
+        contents = summarize(recording.flight).partition("\n")[0].rstrip(":")
+    elif not recording.ops:
         contents = format_faults(recording).partition("\n")[0]
     return f"Recording: {entitle_recording(recording)}; {contents}"
 
@@ -63,6 +72,9 @@ def _show_recording(recording: Recording) -> Markup:
     raised = [show_raised(record, recording.run) for record in recording.raised]
     if not recording.ops and raised:
         return join([element("p", entitle_recording(recording)), *raised])
+    if is_flight(recording):
+        title, *lines = summarize(recording.flight).splitlines()
+        return join([element("p", entitle_recording(recording)), element("p", title), _list(lines)])
     if not recording.ops:
         return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
     ops = choose_forward(recording)

@@ -13,6 +13,7 @@ from ..errors import RecordError
 from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
+from .flight_record import FlightRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
 from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
@@ -47,6 +48,7 @@ Record = (
     | QuietRecord
     | RaisedRecord
     | MisuseRecord
+    | FlightRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -125,6 +127,11 @@ class Recording:
     def misuses(self) -> list[MisuseRecord]:
         """How the script uses GradScaler and autocast wrongly."""
         return self.of(MisuseRecord)
+
+    @property
+    def flight(self) -> list[FlightRecord]:
+        """The magnitudes of modules over the sampled steps."""
+        return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""

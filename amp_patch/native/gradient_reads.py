@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casting import compiling
 from ..patching import Patch, Patcher
 from .misuse import Kind
 from .roots import find_line
@@ -97,7 +98,7 @@ class GradientReads:
     def _noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def factory(original: Callable[..., Any]) -> Callable[..., Any]:
             def read(*args: Any, **kwargs: Any) -> Any:
-                if not torch.compiler.is_compiling():
+                if not compiling.is_compiling():
                     self._note(kind, args[0] if args else kwargs.get("input"), sys._getframe(1).f_code.co_filename)
                 return original(*args, **kwargs)
 

@@ -170,6 +170,9 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("layer_norm native_layer_norm", call(MATRIX, (4,), VECTOR, VECTOR2, 1e-5)),
     **_each("rms_norm", call(MATRIX, (4,), VECTOR, 1e-5)),
     **_each("group_norm", call(IMAGE, 2, rand(2), rand(2, seed=1))),
+    # with the statistics of training, which are not written
+    **_each("torch.nn.functional.batch_norm", call(IMAGE, rand(2), rand(2, seed=1), variables=1)),
+    **_each("torch.batch_norm", call(IMAGE, rand(2), rand(2), rand(2), rand(2), False, 0.1, 1e-5, False, variables=1)),
     **_each("local_response_norm", call(IMAGE, 2)),
     # losses
     **_each(
@@ -279,6 +282,7 @@ NO_SAMPLE = {
     "_cudnn_rnn": "cuDNN's layer",
     "cudnn_convolution": "cuDNN's kernel",
     "cudnn_convolution_transpose": "cuDNN's kernel",
+    "_mps_convolution": "the kernel of Apple GPUs",
     "_scaled_dot_product_flash_attention": "the flash kernel of GPUs",
     "mkldnn_rnn_layer": "returns its workspace, memory that nobody clears; it is the body of torch.lstm, which is here",
 }

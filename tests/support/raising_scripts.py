@@ -201,6 +201,21 @@ out = model(x.half())
         "",
         ("(start, start)", "(start.bfloat16(), start.bfloat16())"),
     ),
+    "attention of a module": Raising(
+        "attention = nn.MultiheadAttention(4, 1).half()\ny = x.half()\nout = attention(y + torch.ones(4), y, y)\n",
+        MIXED,
+        ("(y + torch.ones(4)).half() in place of y + torch.ones(4)",),
+        "",
+        ("attention(y + torch.ones(4)", "attention((y + torch.ones(4)).half()"),
+    ),
+    "weights of classes": Raising(
+        "small, weight = nn.Linear(4, 4).half(), torch.ones(4)\nh = small(x.half())\n"
+        "loss = F.cross_entropy(h, torch.tensor([0, 1, 2]), weight=weight)\n",
+        MIXED,
+        ("self: float16, made by F.linear", "weight.half() in place of weight"),
+        "",
+        ("weight=weight", "weight=weight.half()"),
+    ),
     "a loss": Raising(
         "def measure(out):\n    return nn.HuberLoss()(out, torch.zeros(3, 4))\n\n\n"
         "small = nn.Linear(4, 4).half()\nloss = measure(small(x.half()))\nloss.backward()\n",
