@@ -36,7 +36,7 @@ def get_level(name: str) -> "config.levels.Level":
 
 
 def oplist(text: str) -> str:
-    """Return the name of a shipped list, or the absolute path of a file that exists.
+    """Return the name of a shipped list, or the absolute path of a file that exists, each with any `@version` after it.
 
     The path is absolute because scripts change their working directory. The content is checked later, by `check_lists`.
     """

@@ -175,7 +175,7 @@ class _Shadowing:
             return False
         arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
         are_low = [storage_of(tensor) in self._low_storages for tensor in arrays]
-        if rule is OpRule.MATCH:  # one argument decides, which may be any of them
+        if rule is OpRule.MATCH:  # one argument decides; which one is not looked up
             return any(are_low)
         return all(are_low)
 
