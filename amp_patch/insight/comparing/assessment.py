@@ -71,6 +71,7 @@ class Assessment:
 
     @property
     def _is_all_skipped(self) -> bool:
+        """Whether every step from every seed was skipped."""
         seeds = len(self._summary.curves(self.row.name))
         return 0 < self.row.steps * seeds <= self.row.skipped
 
@@ -83,12 +84,12 @@ class Assessment:
             return False
         return not self._is_clear(abs(self._difference))
 
-    def _is_clear(self, size: float) -> bool:
-        """Return whether a difference is too large to be chance."""
+    def _is_clear(self, difference: float) -> bool:
+        """Return whether a loss is larger by too much to be chance."""
         noise, base, gained = self._summary.noise or 0.0, abs(self._reference_loss), self._summary.gained
         if gained is not None:
             base = min(base, gained)  # a large constant in the loss says nothing about the training
-        return size > CLEAR * base and size > CLEAR_OF_NOISE * noise
+        return difference > CLEAR * base and difference > CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
         """Return in words whether the run trains as well as the reference."""
@@ -103,7 +104,7 @@ class Assessment:
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
-        # each seed is compared with the same seed of the reference
+        # the number of seeds with a clearly larger loss than the same seed of the reference
         worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
         if self._has_seeds and worse and self._difference > 0:
             return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
@@ -131,16 +132,19 @@ class Assessment:
         reference, run, steps = self._reference, self.row.run, self.row.steps
         dropped = self._count_dropped()
         if dropped:
-            return f"worse than {reference} (it drops {dropped} of {self.row.batches} batches: its loss is of others)"
+            batches = f"{dropped} of {self.row.batches} batches"
+            return f"worse than {reference} (it drops {batches}, so its loss is of other data)"
         if self._is_all_skipped:
             if self._summary.gained is not None and steps > MOST_SKIPS:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
             return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if run.kept is not None:
-            what = {"weights": "weight updates", "line": f"updates at {run.kept_worst}"}.get(
-                run.lost_by, f"updates of {run.kept_worst}"
-            )
-            return f"worse than {reference} ({1 - run.kept:.0%} of the {what} are lost)"
+            updates = f"updates of {run.kept_worst}"
+            if run.lost_by == "weights":
+                updates = "weight updates"
+            elif run.lost_by == "line":
+                updates = f"updates at {run.kept_worst}"
+            return f"worse than {reference} ({1 - run.kept:.0%} of the {updates} are lost)"
         error = run.gradient_error
         # inf only says that the step of the measurement was skipped
         if error is not None and OFF < error < math.inf:

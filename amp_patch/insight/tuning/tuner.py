@@ -95,7 +95,7 @@ class Tuner:
         if self._reference.run.not_widened:
             self._not_float32 = ", ".join(self._reference.run.not_widened)
         if self._not_float32:
-            self.options.log(f"the run in float32 keeps what the script itself makes 16-bit: {self._not_float32}")
+            self.options.log(f"the run in float32 keeps 16 bits that the script itself makes: {self._not_float32}")
         if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = explain_non_finite(self._reference)
