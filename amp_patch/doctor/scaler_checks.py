@@ -78,7 +78,7 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
     """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's own
-    step uses gradients that are too large by the scale, which starts at 65536, or inf.
+    step uses gradients that are still multiplied by the scale, which starts at 65536, and inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
