@@ -127,7 +127,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     if comparison.noise is not None:
         yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
-        yield "noise: not known, since the run that measures it failed"
+        yield "noise: not known, since the run that measures it has no result"
     zero = "zero: gradients in the first step that become zero in the low dtype"
     if _have_scales(rows):
         zero += ", without a loss scale and with the scale of the last step"
