@@ -168,7 +168,7 @@ def _grade(script: Script) -> Severity:
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of `method` of an optimizer that a GradScaler steps, if no GradScaler's `method` is called.
+    """Return the first call of an optimizer's `method`, if a GradScaler steps it and its own `method` is never called.
 
     Returns None if there is no such call.
     """

@@ -374,10 +374,11 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
             if "loss" in text_of(call.args[0]).lower():
                 continue
             values = script.values_of(text_of(call.args[0]))
-            # another value of the name may be cast, or come from elsewhere
-            is_only_value = all(script.parent(value) in region.body.body for value in values)
+            # in another function, the only value of the name is the result of the function with the region
             is_returned = len(values) == 1 and script.frame(call) is not script.frame(region.body)
-            if not is_returned and not (is_only_value and scalers.are_in_order(region.body, call)):
+            # in the same function, each value is assigned in the region: another one may be cast
+            is_from_region = all(script.parent(value) in region.body.body for value in values)
+            if not is_returned and not (is_from_region and scalers.are_in_order(region.body, call)):
                 continue
             other_bodies = [other.body for other in find_regions(script) if other.body is not region.body]
             if any(outer in other_bodies for outer, _ in script.around(call)):
