@@ -135,8 +135,9 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
             return None  # every module has a __dict__ and a __name__
         submodule = _import(f"{module.__name__}.{part}")
         value = getattr(module, part, None)
-        if value is not None and value is not submodule and (submodule is None or not is_imported):
-            return None
+        is_no_module = value is not None and value is not submodule
+        if is_no_module and (submodule is None or not is_imported):
+            return None  # the attributes of such an object are not known
         if submodule is None:
             return part, [name for name in dir(module) if not name.startswith("_")]
         module = submodule
