@@ -1,4 +1,4 @@
-"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
 `native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
 All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
@@ -32,6 +32,20 @@ get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
 # a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
+
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+"""The module of flex_attention. torch does not import it before a script does."""
+
+FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
+"""The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
+
+Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
+"""
+
+# flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
+# Without them, these methods would round scores to 16 bits, which torch keeps in float32.
+_flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
+EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
 
 
 def restore_caller_state() -> AbstractContextManager[None]:

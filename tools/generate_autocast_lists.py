@@ -54,6 +54,7 @@ _IN_EVERY_MODE = """\
 _OF_PARTS = """\
   cov, corrcoef, matrix_power, matrix_exp, ldexp, linalg.pinv
                         unlisted; autocast casts a part of each, with a result whose dtype depends on the arguments
+  affine_grid           the grid is made in low; autocast makes it in the dtype of theta, and rounds it then
 """
 _ON_CUDA = """\
   torchvision.ops       results stay float32; autocast rounds them to the dtype of the input
@@ -87,6 +88,7 @@ bits. Where this list cannot say what autocast does:
   mv                    in the widest dtype; autocast runs it in low with a sparse matrix, and leaves a dense one alone
   forward-mode derivatives (jvp, jacfwd, hessian) through linear, layer_norm, linear
                         fail for mixed dtypes; autocast runs them, and so does the list bfloat16
+  affine_grid           the grid is made in low; autocast makes it in the dtype of theta, and rounds it then
   torchvision.ops       results stay float32; autocast rounds them to the dtype of the input
   products with a compressed sparse operand (CSR, CSC, BSR, BSC)
                         in the dtype of that operand; autocast fails, since CPUs have no 16-bit kernels for them

@@ -50,6 +50,8 @@ _NAMES = {"max_pool3d": "torch.max_pool3d"}
 # is not.
 _THROUGH = {
     # these do all their work there
+    "affine_grid": ("bmm",),
+    "affine_grid_generator": ("bmm",),
     "chain_matmul": ("mm",),
     "einsum": ("bmm",),
     "inner": ("tensordot",),
@@ -78,6 +80,9 @@ _THROUGH = {
 # Made of an op that autocast casts if an operand is sparse, and left alone if all are dense and so of one dtype. In the
 # widest dtype neither fails.
 _IF_SPARSE = ("mv",)
+# Higher-order ops, by the names of the functions that call them. Their kernels for autocast are written in Python, and
+# cast to low.
+_HIGHER_ORDER = {"flex_attention": torch.ops.higher_order.flex_attention}
 # torchvision registers its own kernels for autocast, which cast to float32. Known for these device types alone.
 _WITH_TORCHVISION = ("cpu", "cuda")
 _OF_TORCHVISION = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
@@ -97,6 +102,8 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         function = next((function for function in below if function in functions), None)
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
+    key = getattr(torch._C.DispatchKey, _KEYS[device_type], None)
+    rules |= {name: OpRule.WHITELIST for name, op in _HIGHER_ORDER.items() if key in op.py_kernels}
     rules |= {name: OpRule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
     if device_type in _WITH_TORCHVISION:
         rules |= {f"torchvision.ops.{name}": OpRule.BLACKLIST for name in _OF_TORCHVISION}

@@ -17,6 +17,7 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
+from ..torch_dispatch import FLEX_ATTENTION, FLEX_CALLS
 from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
@@ -66,14 +67,34 @@ _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module."""
+    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module, and
+    for what flex_attention calls.
+    """
     for patch in planned:
         yield patch
+        if (getattr(patch.owner, "__name__", ""), patch.name) == (FLEX_ATTENTION, "flex_attention"):
+            for name in FLEX_CALLS:
+                yield Patch(patch.owner, name, functools.partial(_replace_call, patch=patch))
         for owner, second in _SECOND_PLACES:
             if patch.owner is not owner or patch.name not in vars(second):
                 continue
             if vars(owner).get(patch.name) is vars(second)[patch.name]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
+
+
+def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
+    """Return the replacement of a function that flex_attention calls: the rule of `patch`, which replaces
+    flex_attention, holds.
+
+    Scripts compile flex_attention when they are imported. Such a function holds torch's own flex_attention, but finds
+    what that calls by name.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    call.__module__ = FLEX_ATTENTION  # a function of torch
+    return patch.factory(call)
 
 
 def plan_spelling(spelling: op_lists.Spelling, owner: Any, casts: OpCasts) -> Patch:
@@ -187,7 +208,7 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_spelling(spelling, owner, casts)])
+        self._patcher.install(with_second_places([plan_spelling(spelling, owner, casts)]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
@@ -213,6 +234,13 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
         return original(replayed, *args, **kwargs)
 
     return checkpoint
+
+
+def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
+    """Return a function of torch that runs without casts, because it is written in Python, and computes the result of
+    one op from others.
+    """
+    return run_in_region(original, Mode.OFF, switch)
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:

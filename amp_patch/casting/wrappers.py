@@ -30,6 +30,7 @@ from .replacement import (
     Replacements,
     replace,
     run_in_region,
+    supports_overrides,
 )
 from .tensor_cast import (
     cast_arguments,
@@ -42,7 +43,7 @@ from .tensor_cast import (
 from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
-_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg", "linear_cross_entropy", "multi_head_attention_forward"})
 
 # The ops that models call most, with (input, weight, bias, ...).
 _WEIGHTED = frozenset(
@@ -147,7 +148,8 @@ class OpCasts:
         is_of_torch = _is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_of_torch else ""
-        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.takes_sequence)
+        overridable = original if is_of_torch and supports_overrides(original) else None
+        public = PublicOp(name, overridable, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_of_torch and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
         find_dtype = self._make_dtype_finder(rule, original, like, location)

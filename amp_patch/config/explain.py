@@ -22,7 +22,7 @@ class Ruling:
             write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package that is not imported yet, so that the rule has no effect yet; else None.
+        package: the package, or module of torch, that is not imported yet, so the rule has no effect yet; else None.
     """
 
     spellings: tuple[str, ...]
@@ -233,7 +233,9 @@ def _find_rulings(lists: OpLists) -> _Rulings:
 
 
 def _package_of(key: SpellingKey) -> str:
-    return key[0].partition(".")[0]
+    """Return the package whose import makes a spelling known: of torch, the module."""
+    root = key[0].partition(".")[0]
+    return key[0] if root == "torch" else root
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:

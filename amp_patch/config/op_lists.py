@@ -184,14 +184,14 @@ def _get_names_of_torch() -> list[list[str]]:
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name still has the same owner. Owners in torch do not change.
+    """Return whether a name still has the same owner. The owners in torch's namespaces do not change.
 
     Notebooks replace other owners: they reload modules, and run cells that define classes again.
     """
     if spelling.owner_name in NAMESPACES:
         return True
     owners = find_spellings(spelling.entry.op, may_be_missing=True)
-    return owners == {(spelling.owner_name, spelling.name): spelling.owner}
+    return owners.get((spelling.owner_name, spelling.name), "missing") is spelling.owner
 
 
 _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
@@ -214,7 +214,7 @@ def find_owner(spelling: Spelling) -> object | None:
     """
     entry = spelling.entry
     try:
-        owner = find_deferred(entry.op)
+        owner = find_deferred(spelling.owner_name, spelling.name)
         if owner is not None:
             _check_argument(entry, owner, (spelling.owner_name, spelling.name))
         return owner
