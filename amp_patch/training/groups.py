@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
 from .masters import Masters, Pair
+from .split_masters import can_split
 
 
 class Groups:
@@ -24,6 +25,7 @@ class Groups:
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
+        are_split: whether new masters of bfloat16 parameters are split masters.
         placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
             removes its master from the groups.
     """
@@ -32,6 +34,7 @@ class Groups:
         self, optimizer: Optimizer, masters: Masters, *, use_masters: bool, on_new_parameters: Callable[[], None]
     ) -> None:
         self.use_masters = use_masters
+        self.are_split = False
         self.placed: dict[int, Pair] = {}
         self._on_new_parameters = on_new_parameters
         self._masters = masters
@@ -132,6 +135,8 @@ class Groups:
         if master is None:
             if data is None:
                 data = parameter.detach().float()
+            if self.are_split and can_split(parameter):
+                return self._masters.add_split(parameter, data)
             master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
             self._masters.add(parameter, master)
         return master
@@ -139,6 +144,7 @@ class Groups:
     def restore(self) -> None:
         """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
+        self._masters.open([master for _, master in self.placed.values()])  # while the parameters are their upper halves
         self.placed.clear()
         for reference, parameter, dtype in self._cast_states:
             if (owner := reference()) is not None:

@@ -16,6 +16,7 @@ from ..torch_private import (
     get_sparse_values,
     view_negated,
 )
+from .split_masters import get_layout
 
 # op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
@@ -148,7 +149,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        is_same_layout = gradient.layout is torch.strided and gradient.stride() == master.stride()
+        is_same_layout = gradient.layout is torch.strided and gradient.stride() == get_layout(master).stride()
         if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
@@ -174,7 +175,7 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         elif total is not None:
             sums.append(total)
             addends.append(gradient)
-        elif gradient.dtype is torch.float32 and gradient.stride() == master.stride():
+        elif gradient.dtype is torch.float32 and gradient.stride() == get_layout(master).stride():
             master.grad = gradient
         else:
             _add(master, gradient)
@@ -205,7 +206,7 @@ def _to_float32(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[
         if gradient.layout != torch.strided:
             converted.append(gradient.float())
             continue
-        copies.append(torch.empty_like(master, requires_grad=False))
+        copies.append(torch.empty_like(get_layout(master), dtype=torch.float32, requires_grad=False))
         sources.append(gradient)
         converted.append(copies[-1])
     copy_(group(copies, sources))  # fills them all
