@@ -75,7 +75,9 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     layers = [function]  # torch wraps the steps of other packages, and gives the wrapper their name
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
-    return all(str(layer.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.")) for layer in layers)
+    # torch.utils: the wrapper that `torch.no_grad()` makes
+    owners = ("torch.optim.", "torch.utils.", "amp_patch.")
+    return all(str(layer.__globals__["__name__"]).startswith(owners) for layer in layers)
 
 
 def steps_separately(step: Callable[..., Any]) -> bool:

@@ -121,11 +121,6 @@ def can_split(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
-def get_layout(master: Tensor) -> Tensor:
-    """Return a tensor with the size and the strides of the values of a master, open or closed."""
-    return master.half.low if type(master) is ClosedMaster else master
-
-
 def open_masters(masters: Iterable[Tensor]) -> None:
     """Give closed masters their float32 values. Masters that are open stay as they are."""
     closed = [master for master in masters if type(master) is ClosedMaster]
