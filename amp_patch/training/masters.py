@@ -126,8 +126,8 @@ class Masters:
         self.pairs[id(master)] = parameter, master
         self._index[id(parameter)] = index
 
-    def add_split(self, parameter: Tensor, data: Tensor) -> Tensor:
-        """Make and return a split master of `parameter` with the values `data`. Writes them to the parameter, too."""
+    def add_split(self, parameter: Tensor, data: Tensor | None) -> Tensor:
+        """Make and return a split master of `parameter`. See `SplitMasters.add`."""
         master = self._split.add(parameter, data)
         self.pairs[id(master)] = parameter, master
         return master

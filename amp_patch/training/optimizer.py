@@ -311,7 +311,8 @@ class OptimizerBinding:
         self._are_masters_copied = False
         if self.groups.are_split:
             optimizer: Any = self.reference()
-            run = functools.partial(step_in_parts, optimizer, self._masters, functools.partial(run, *args, **kwargs))
+            whole_step = functools.partial(run, *args, **kwargs)
+            run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step)
             args, kwargs = (), {}
         elif self._split_masters:  # an optimizer with split masters may share them
             self._masters.open(self.groups.parameters())

@@ -75,7 +75,8 @@ class _Half:
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
-        is_marked: whether an optimizer has changed the open master. Fused optimizers raise no version counter.
+        is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
+            version counter), or it is being written.
     """
 
     def __init__(self, parameter: Tensor, low: Tensor) -> None:
@@ -93,14 +94,16 @@ class _Half:
         self._versions = get_version(master), get_version(self.parameter)
 
     def forget(self) -> None:
-        """Let go of the memory of the master, which is about to be closed."""
+        """Let go of the memory of the master, which counts as edited until it is closed or recorded."""
+        self.is_marked = True
         self._alias = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
         """Return whether the open master has changed since it was recorded."""
-        assert self._alias is not None
+        if self.is_marked or self._alias is None:
+            return True
         has_moved = master.data_ptr() != self._alias.data_ptr()
-        return self.is_marked or has_moved or get_version(master) != self._versions[0]
+        return has_moved or get_version(master) != self._versions[0]
 
     def is_parameter_edited(self) -> bool:
         """Return whether the parameter has changed since the open master was recorded."""
@@ -137,18 +140,18 @@ def open_masters(masters: Iterable[Tensor]) -> None:
 def _open(master: Tensor, half: _Half, values: Tensor) -> None:
     with without_overrides():
         master.data = values
+        half.record(master)
+        master.__class__ = nn.Parameter  # from here on, the float32 values count
         del vars(master)["half"]
-        master.__class__ = nn.Parameter
-    half.record(master)
 
 
 def _close(master: Tensor, half: _Half) -> None:
-    half.forget()
-    nan = torch.full((), torch.nan, dtype=torch.float32, device=master.device)
-    master.data = nan.expand(master.size())
-    increment_version(master)  # a graph that has saved the master must not go on with NaN
+    nan = torch.full((), torch.nan, dtype=torch.float32, device=half.low.device)
     vars(master)["half"] = half
-    master.__class__ = ClosedMaster
+    master.__class__ = ClosedMaster  # from here on, the halves count
+    with without_overrides():
+        master.data = nan.expand(half.low.size())
+        increment_version(master)  # a graph that has saved the master must not go on with NaN
 
 
 def _find_closed(value: Any) -> Iterator[Tensor]:
@@ -169,12 +172,15 @@ class SplitMasters:
     def __init__(self) -> None:
         self._masters: dict[int, tuple[Tensor, _Half]] = {}  # by the parameter's id
 
-    def add(self, parameter: Tensor, data: Tensor) -> Tensor:
-        """Make a closed master of a parameter, with the values `data` (float32), and write them to the parameter."""
-        low = torch.empty_like(parameter, dtype=torch.int16, requires_grad=False)
-        split_([data.detach()], [parameter], [low])
-        master = nn.Parameter(torch.empty((), device=low.device).expand(low.size()), parameter.requires_grad)
+    def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
+        """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
+        values of the parameter.
+        """
+        low = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+        if data is not None:
+            split_([data.detach()], [parameter], [low])
         half = _Half(parameter, low)
+        master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close(master, half)
         self._masters[id(parameter)] = master, half
         return master
@@ -207,6 +213,8 @@ class SplitMasters:
                 opened.append(found)
         if not opened:
             return
+        for _, half in opened:
+            half.is_marked = True  # an interrupt may leave the halves half written
         with torch.inference_mode(False), torch.no_grad():
             for device in {half.low.device for _, half in opened}:
                 rows = [row for row in opened if row[1].low.device == device and row[1].is_joinable()]

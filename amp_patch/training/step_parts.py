@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..torch_private import without_overrides
 from .fused_skip import has_foreign_hooks
+from .groups import Groups
 from .masters import Masters
 from .split_masters import ClosedMaster
 
@@ -23,26 +24,30 @@ _Part = list[list[Tensor]]
 """Parameters of a part, for each group of the optimizer."""
 
 
-def step_in_parts(optimizer: Optimizer, masters: Masters, run: Callable[[], Any]) -> Any:
+def step_in_parts(optimizer: Optimizer, groups: Groups, masters: Masters, run: Callable[[], Any]) -> Any:
     """Call `run`, a step without a closure, for each part of the parameters, and return its last result.
 
     Before each call, the groups hold the parameters of one part, and its split masters are opened. The optimizer's hook
     (`CopyMastersHook`) closes them. With hooks of the script, which must run once, there is one part.
+
+    Args:
+        groups: the parameter groups of the optimizer.
     """
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
+    whole = [group["params"] for group in optimizer.param_groups]
     parts = [whole] if has_foreign_hooks(optimizer) else _divide(whole)
     if len(parts) == 1:
-        masters.open(_with_gradients(parts[0]))
+        masters.open(_with_gradients(whole))
         return run()
     result = None
+    groups.whole = whole
     try:
         for part in parts:
-            _put(groups, part)
+            for group, parameters in zip(optimizer.param_groups, part, strict=True):
+                group["params"] = parameters
             masters.open(_with_gradients(part))
             result = run()
     finally:
-        _put(groups, whole)
+        groups.put_back()
     return result
 
 
@@ -71,7 +76,3 @@ def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
             stepped += [parameter for parameter in parameters if parameter.grad is not None]
     return stepped
 
-
-def _put(groups: list[dict[str, Any]], part: _Part) -> None:
-    for group, parameters in zip(groups, part, strict=True):
-        group["params"] = parameters
