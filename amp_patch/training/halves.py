@@ -23,7 +23,7 @@ _UPPER = -0x10000
 _MAGNITUDE = 0x7FFFFFFF
 """The mask of all bits of an int32 but the sign."""
 
-_BLOCK_ON_CPU = 2**18
+_BLOCK_ON_CPU = 2**16
 """Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
 
 _BLOCK = 2**24

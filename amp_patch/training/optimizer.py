@@ -312,7 +312,8 @@ class OptimizerBinding:
         if self.groups.are_split:
             optimizer: Any = self.reference()
             whole_step = functools.partial(run, *args, **kwargs)
-            run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step)
+            end_part = self._drop_gradients_of
+            run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step, end_part)
             args, kwargs = (), {}
         elif self._split_masters:  # an optimizer with split masters may share them
             self._masters.open(self.groups.parameters())
@@ -331,14 +332,18 @@ class OptimizerBinding:
         self._are_masters_copied = True
 
     def _drop_gradients(self) -> None:
-        """Drop the gradients of the masters, except those that another optimizer has yet to step on."""
+        """Drop the gradients of the masters, except gradients that another optimizer has yet to step on."""
+        self._drop_gradients_of([master for _, master in self.groups.placed.values()])
+
+    def _drop_gradients_of(self, parameters: Iterable[Tensor]) -> None:
+        """The same for some parameters. Those without a master keep their gradients."""
         still_needed: set[int] = set()
         for partner in self.flags.partners:
             if partner.state is not OptState.READY:
                 still_needed.update(map(id, partner.groups.parameters()))
-        for _, master in self.groups.placed.values():
-            if id(master) not in still_needed:
-                master.grad = None
+        for parameter in parameters:
+            if id(parameter) in self.groups.placed and id(parameter) not in still_needed:
+                parameter.grad = None
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,13 @@ _Part = list[list[Tensor]]
 """Parameters of a part, for each group of the optimizer."""
 
 
-def step_in_parts(optimizer: Optimizer, groups: Groups, masters: Masters, run: Callable[[], Any]) -> Any:
+def step_in_parts(
+    optimizer: Optimizer,
+    groups: Groups,
+    masters: Masters,
+    run: Callable[[], Any],
+    end_part: Callable[[list[Tensor]], None],
+) -> Any:
     """Call `run`, a step without a closure, for each part of the parameters, and return its last result.
 
     Before each call, the groups hold the parameters of one part, and its split masters are opened. The optimizer's hook
@@ -32,6 +38,7 @@ def step_in_parts(optimizer: Optimizer, groups: Groups, masters: Masters, run: C
 
     Args:
         groups: the parameter groups of the optimizer.
+        end_part: called with the parameters of each part after their step.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     parts = [whole] if has_foreign_hooks(optimizer) else _divide(whole)
@@ -44,28 +51,34 @@ def step_in_parts(optimizer: Optimizer, groups: Groups, masters: Masters, run: C
         for part in parts:
             for group, parameters in zip(optimizer.param_groups, part, strict=True):
                 group["params"] = parameters
-            masters.open(_with_gradients(part))
+            stepped = _with_gradients(part)
+            masters.open(stepped)
             result = run()
+            end_part(stepped)
     finally:
         groups.put_back()
     return result
 
 
 def _divide(whole: _Part) -> list[_Part]:
-    """Return the parts: consecutive parameters of all groups. Parameters that are not stepped on take no memory."""
-    parts: list[_Part] = [[[] for _ in whole]]
-    size = 0
+    """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened."""
+    sized: list[tuple[int, int, Tensor]] = []
     with without_overrides():
         for number, parameters in enumerate(whole):
             for parameter in parameters:
-                added = 0
-                if type(parameter) is ClosedMaster and parameter.grad is not None:
-                    added = parameter.numel()
-                if size and size + added > (_PART_ON_CPU if parameter.is_cpu else _PART):
-                    parts.append([[] for _ in whole])
-                    size = 0
-                size += added
-                parts[-1][number].append(parameter)
+                is_opened = type(parameter) is ClosedMaster and parameter.grad is not None
+                sized.append((parameter.numel() if is_opened else 0, number, parameter))
+        limit = _PART_ON_CPU if all(parameter.is_cpu for _, _, parameter in sized) else _PART
+    if sum(size for size, _, _ in sized) <= limit:
+        return [whole]
+    parts: list[_Part] = [[[] for _ in whole]]
+    total = 0
+    for size, number, parameter in sorted(sized, key=lambda entry: entry[0]):
+        if total and total + size > limit:
+            parts.append([[] for _ in whole])
+            total = 0
+        total += size
+        parts[-1][number].append(parameter)
     return parts
 
 
