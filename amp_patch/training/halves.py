@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..multi_tensor import copy_, group
+from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 _HALF = 0x8000
 _UPPER = -0x10000
@@ -23,110 +24,134 @@ _UPPER = -0x10000
 _MAGNITUDE = 0x7FFFFFFF
 """The mask of all bits of an int32 but the sign."""
 
-_BLOCK_ON_CPU = 2**16
+_BLOCK_ON_CPU = 2**17
 """Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
 
 _BLOCK = 2**24
 """The same on other devices, where each kernel costs a launch."""
 
-_Row = tuple[Tensor, Tensor, Tensor]
-"""A weight, its low half, and its float32 value: tensors or flat parts of them, of the same shape."""
-
 
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
     """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes. All are on one device,
-    except the weights.
+    except the weights. The low halves are dense.
     """
     with torch.inference_mode(False), torch.no_grad():
-        for rows in _cut_into_blocks(values, weights, lows):
-            _split_block(rows)
+        for chosen in _choose_blocks(lows):
+            block = _pick(values, chosen), _pick(weights, chosen), _pick(lows, chosen)
+            if len(chosen) > 1:
+                _split_small(*block)
+                continue
+            room = torch.empty(0)
+            for value, weight, low in _cut(*block):
+                if room.shape != value.shape or room.stride() != value.stride():
+                    room = torch.empty_like(value)  # taken once: fresh memory costs as much time as the kernels
+                _split_flat(room.copy_(value), low)
+                weight.copy_(room)
 
 
 def join(weights: Sequence[Tensor], lows: Sequence[Tensor]) -> list[Tensor]:
     """Return the float32 values of weights and low halves, in the layout of the low halves.
 
-    Values are views of few tensors. The low halves are dense and on one device.
+    Small values are views of one tensor. The low halves are dense and on one device.
     """
+    joined: list[Tensor] = []
     with torch.inference_mode(False), torch.no_grad():
-        values: list[Tensor] = []
-        buffer = torch.empty(sum(map(Tensor.numel, lows)), dtype=torch.float32, device=lows[0].device)
-        start = 0
-        for low in lows:
-            values.append(buffer.as_strided(low.size(), low.stride(), start))
-            start += low.numel()
-        start = 0
-        for rows in _cut_into_blocks(values, weights, lows):
-            length = sum(low.numel() for _, low, _ in rows)
-            _join_block(rows, buffer[start : start + length])
-            start += length
-        return values
+        for chosen in _choose_blocks(lows):
+            block = _pick(weights, chosen), _pick(lows, chosen)
+            if len(chosen) > 1:
+                joined += _join_small(*block)
+                continue
+            value = torch.empty_like(block[1][0], dtype=torch.float32)
+            room = torch.empty(0), torch.empty(0)
+            for part, weight, low in _cut([value], *block):
+                if room[0].shape != low.shape or room[0].stride() != low.stride():
+                    room = torch.empty_like(low, dtype=torch.int32), torch.empty_like(low, dtype=torch.int32)
+                _join_flat(part, weight, low, room)
+            joined.append(value)
+    return joined
 
 
-def _split_block(rows: Sequence[_Row]) -> None:
-    weights, lows, values = map(list, zip(*rows, strict=True))
-    bits, parts = _flat_like(values, torch.int32)
-    floats = bits.view(torch.float32)
-    _copy([part.view(torch.float32) for part in parts], values)
-    floats.nan_to_num_(torch.nan, torch.inf, -torch.inf)  # rounding could carry the bits of another NaN into the sign
-    _copy(lows, parts)
+def _split_flat(values: Tensor, low: Tensor) -> None:
+    """Write the low half of values, and replace the values by the weight in float32."""
+    values.nan_to_num_(torch.nan, torch.inf, -torch.inf)  # rounding could carry the bits of another NaN into the sign
+    bits = values.view(torch.int32)
+    low.copy_(bits)
     bits.add_(_HALF).bitwise_and_(_UPPER)
-    _copy(weights, [part.view(torch.float32) for part in parts])
 
 
-def _join_block(rows: Sequence[_Row], buffer: Tensor) -> None:
-    """Fill `buffer`, the memory of the values of `rows`."""
-    weights, lows, values = map(list, zip(*rows, strict=True))
-    bits = buffer.view(torch.int32)
-    halves, parts = _flat_like(lows, torch.int32)
-    _copy(values, weights)
-    _copy(parts, lows)
+def _join_flat(values: Tensor, weight: Tensor, low: Tensor, room: tuple[Tensor, Tensor]) -> None:
+    """Write the values of a weight and a low half to `values`. `room`: two int32 tensors for temporary values."""
+    values.copy_(weight)
+    bits = values.view(torch.int32)
+    half, lowest = room
+    half.copy_(low)
     # a low half of at least minus the magnitude of the weight leaves the sign bit alone
-    lowest = bits.bitwise_and(_MAGNITUDE).neg_()
-    torch.maximum(halves, lowest, out=halves)
-    bits.add_(halves)
+    torch.bitwise_and(bits, _MAGNITUDE, out=lowest).neg_()
+    bits.add_(torch.maximum(half, lowest, out=half))
 
 
-def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Return a flat, uninitialized tensor, and views of it in the layouts of dense tensors, one after another."""
-    flat = torch.empty(sum(map(Tensor.numel, tensors)), dtype=dtype, device=tensors[0].device)
+def _split_small(values: list[Tensor], weights: list[Tensor], lows: list[Tensor]) -> None:
+    flat = _flatten(values, lows)
+    low = torch.empty_like(flat, dtype=torch.int16)
+    _split_flat(flat, low)
+    copy_(group(lows, _unflatten(low, lows)))
+    copy_(group(weights, _unflatten(flat, lows)))
+
+
+def _join_small(weights: list[Tensor], lows: list[Tensor]) -> list[Tensor]:
+    low = _flatten(lows, lows)
+    flat = torch.empty_like(low, dtype=torch.float32)
+    room = torch.empty_like(low, dtype=torch.int32), torch.empty_like(low, dtype=torch.int32)
+    _join_flat(flat, _flatten([weight.to(low.device) for weight in weights], lows), low, room)
+    return _unflatten(flat, lows)
+
+
+def _choose_blocks(lows: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of the tensors that kernels take at once: several small ones, or a large one alone."""
+    limit = _BLOCK_ON_CPU if lows[0].is_cpu else _BLOCK
+    chosen: list[int] = []
+    size = 0
+    for index, low in enumerate(lows):
+        if chosen and size + low.numel() > limit:
+            yield chosen
+            chosen, size = [], 0
+        chosen.append(index)
+        size += low.numel()
+    yield chosen
+
+
+def _pick(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
+    return [tensors[index].detach() for index in chosen]
+
+
+def _cut(*row: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors of lists with one tensor each, or flat parts of them if they are large and have one layout."""
+    tensors = [tensor for (tensor,) in row]
+    low = tensors[-1]
+    limit = _BLOCK_ON_CPU if low.is_cpu else _BLOCK
+    if low.numel() <= limit or any(tensor.stride() != low.stride() for tensor in tensors):
+        yield tuple(tensors)
+        return
+    parts = [tensor.as_strided((tensor.numel(),), (1,)).split(limit) for tensor in tensors]
+    yield from zip(*parts, strict=True)
+
+
+def _flatten(tensors: list[Tensor], layouts: Sequence[Tensor]) -> Tensor:
+    """Return a flat copy of tensors, each in the order in which its layout lies in memory."""
+    if all(layout.is_contiguous() for layout in layouts):
+        return flatten_dense_tensors(tensors)
+    flat = torch.empty(sum(map(Tensor.numel, layouts)), dtype=tensors[0].dtype, device=tensors[0].device)
+    copy_(group(_unflatten(flat, layouts), tensors))
+    return flat
+
+
+def _unflatten(flat: Tensor, layouts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor in the given layouts, one after another."""
+    if all(layout.is_contiguous() for layout in layouts):
+        return list(unflatten_dense_tensors(flat, layouts))
     views: list[Tensor] = []
     start = 0
-    for tensor in tensors:
-        views.append(flat.as_strided(tensor.size(), tensor.stride(), start))
-        start += tensor.numel()
-    return flat, views
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    copy_(group(targets, sources))
-
-
-def _cut_into_blocks(
-    values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]
-) -> Iterator[list[_Row]]:
-    """Yield the rows in blocks of bounded size and in order. Larger tensors are cut, if all of a row can be."""
-    limit = _BLOCK_ON_CPU if lows[0].is_cpu else _BLOCK
-    block: list[_Row] = []
-    size = 0
-    for value, weight, low in zip(values, weights, lows, strict=True):
-        for row in _cut((weight.detach(), low, value.detach()), limit):
-            if block and size + row[1].numel() > limit:
-                yield block
-                block, size = [], 0
-            block.append(row)
-            size += row[1].numel()
-    if block:
-        yield block
-
-
-def _cut(row: _Row, limit: int) -> Iterator[_Row]:
-    """Yield a row, or flat parts of it if it is larger than `limit` and its tensors have the same dense layout."""
-    _, low, _ = row
-    count = low.numel()
-    if count <= limit or any(tensor.stride() != low.stride() for tensor in row):
-        yield row
-        return
-    weight, low, value = (tensor.as_strided((count,), (1,)) for tensor in row)
-    for start in range(0, count, limit):
-        stop = start + limit
-        yield weight[start:stop], low[start:stop], value[start:stop]
+    for layout in layouts:
+        views.append(flat.as_strided(layout.size(), layout.stride(), start))
+        start += layout.numel()
+    return views

@@ -226,9 +226,9 @@ class Masters:
         index = self._index.get(id(parameter))
         return self._split.get(parameter) if index is None else self._masters.tensors[index]
 
-    def open(self, masters: Iterable[Tensor]) -> None:
-        """Give split masters their float32 values, until `copy_to_parameters`."""
-        open_masters(masters)
+    def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+        """Give split masters their float32 values, until `copy_to_parameters`. See `open_masters`."""
+        open_masters(masters, is_private=is_private)
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
         """Record that an optimizer changed these masters. Fused optimizers do not raise the version counter."""

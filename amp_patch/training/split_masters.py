@@ -75,6 +75,8 @@ class _Half:
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
+        closed_data: the data of the closed master: NaN, without memory for each element.
+        is_private: whether a step has opened the master, so that nobody else can hold its values.
         is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
             version counter), or it is being written.
     """
@@ -82,6 +84,9 @@ class _Half:
     def __init__(self, parameter: Tensor, low: Tensor) -> None:
         self.parameter = parameter
         self.low = low
+        nan = torch.full((), torch.nan, dtype=torch.float32, device=low.device)
+        self.closed_data = nan.expand(low.size())
+        self.is_private = False
         self.is_marked = False
         self._alias: Tensor | None = None  # of the values of the open master
         self._parameter_alias: Tensor | None = None
@@ -89,7 +94,7 @@ class _Half:
 
     def record(self, master: Tensor) -> None:
         """Record the present state of an open master and its parameter."""
-        self.is_marked = False
+        self.is_marked = self.is_private = False
         self._alias, self._parameter_alias = master.detach(), self.parameter.detach()
         self._versions = get_version(master), get_version(self.parameter)
 
@@ -124,34 +129,38 @@ def can_split(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
-def open_masters(masters: Iterable[Tensor]) -> None:
-    """Give closed masters their float32 values. Masters that are open stay as they are."""
-    closed = [master for master in masters if type(master) is ClosedMaster]
+def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+    """Give closed masters their float32 values. Masters that are open stay as they are.
+
+    `is_private`: nobody but an optimizer uses the values before they are written.
+    """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
-    for master in closed:
-        by_device.setdefault(master.half.low.device, []).append(master)
-    for group in by_device.values():
-        halves = [master.half for master in group]
-        values = join([half.parameter for half in halves], [half.low for half in halves])
-        for master, half, value in zip(group, halves, values, strict=True):
-            _open(master, half, value)
-
-
-def _open(master: Tensor, half: _Half, values: Tensor) -> None:
+    for master in masters:
+        if type(master) is ClosedMaster:
+            by_device.setdefault(master.half.low.device, []).append(master)
     with without_overrides():
-        master.data = values
-        half.record(master)
-        master.__class__ = nn.Parameter  # from here on, the float32 values count
-        del vars(master)["half"]
+        for group in by_device.values():
+            halves = [master.half for master in group]
+            values = join([half.parameter for half in halves], [half.low for half in halves])
+            for master, half, value in zip(group, halves, values, strict=True):
+                master.data = value
+                if is_private:
+                    half.is_private = half.is_marked = True
+                else:
+                    half.record(master)
+                master.__class__ = nn.Parameter  # from here on, the float32 values count
+                del vars(master)["half"]
 
 
-def _close(master: Tensor, half: _Half) -> None:
-    nan = torch.full((), torch.nan, dtype=torch.float32, device=half.low.device)
-    vars(master)["half"] = half
-    master.__class__ = ClosedMaster  # from here on, the halves count
+def _close(rows: Iterable[tuple[Tensor, _Half]]) -> None:
+    masters: list[Tensor] = []
     with without_overrides():
-        master.data = nan.expand(half.low.size())
-        increment_version(master)  # a graph that has saved the master must not go on with NaN
+        for master, half in rows:
+            vars(master)["half"] = half
+            master.__class__ = ClosedMaster  # from here on, the halves count
+            master.data = half.closed_data
+            masters.append(master)
+        increment_version(masters)  # a graph that has saved a master must not go on with NaN
 
 
 def _find_closed(value: Any) -> Iterator[Tensor]:
@@ -181,7 +190,7 @@ class SplitMasters:
             split_([data.detach()], [parameter], [low])
         half = _Half(parameter, low)
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
-        _close(master, half)
+        _close([(master, half)])
         self._masters[id(parameter)] = master, half
         return master
 
@@ -271,16 +280,19 @@ def _take_over(master: Tensor, half: _Half) -> None:
 
 def _close_unused(opened: Sequence[tuple[Tensor, _Half]]) -> None:
     """Close masters, except those in memory that the script holds, too. Record the state of these."""
+    closable = [row for row in opened if row[1].is_private and row[1].is_joinable()]
     by_storage: dict[int, list[tuple[Tensor, _Half]]] = {}
     for master, half in opened:
-        half.forget()
-        by_storage.setdefault(get_storage_address(master), []).append((master, half))
-    lone = torch.empty(())  # torch itself may count once more
-    own_uses = get_storage_uses(get_storage_address(lone)) - 1
+        if not (half.is_private and half.is_joinable()):
+            half.forget()
+            by_storage.setdefault(get_storage_address(master), []).append((master, half))
+    lone = torch.empty(())
+    own_uses = get_storage_uses(get_storage_address(lone)) - 1  # torch itself may count once more
     for address, rows in by_storage.items():
         is_used = get_storage_uses(address) > len(rows) + own_uses
         for master, half in rows:
             if is_used or not half.is_joinable():
                 half.record(master)
             else:
-                _close(master, half)
+                closable.append((master, half))
+    _close(closable)

@@ -41,9 +41,10 @@ def step_in_parts(
         end_part: called with the parameters of each part after their step.
     """
     whole = [group["params"] for group in optimizer.param_groups]
-    parts = [whole] if has_foreign_hooks(optimizer) else _divide(whole)
+    is_private = not has_foreign_hooks(optimizer)
+    parts = _divide(whole) if is_private else [whole]
     if len(parts) == 1:
-        masters.open(_with_gradients(whole))
+        masters.open(_with_gradients(whole), is_private=is_private)
         return run()
     result = None
     groups.whole = whole
@@ -52,7 +53,7 @@ def step_in_parts(
             for group, parameters in zip(optimizer.param_groups, part, strict=True):
                 group["params"] = parameters
             stepped = _with_gradients(part)
-            masters.open(stepped)
+            masters.open(stepped, is_private=True)
             result = run()
             end_part(stepped)
     finally:
