@@ -16,14 +16,19 @@ from torch.autograd.graph import increment_version
 from ..torch_private import get_storage_address, get_storage_uses, get_version, without_overrides
 from .halves import join, split_
 
+
+def _get_setters(name: str) -> tuple[Any, Any]:
+    """Return the functions that set and delete an attribute of tensors, as `__torch_function__` gets them."""
+    descriptor: Any = getattr(Tensor, name)
+    return descriptor.__set__, descriptor.__delete__
+
+
 _WITHOUT_VALUES = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout")),
         *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "ndim", "is_sparse", "is_cpu", "is_cuda")),
         *(getattr(Tensor, name).__get__ for name in ("is_mps", "is_xpu", "is_meta", "is_quantized", "is_nested")),
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        *(method for name in ("grad", "requires_grad") for method in _get_setters(name)),
         Tensor.requires_grad_,
         Tensor.size,
         Tensor.dim,
@@ -44,10 +49,10 @@ class ClosedMaster(nn.Parameter):
     Any other use opens it, and torch goes on with the open master.
 
     Attributes:
-        half: what its values are made from.
+        low_half: what its values are made from, with the parameter.
     """
 
-    half: "_Half"
+    low_half: "LowHalf"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +61,7 @@ class ClosedMaster(nn.Parameter):
             with without_overrides():
                 return func(*args, **kwargs)
         if func is Tensor.stride:
-            return args[0].half.low.stride(*args[1:], **kwargs)
+            return args[0].low_half.low.stride(*args[1:], **kwargs)
         open_masters(_find_closed((args, kwargs)))
         return func(*args, **kwargs)
 
@@ -69,7 +74,7 @@ class ClosedMaster(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class _Half:
+class LowHalf:
     """The low half of one split master, and how its master and parameter were when it was last opened or written.
 
     Attributes:
@@ -137,26 +142,27 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None
     by_device: dict[torch.device, list[ClosedMaster]] = {}
     for master in masters:
         if type(master) is ClosedMaster:
-            by_device.setdefault(master.half.low.device, []).append(master)
+            by_device.setdefault(master.low_half.low.device, []).append(master)
     with without_overrides():
         for group in by_device.values():
-            halves = [master.half for master in group]
+            halves = [master.low_half for master in group]
             values = join([half.parameter for half in halves], [half.low for half in halves])
-            for master, half, value in zip(group, halves, values, strict=True):
+            opened: list[Tensor] = [*group]
+            for master, half, value in zip(opened, halves, values, strict=True):
                 master.data = value
                 if is_private:
                     half.is_private = half.is_marked = True
                 else:
                     half.record(master)
                 master.__class__ = nn.Parameter  # from here on, the float32 values count
-                del vars(master)["half"]
+                del vars(master)["low_half"]
 
 
-def _close(rows: Iterable[tuple[Tensor, _Half]]) -> None:
+def _close(rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
     masters: list[Tensor] = []
     with without_overrides():
         for master, half in rows:
-            vars(master)["half"] = half
+            vars(master)["low_half"] = half
             master.__class__ = ClosedMaster  # from here on, the halves count
             master.data = half.closed_data
             masters.append(master)
@@ -179,7 +185,7 @@ class SplitMasters:
     """The split masters of a session."""
 
     def __init__(self) -> None:
-        self._masters: dict[int, tuple[Tensor, _Half]] = {}  # by the parameter's id
+        self._masters: dict[int, tuple[Tensor, LowHalf]] = {}  # by the parameter's id
 
     def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
         """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
@@ -188,7 +194,7 @@ class SplitMasters:
         low = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
         if data is not None:
             split_([data.detach()], [parameter], [low])
-        half = _Half(parameter, low)
+        half = LowHalf(parameter, low)
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
         self._masters[id(parameter)] = master, half
@@ -216,7 +222,7 @@ class SplitMasters:
 
         A master stays open while the script holds its values, such as `master.data` or an entry of a state dict.
         """
-        opened: list[tuple[Tensor, _Half]] = []
+        opened: list[tuple[Tensor, LowHalf]] = []
         for found in self._find(parameters):
             if type(found[0]) is not ClosedMaster:
                 opened.append(found)
@@ -262,13 +268,13 @@ class SplitMasters:
                 edited.append(half.parameter)
         self.write(edited)
 
-    def _find(self, parameters: Iterable[Tensor] | None) -> Sequence[tuple[Tensor, _Half]]:
+    def _find(self, parameters: Iterable[Tensor] | None) -> Sequence[tuple[Tensor, LowHalf]]:
         if parameters is None:
             return list(self._masters.values())
         return [self._masters[id(parameter)] for parameter in parameters if id(parameter) in self._masters]
 
 
-def _take_over(master: Tensor, half: _Half) -> None:
+def _take_over(master: Tensor, half: LowHalf) -> None:
     """Copy an edited parameter, with the low half, to its open master."""
     with torch.inference_mode(False), torch.no_grad():
         values = half.parameter
@@ -278,10 +284,10 @@ def _take_over(master: Tensor, half: _Half) -> None:
     half.record(master)
 
 
-def _close_unused(opened: Sequence[tuple[Tensor, _Half]]) -> None:
+def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
     """Close masters, except those in memory that the script holds, too. Record the state of these."""
     closable = [row for row in opened if row[1].is_private and row[1].is_joinable()]
-    by_storage: dict[int, list[tuple[Tensor, _Half]]] = {}
+    by_storage: dict[int, list[tuple[Tensor, LowHalf]]] = {}
     for master, half in opened:
         if not (half.is_private and half.is_joinable()):
             half.forget()

@@ -1,5 +1,5 @@
-"""`step_in_parts`: takes the step of an optimizer a part of its parameters at a time, so that few split masters are open
-at once.
+"""`step_in_parts`: takes the step of an optimizer a part of its parameters at a time, so that few split masters are
+open at once.
 """
 
 from collections.abc import Callable, Iterable
@@ -89,4 +89,3 @@ def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
         for parameters in part:
             stepped += [parameter for parameter in parameters if parameter.grad is not None]
     return stepped
-

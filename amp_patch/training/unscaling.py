@@ -149,7 +149,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        layout = master.half.low if type(master) is ClosedMaster else master
+        layout = master.low_half.low if type(master) is ClosedMaster else master
         is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
         if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
@@ -171,7 +171,7 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):
         total = master.grad
-        layout = master.half.low if type(master) is ClosedMaster else master
+        layout = master.low_half.low if type(master) is ClosedMaster else master
         if gradient.is_sparse or (total is not None and total.is_sparse):
             _add(master, gradient)
         elif total is not None:
@@ -208,7 +208,7 @@ def _to_float32(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[
         if gradient.layout != torch.strided:
             converted.append(gradient.float())
             continue
-        layout = master.half.low if type(master) is ClosedMaster else master
+        layout = master.low_half.low if type(master) is ClosedMaster else master
         copies.append(torch.empty_like(layout, dtype=torch.float32, requires_grad=False))
         sources.append(gradient)
         converted.append(copies[-1])
