@@ -117,5 +117,16 @@ def cpu_flags() -> tuple[str, ...]:
     return tuple(flag for flag in CPU_FLAGS if has_cpu_flag(flag))
 
 
+def name_kind(device_type: str) -> str:
+    """Return the kind of a device: on two of the same kind, torch runs the same kernels.
+
+    It is the name of an accelerator, or the architecture of a CPU with the instructions by which torch chooses kernels.
+    """
+    if device_type == "cpu":
+        return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_flags()])
+    get_name = getattr(torch.get_device_module(device_type), "get_device_name", None)
+    return device_type if get_name is None else str(get_name())
+
+
 def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")

@@ -29,14 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
     are_all_readable = True
     for name in arguments.lists:
         try:
-            path = config.op_lists.locate(name, Path())
+            path, version = config.op_lists.locate(name, Path()), config.op_lists.split_version(name)[1]
         except OpListError as error:
             are_all_readable = False
             errors.append(config.op_lists.ListProblem(error.message, None, None, None))
             continue
         # an unreadable file is reported as a fault below, and also changes the exit code
         are_all_readable &= os.path.isfile(path) and os.access(path, os.R_OK)
-        report = config.op_lists.check_oplists(path)
+        report = config.op_lists.check_oplists(path, version)
         errors += report.errors
         # warnings say that an entry has no effect; a fault may be the only reason, so they would mislead
         if not report.errors:

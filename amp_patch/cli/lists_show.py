@@ -49,7 +49,10 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
     for entries, title in without_effect:
         if entries:
             yield f"\n{title}"
-            rows = align((entry.op, entry.rule, entry.why, location(entry), bounds(entry)) for entry in entries)
+            rows = align(
+                (entry.op, entry.rule.describe(entry.like), entry.why, location(entry), bounds(entry))
+                for entry in entries
+            )
             yield from (f"  {row}" for row in rows)
 
 
@@ -62,7 +65,7 @@ def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
-        rows = align((entry.op, entry.why, location(entry)) for entry in entries)
+        rows = align((_with_argument(entry), entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
             lost = _find_lost(entry, by_entry[entry])
             if lost:
@@ -70,6 +73,11 @@ def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
             yield f"  {row}"
             if with_spellings:
                 yield f"    {', '.join(_name(spelling) for spelling in by_entry[entry])}"
+
+
+def _with_argument(entry: "config.op_lists.OpEntry") -> str:
+    """Return the op of an entry, with the argument that the entry names."""
+    return f"{entry.op} like {entry.like}" if entry.like else entry.op
 
 
 def _lists_as_data(lists: "config.OpLists") -> dict[str, object]:

@@ -44,7 +44,9 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("check", "Write a contract of precision and numbers for a script, or check the script against it.", True),
     Command("compare", "Run a script at several levels, and compare losses, time, memory, gradients and layers.", True),
+    Command("diff", "Compare two recordings or contracts: which ops moved to another precision, appeared or vanished."),
     Command("doctor", "Check training scripts without running them, and report what this machine computes in 16 bits."),
     Command("explain", "Run a script for a step, and print which op ran in which precision, and why.", True),
     Command("lists", "Show, check, compare and explain op lists."),

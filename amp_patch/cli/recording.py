@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, seed_when_imported
@@ -33,6 +33,15 @@ WIDENED: a note that a script which failed had got float32 where it asks for 16 
 """
 
 _PROGRESS_SECONDS = 1.0
+_SPAWN = "torch.multiprocessing.spawn"
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """A probe that explains exceptions."""
+
+    def note_raised(self, error: BaseException) -> object:
+        """Explain an exception that ends the script."""
 
 
 class _ProbeStarter(events.Watcher):
@@ -61,6 +70,11 @@ class _ProbeStarter(events.Watcher):
             events.watch(self._probe)
             atexit.register(self._write)
             self._probe.session_opened(session)  # it was not watching yet when this event began
+
+    def note_raised(self, error: BaseException) -> None:
+        """Let the probe explain an exception that ends the script."""
+        if isinstance(self._probe, Explaining):
+            self._probe.note_raised(error)
 
     def _end(self) -> None:
         """Write the recording and end the script, because the probe has seen enough."""
@@ -201,8 +215,10 @@ def _print_error_in_short(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
-def _make_excepthook(folder: str) -> Callable[..., None]:
+def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]:
     """Return an excepthook that prints the traceback of the script, and writes a shorter one into the file `ERROR`.
+
+    The probe of `starter` then explains the exception, while its frames exist.
 
     After Ctrl-C it does nothing, since the command itself prints a line.
     """
@@ -214,8 +230,34 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
                 # the mode "x" keeps the error of the process that failed first: others may fail because of it
                 file.write(_shorten(error))
+            starter.note_raised(error)
 
     return report
+
+
+def _explain_in_processes(starter: _ProbeStarter) -> None:
+    """Let the probe explain exceptions that end a process of multiprocessing, which calls no excepthook."""
+    original = multiprocessing.process.BaseProcess.run
+
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:
+                starter.note_raised(error)
+                raise
+
+        return call
+
+    def run(process: multiprocessing.process.BaseProcess) -> None:
+        state = vars(process)
+        if getattr(state.get("_target"), "__module__", "") == _SPAWN:  # it catches exceptions of its function
+            function, *more = state["_args"]
+            state["_args"] = explained(function), *more
+        explained(original)(process)
+
+    multiprocessing.process.BaseProcess.run = run  # type: ignore[assignment]
 
 
 def _note_widened(folder: str) -> None:
@@ -246,7 +288,19 @@ def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -
         probe, options: the class of the probe, as `module:Class`, and its arguments.
         seed: the seed of random, numpy and torch; None leaves them alone.
     """
-    sys.excepthook = _make_excepthook(folder)
+    import wrapt
+
+    starter = _ProbeStarter(folder, Run(probe, options, seed=seed))
+    sys.excepthook = _make_excepthook(folder, starter)
+    _explain_in_processes(starter)
+    wrapt.when_imported("torch")(_note_casts_of_models)
     if seed is not None:
         seed_when_imported(seed)
-    events.watch(_ProbeStarter(folder, Run(probe, options, seed=seed)))
+    events.watch(starter)
+
+
+def _note_casts_of_models(_: types.ModuleType) -> None:
+    """Note the lines that cast models, from the import of torch on."""
+    from ..insight import note_casts
+
+    note_casts()

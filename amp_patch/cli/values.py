@@ -44,12 +44,13 @@ def oplist(text: str) -> str:
         path = config.list_names.locate(text, Path.cwd())
     except AmpError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if text in config.shipped.shipped_names():
+    if config.list_names.is_shipped(text):
         return text
     if not path.is_file():
         beside = [file.name for file in path.parent.glob("*.y*ml")]
         raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, beside)}")
-    return os.path.abspath(path)
+    version = text.removeprefix(os.fspath(config.list_names.split_version(text)[0]))
+    return f"{os.path.abspath(path)}{version}"
 
 
 def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:

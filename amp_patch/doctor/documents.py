@@ -14,6 +14,11 @@ _MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$"
 A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
 """
 
+_COMMANDS = re.compile(
+    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+)
+"""A line that IPython takes for `%cd ..` and the like, unless a variable has that name. Python cannot parse it."""
+
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
 """The beginning of a Python cell: no magic for the whole cell, as `%%bash` is, or one that runs the cell as Python."""
 
@@ -77,11 +82,11 @@ def _without_magics(text: str) -> list[str]:
     """Return the lines of a cell, with `pass` in place of magics."""
     lines = []
     is_continued = False
-    for line in text.split("\n"):
+    for line in _dedent(text).split("\n"):
         # the rest of a magic that goes over several lines; an empty line keeps the line numbers right
         if is_continued:
             lines.append("")
-        elif _MAGIC.match(line):
+        elif _MAGIC.match(line) or (_COMMANDS.match(line) and " " in line.strip()):
             indent = len(line) - len(line.lstrip())
             lines.append(line[:indent] + "pass")
         else:
@@ -89,3 +94,12 @@ def _without_magics(text: str) -> list[str]:
             continue
         is_continued = line.endswith("\\")
     return lines
+
+
+def _dedent(text: str) -> str:
+    """Return a cell without the indent of its first line, which IPython removes from all lines."""
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip())]
+    if not indent:
+        return text
+    return "\n".join(line.removeprefix(indent) for line in text.split("\n"))

@@ -303,7 +303,7 @@ class Flow:
         here = self._script.frame(at)
         for frame, events in frames.items():
             for event in reversed(events):
-                if frame is here and not self._script.is_before(event, at):
+                if frame is here and (not self._script.is_before(event, at) or self._script.leaves(event, at)):
                     continue
                 origins += self._follow_event(node, event, depth)
                 if not self._is_conditional(event, at):

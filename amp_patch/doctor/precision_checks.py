@@ -1,4 +1,4 @@
-"""Rules about values in 16 bits that lose what a training adds to them, and about regions of torch.autocast."""
+"""Rules of the doctor about weights in 16 bits, and averages of weights."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
     r"|stochastic_round|FP16_?Optimizer|Float16Optimizer"
-    r"|get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
+    r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
 """Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
@@ -25,20 +25,17 @@ _KEEPS_UPDATES = re.compile(
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
 """Trainers whose optimizer is AdamW of torch, on the weights as they are."""
 
-_LARGEST = {"float16": 2048, "bfloat16": 256}
-"""The number up to which a dtype holds all whole numbers."""
-
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
 
 _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)}
 
 
-def _may_be_low(script: Script) -> bool:
+def may_be_low(script: Script) -> bool:
     return "torch" in script.text and _MAY_BE_LOW.search(script.text) is not None
 
 
-def _grade(verdict: Verdict, message: str) -> tuple[Severity, str]:
+def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
     """Return severity and message: a dtype that only some runs have makes a note with an "if"."""
     if verdict.is_certain:
         return "warning", message
@@ -72,7 +69,7 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     """torch's optimizers round each update to the dtype of the weight. bfloat16 loses every update below 0.2 % of the
     weight, float16 below 0.02 %. A fine-tuning learns less than in float32, or nothing, and no message says so.
     """
-    if not _may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
+    if not may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
         return
     yield from _find_true_precisions(script)
     flow = Flow(script)
@@ -89,7 +86,7 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
             told.add(verdict.node)
             message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
-            severity, message = _grade(verdict, message)
+            severity, message = grade_by(verdict, message)
             level = _LEVELS[verdict.dtype]
             advice = f'Leave the model in float32, and call amp.initialize at "{level}", or use torch.autocast.'
             yield Fault(verdict.node, severity, message, advice)
@@ -101,11 +98,28 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
             continue
+        if function_of(call) == "Fabric" and not _may_train(script, call):
+            continue
         if precision.value in ("bf16-true", "16-true"):
             message = f"precision={precision.value!r} trains 16-bit weights without float32 masters"
             mixed = str(precision.value).replace("true", "mixed")
             advice = f"Write precision={mixed!r}, or use amp_patch.integrations.lightning at a level with masters."
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
+
+
+def _may_train(script: Script, fabric: ast.Call) -> bool:
+    """Return whether the function that makes a Fabric may train with it: it goes backward, or passes it on."""
+    frame = script.frame(fabric)
+    here = [call for call in script.calls if script.frame(call) is frame]
+    names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
+    is_attribute = any("." in name for name in names)
+    return is_attribute or any(
+        function_of(call) == "backward"
+        or names & {name for argument in call.args for name in names_in(argument)}
+        # fabric.launch(main, ...)
+        or (function_of(call) == "launch" and call.args)
+        for call in here
+    )
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
@@ -217,7 +231,7 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
     """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what
     it was at the start.
     """
-    if not _may_be_low(script):
+    if not may_be_low(script):
         return
     flow = Flow(script)
     for target, value in script.assignments:
@@ -236,7 +250,7 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
                 verdict = flow.judge(cast, cast)
         if verdict is not None:
             message = f"{target} averages weights in {verdict.dtype}, which is too coarse for the steps of an average"
-            severity, message = _grade(verdict, message)
+            severity, message = grade_by(verdict, message)
             yield Fault(verdict.node, severity, message, f"Keep the average in float32: `{target}.float()`.")
 
 
@@ -271,184 +285,3 @@ def _moves(node: ast.AST, names: set[str]) -> bool:
 
 def _is_sum(arguments: list[ast.expr]) -> bool:
     return bool(arguments) and isinstance(arguments[0], ast.BinOp)
-
-
-# ---- values that grow, and values that number something --------------------------------------------------------------
-
-_FACTORIES = tuple(f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like"))
-_GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
-
-
-@rule(
-    "AMP604",
-    "a running value in 16 bits",
-    bad="""
-        total = torch.zeros((), dtype=torch.bfloat16)  # AMP604
-        for batch in batches:
-            total += loss_of(batch).detach()
-    """,
-    good="""
-        total = torch.zeros(())
-        for batch in batches:
-            total += loss_of(batch).detach()
-    """,
-)
-def grows_in_low(script: Script) -> Iterator[Fault]:
-    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop when
-    what is added is small beside them.
-    """
-    if not _may_be_low(script):
-        return
-    flow = Flow(script)
-    for target, value in _find_made(script):
-        verdict = flow.judge(value, value)
-        if verdict is not None and _grows(script, target, value):
-            message = f"{target} grows in {verdict.dtype}, where counting by one stops at {_LARGEST[verdict.dtype]}"
-            severity, message = _grade(verdict, message)
-            yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
-
-
-def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that is assigned a tensor of a factory, and each buffer that is registered with one."""
-    for target, value in script.assignments:
-        if _is_from(script, value, _FACTORIES):
-            yield target, value
-    for call, receiver in script.method_calls("register_buffer"):
-        name, tensor = argument_of(call, "name", 0), argument_of(call, "tensor", 1)
-        if isinstance(name, ast.Constant) and tensor is not None and _is_from(script, tensor, _FACTORIES):
-            yield f"{text_of(receiver)}.{name.value!s}", tensor
-
-
-def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
-    """Return whether an expression is a call of one of these functions, with any methods called on its result."""
-    while isinstance(value, ast.Call):
-        if not script.names.resolve(value.func).isdisjoint(factories):
-            return True
-        if not isinstance(value.func, ast.Attribute):
-            return False
-        value = value.func.value
-    return False
-
-
-def _grows(script: Script, target: str, made: ast.expr) -> bool:
-    """Return whether a loop, or for an attribute another function, adds to a tensor."""
-    for node in script.nodes:
-        if isinstance(node, ast.AugAssign):
-            grows = isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
-        elif isinstance(node, ast.Assign):
-            grows = text_of(node.targets[0]) == target and _is_increment(node.value, target)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            grows = node.func.attr in _GROWING and _root(node.func.value) == target
-        else:
-            continue
-        is_same_function = script.frame(node) is script.frame(made)
-        is_attribute = "." in target
-        if not grows or not (is_same_function or is_attribute):
-            continue
-        # in another function, an attribute outlives each call
-        if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
-            return True
-    return False
-
-
-def _root(node: ast.expr) -> str:
-    """Return the name of a tensor that is indexed, or whose method of the same data is called: `x[i]`, `x.mul_(2)`."""
-    while True:
-        if isinstance(node, ast.Subscript):
-            node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
-            node = node.func.value
-        else:
-            return text_of(node)
-
-
-def _is_increment(value: ast.expr, target: str) -> bool:
-    """Return whether a value is `target + x` where `x` is not computed from the target, as a state of a network is."""
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Add, ast.Sub)):
-        return False
-    return text_of(value.left) == target and target not in names_in(value.right)
-
-
-_POSITIONS = re.compile(r"(?:\w+_)?(?:time_?steps?|positions?|position_ids|pos_ids)$")
-_COUNTING = ("torch.arange",)
-
-
-@rule(
-    "AMP605",
-    "positions or timesteps in 16 bits",
-    bad="""
-        positions = torch.arange(length).to(torch.bfloat16)  # AMP605
-        loss = model(x, positions)
-    """,
-    good="""
-        positions = torch.arange(length).float()
-        loss = model(x, positions)
-    """,
-)
-def positions_in_low(script: Script) -> Iterator[Fault]:
-    """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Of larger ones, several become the same number:
-    256 and 257, or the timesteps 998 to 1002 in bfloat16. Tables of sines and rotary angles made of them repeat.
-    """
-    if not _may_be_low(script):
-        return
-    flow = Flow(script)
-    for call in script.calls:
-        is_made = not script.names.resolve(call.func).isdisjoint(_COUNTING)
-        counted: ast.expr = call
-        if not is_made:
-            if not isinstance(call.func, ast.Attribute) or function_of(call) not in ("to", "half", "bfloat16", "type"):
-                continue
-            counted = call.func.value
-            if not _counts(script, counted, call):
-                continue
-        verdict = flow.judge(call, call)
-        if verdict is None or verdict.node is not call or _is_small(script, counted, _LARGEST[verdict.dtype]):
-            continue
-        what = "torch.arange" if is_made else text_of(counted)
-        severity, message = _grade(
-            verdict, f"{what} in {verdict.dtype}: whole numbers above {_LARGEST[verdict.dtype]} become equal"
-        )
-        yield Fault(call, severity, message, "Keep it in an integer dtype or float32, and cast what is computed of it.")
-
-
-def _counts(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether an expression numbers something: by its name, by the name of the result, or made by arange."""
-    parent = script.parent(cast)
-    names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        names.append(text_of(node))
-    if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
-        # timesteps from 0 to 1 are no whole numbers
-        if _is_scaled_down(script, node):
-            return False
-        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _COUNTING)
-    return any(_is_from(script, value, _COUNTING) for value in (node, *_own_values(script, node)))
-
-
-def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a name is divided, or subtracted from another value, as timesteps from 0 to 1 are."""
-    parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
-    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
-        return True
-    changes = (part for part in script.nodes if isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div))
-    return any(text_of(change.target) == text_of(node) for change in changes)
-
-
-def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values that the function around a name assigns to it."""
-    return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
-
-
-def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether arange surely stays below a number."""
-    for value in (node, *_own_values(script, node)):
-        while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_COUNTING):
-            value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
-        if isinstance(value, ast.Call):
-            # arange(end), or arange(start, end, step)
-            ends = value.args[:2] if len(value.args) > 1 else value.args
-            numbers = [
-                end.value for end in ends if isinstance(end, ast.Constant) and isinstance(end.value, (int, float))
-            ]
-            return bool(ends) and len(numbers) == len(ends) and max(numbers) <= largest + 1
-    return False

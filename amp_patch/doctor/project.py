@@ -10,12 +10,15 @@ from pathlib import Path
 
 from . import (  # noqa: F401 - registers their rules
     checkpoint_checks,
+    gradient_checks,
     import_checks,
     loss_checks,
     precision_checks,
     region_checks,
     scaler_checks,
     setup_checks,
+    update_checks,
+    value_checks,
 )
 from .documents import Document
 from .rules import RULES, Finding, Selection

@@ -42,7 +42,15 @@ def find_regions(script: Script) -> Iterator[Region]:
 
 def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
     """Yield each `with` and each decorated function that a call of autocast, or the name of its result, opens."""
-    names = {assignment.target for assignment in script.assignments if assignment.value is call}
+    # the call may be an arm of `autocast(...) if use_amp else nullcontext()`
+    choice = script.parent(call)
+    values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
+    names = {assignment.target for assignment in script.assignments if assignment.value in values}
+    makers = {
+        frame.name
+        for frame, statement in [(script.frame(call), script.parent_statement(call))]
+        if isinstance(frame, ast.FunctionDef) and isinstance(statement, ast.Return) and statement.value in values
+    }
     for node in script.nodes:
         if isinstance(node, (ast.With, ast.AsyncWith)):
             opened = [item.context_expr for item in node.items]
@@ -50,8 +58,12 @@ def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
             opened = node.decorator_list
         else:
             continue
-        if any(part is call or text_of(part) in names for part in opened):
+        if any(part in values or text_of(part) in names or _is_call_of(part, makers) for part in opened):
             yield node
+
+
+def _is_call_of(node: ast.expr, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and function_of(node) in names
 
 
 def _is_old(script: Script, call: ast.Call) -> bool:
@@ -92,6 +104,8 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
         loss = _find_backward(script, region)
         if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
             continue
+        if script.frame(loss) is script.tree and not any(script.method_calls("step")):
+            continue  # it measures the time of a backward pass
         dtypes = dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
             continue
@@ -126,7 +140,7 @@ def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
 
 def _find_backward(script: Script, region: Region) -> ast.expr | None:
     """Return a loss that goes backward in the function of a region, or in one that calls that function; or None."""
-    if _is_without_gradients(script, region.body):
+    if _is_without_gradients(script, region.body) or _holds_no_gradients(script, region.body):
         return None
     frames = {script.frame(region.body)}
     function = region.body if isinstance(region.body, ast.FunctionDef) else script.frame(region.body)
@@ -154,6 +168,15 @@ def _is_without_gradients(script: Script, node: ast.AST) -> bool:
             break
     names = {text_of(part.func if isinstance(part, ast.Call) else part).rpartition(".")[2] for part in opened}
     return not names.isdisjoint(_WITHOUT_GRADIENTS)
+
+
+def _holds_no_gradients(script: Script, body: ast.AST) -> bool:
+    """Return whether all that a region does is in blocks without gradients."""
+    statements = body.body if isinstance(body, (ast.With, ast.AsyncWith)) else []
+    blocks = (ast.With, ast.AsyncWith)
+    return bool(statements) and all(
+        isinstance(statement, blocks) and _is_without_gradients(script, statement) for statement in statements
+    )
 
 
 def _is_scaled(script: Script, loss: ast.expr) -> bool:
@@ -198,6 +221,8 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
     """
     told = set[ast.Call]()
     for region in find_regions(script):
+        if _is_without_gradients(script, region.body):
+            continue
         index = 2 if _is_old(script, region.call) else 3
         keeps = argument_of(region.call, "cache_enabled", index)
         if region.call in told or (isinstance(keeps, ast.Constant) and not keeps.value):
@@ -215,9 +240,29 @@ def _has_training_loop(script: Script, body: ast.AST) -> bool:
     if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
     # with autocast(...): train()
-    called = {function_of(call) for call in ast.walk(body) if isinstance(call, ast.Call)}
-    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef) and node.name in called]
-    return any(_is_in_loop_within(script, step, function) for step in steps for function in functions)
+    calls = [call for call in ast.walk(body) if isinstance(call, ast.Call)]
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
+    return any(
+        _may_call(script, call, function) and _is_in_loop_within(script, step, function)
+        for function in functions
+        for step in steps
+        for call in calls
+    )
+
+
+def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool:
+    """Return whether a call may run a function of the script: by its name, or as a method of its class."""
+    if function_of(call) != function.name:
+        return False
+    holder = script.parent(function)
+    if not isinstance(call.func, ast.Attribute):
+        return not isinstance(holder, ast.ClassDef)
+    if not isinstance(holder, ast.ClassDef):
+        return False
+    if text_of(call.func.value) in ("self", "cls"):
+        return any(outer is holder for outer, _ in script.around(call))
+    # `inputs.update(...)` of a dict is no training
+    return function.name not in dir(dict)
 
 
 def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
@@ -272,6 +317,7 @@ def goes_backward_in_region(script: Script) -> Iterator[Fault]:
             yield Fault(call, "note", message, "Leave the region before backward().")
 
 
+_CASTS = ("float", "double", "to", "type")
 _LOSSES = re.compile(r"(?:cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|\w*criterion|loss_f\w*|\w*_loss|\w*Loss)$")
 
 
@@ -308,20 +354,42 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
         outputs = {
             assignment.target
             for assignment in script.assignments
-            if isinstance(assignment.value, ast.Call) and script.parent(assignment.value) in region.body.body
+            if isinstance(assignment.value, ast.Call)
+            and script.parent(assignment.value) in region.body.body
+            and function_of(assignment.value) not in _CASTS
         }
+        outputs |= set(_find_returned(script, region.body))
         for call in script.calls:
             if not call.args or not _LOSSES.match(function_of(call)) or text_of(call.args[0]) not in outputs:
+                continue
+            # scale_loss(loss), log_loss(loss)
+            if "loss" in text_of(call.args[0]).lower():
                 continue
             values = script.values_of(text_of(call.args[0]))
             # it may be cast, or made elsewhere, in between
             is_only_value = all(script.parent(value) in region.body.body for value in values)
-            if not is_only_value or not scalers.are_in_order(region.body, call):
+            is_returned = len(values) == 1 and script.frame(call) is not script.frame(region.body)
+            if not is_returned and not (is_only_value and scalers.are_in_order(region.body, call)):
                 continue
             if any(body is not region.body and _holds(script, body, call) for body in _bodies(script)):
                 continue
             message = f"{text_of(call.args[0])} may be in 16 bits, and the loss is computed outside of the region"
             yield Fault(call, "note", message, "Compute the loss inside the region, or of `output.float()`.")
+
+
+def _find_returned(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
+    """Yield the names that are assigned the result of a function which returns the output of a model in its region."""
+    function, last = script.frame(body), body.body[-1]
+    returned = last.value if isinstance(last, ast.Return) else None
+    if not isinstance(function, ast.FunctionDef) or not isinstance(returned, ast.Call):
+        return
+    if function_of(returned) in _CASTS or _LOSSES.match(function_of(returned)):
+        return
+    for target, value in script.assignments:
+        if isinstance(value, ast.Call) and function_of(value) == function.name:
+            is_own = not isinstance(value.func, ast.Attribute) or text_of(value.func.value) == "self"
+            if is_own and script.frame(value) is not function:
+                yield target
 
 
 def _bodies(script: Script) -> list[ast.AST]:

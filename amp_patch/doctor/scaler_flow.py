@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
+from .rules import Severity
 from .script import Script
 from .tree import argument_of, end, function_of, names_in, position, text_of
 
@@ -12,7 +13,6 @@ _SCALER = re.compile(r"scaler$", re.IGNORECASE)
 _CONDITION = re.compile(r"scal|amp|fp16|half|mixed|precision|autocast|enabled", re.IGNORECASE)
 """Names in the condition of an `if` that may decide whether losses are scaled."""
 
-_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _ARMS = (ast.If, ast.IfExp, ast.Try, ast.Match, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler)
 _ZEROING = ("zero_grad",)
 
@@ -90,6 +90,10 @@ class ScalerFlow:
                 scaled.add(assignment.target)
         return frozenset(scaled)
 
+    def is_scaled(self, value: ast.expr) -> bool:
+        """Return whether an expression is a scaled loss, or is computed from one."""
+        return self._has_scale(value) or bool(names_in(value) & self._scaled_names)
+
     def _has_scale(self, value: ast.AST) -> bool:
         """Return whether an expression calls `scaler.scale`."""
         return any(call in self._scale_calls for call in ast.walk(value))
@@ -125,6 +129,42 @@ class ScalerFlow:
                 plain.append(call)
         return plain
 
+    # ---- calls of functions that do one of these -------------------------------------------------------------------
+
+    @cached_property
+    def _functions(self) -> dict[str, list[ast.AST]]:
+        """The functions of the script that call a GradScaler or go backward, by name."""
+        functions: dict[str, list[ast.AST]] = {}
+        for call in (*self.scaled_backwards, *self.plain_backwards, *self.unscales, *self.steps, *self.updates):
+            frame = self._script.frame(call)
+            if isinstance(frame, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                functions.setdefault(frame.name, []).append(frame)
+        return functions
+
+    def _calls_doing(self, calls: list[ast.Call], *excluded: list[ast.Call]) -> list[ast.Call]:
+        """Return these calls, and the calls of functions of the script that hold one, and none of `excluded`."""
+        frames = {self._script.frame(call) for call in calls}
+        frames -= {self._script.frame(call) for others in excluded for call in others}
+        names = {frame.name for frame in frames if isinstance(frame, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        # a name that several functions have says nothing
+        names = {name for name in names if set(self._functions.get(name, ())) <= frames}
+        return [*calls, *(call for call in self._script.calls if call not in calls and _is_own(call, names))]
+
+    @cached_property
+    def scalings(self) -> list[ast.Call]:
+        """The backward passes of scaled losses, also in a function that does nothing else with the scaler."""
+        return self._calls_doing(self.scaled_backwards, self.unscales, self.steps, self.updates)
+
+    @cached_property
+    def takings(self) -> list[ast.Call]:
+        """The calls `scaler.step(optimizer)`, also in a function without a backward pass and `unscale_`."""
+        return self._calls_doing(self.steps, self.unscales, self.scaled_backwards, self.plain_backwards)
+
+    @cached_property
+    def endings(self) -> list[ast.Call]:
+        """The calls after which gradients may not be scaled any more, and calls of functions with such a call."""
+        return self._calls_doing([*self.updates, *self.steps, *self.zeroings, *self.unscales])
+
     @cached_property
     def own_steps(self) -> list[ast.Call]:
         """The calls `optimizer.step()`."""
@@ -135,23 +175,27 @@ class ScalerFlow:
         """The calls `zero_grad()`."""
         return [call for call, _ in self._script.method_calls(*_ZEROING)]
 
+    def is_on_scaled(self, node: ast.AST) -> bool:
+        """Return whether a node runs between a scaled backward pass and its step, and nothing unscales before it."""
+        for loss in self.scalings:
+            for step in self.takings:
+                if not self.are_in_order(loss, node, step) or self.unscales_before(loss, node):
+                    continue
+                # an update or a step between them ends the iteration of the loss
+                if any(self.between(self.endings, loss, node)):
+                    continue
+                if not self.may_be_without_scale(node, loss, step):
+                    return True
+        return False
+
     # ---- order -------------------------------------------------------------------------------------------------------
 
     def are_in_order(self, *nodes: ast.AST) -> bool:
         """Return whether one pass through a function may run these nodes in this order."""
         pairs = list(zip(nodes, nodes[1:], strict=False))
-        return all(self._script.is_before(first, second) and not self._leaves(first, second) for first, second in pairs)
-
-    def _leaves(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether the arm around the first node ends before the second, by `return`, `continue` or the like."""
-        around_second = {outer for outer, _ in self._script.around(second)}
-        for outer, field in self._script.around(first):
-            if outer in around_second:
-                return False
-            body = getattr(outer, field, None)
-            if isinstance(body, list) and body and isinstance(body[-1], _LEAVES):
-                return True
-        return False
+        return all(
+            self._script.is_before(first, second) and not self._script.leaves(first, second) for first, second in pairs
+        )
 
     def arms_of(self, node: ast.AST) -> set[tuple[ast.AST, str]]:
         """Return the branches and loops around a node in its function."""
@@ -167,6 +211,15 @@ class ScalerFlow:
     def surely_runs(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs in each pass that runs the second: no branch is around it alone."""
         return self.arms_of(first) <= self.arms_of(second)
+
+    def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether the first node runs in some iterations only, as under `if (i + 1) % k == 0`, and the second in
+        all of them.
+        """
+        for outer, _ in self.arms_of(first) - self.arms_of(second):
+            if isinstance(outer, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(outer.test)):
+                return not self._script.are_exclusive(first, second)
+        return False
 
     def may_be_without_scale(self, node: ast.AST, *others: ast.AST) -> bool:
         """Return whether a branch around a node, and around none of the others, may depend on whether losses are
@@ -194,6 +247,14 @@ class ScalerFlow:
             if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:
                 yield call
 
+    def may_train_between(self, first: ast.AST, last: ast.AST) -> bool:
+        """Return whether a function that is called between two nodes may run a backward pass, by its name."""
+        for call in self.between(self._script.calls, first, last):
+            name = function_of(call).lower()
+            if any(word in name for word in ("backward", "loss", "train", "update_", "optimize", "manual")):
+                return True
+        return False
+
     def unscales_before(self, first: ast.AST, last: ast.AST) -> bool:
         """Return whether gradients may be unscaled between two nodes: by a scaler, a function, or the script itself."""
         for node in self._script.nodes:
@@ -204,6 +265,17 @@ class ScalerFlow:
             if isinstance(node, ast.Attribute) and node.attr in ("unscale_", "unscale", "_scale"):
                 return True
         return False
+
+
+def _is_own(call: ast.Call, names: set[str]) -> bool:
+    """Return whether a call is of one of these functions, or of a method of `self`."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return function_of(call) in names and (owner is None or text_of(owner) == "self")
+
+
+def grade(flow: ScalerFlow) -> Severity:
+    """Return the severity of what fails, or computes wrong numbers, while the scaler is enabled."""
+    return "error" if flow.is_sure else "warning"
 
 
 def _is_disabled(maker: ast.Call) -> bool:

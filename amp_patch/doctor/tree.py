@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from functools import cached_property
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (*_FUNCTIONS, ast.ClassDef)
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
@@ -116,14 +117,29 @@ class Tree:
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False
-            if isinstance(outer, _LOOPS) and field == "body":
+            if isinstance(outer, LOOPS) and field == "body":
                 return True
         return False
+
+    def loop_around(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost loop around a node, or None."""
+        return next((outer for outer, _ in self.around(node) if isinstance(outer, LOOPS)), None)
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether `first` ends before `second` begins in one pass through the same function or module."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
+
+    def leaves(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether the arm around the first node ends before the second, by `return`, `continue` or the like."""
+        around_second = {outer for outer, _ in self.around(second)}
+        for outer, field in self.around(first):
+            if outer in around_second:
+                return False
+            body = getattr(outer, field, None)
+            if isinstance(body, list) and body and isinstance(body[-1], _LEAVES):
+                return True
+        return False
 
     def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether two nodes are on different arms of an `if`, `try` or `match`, so that no pass runs both."""

@@ -8,6 +8,7 @@ from .causes import describe_cause, find_remedy
 from .fault_record import FaultRecord, Phase, Reach, Value
 from .misuse_record import format_misuse
 from .quiet_text import format_quiet
+from .raised_text import format_raised
 from .recordings import Recording
 from .records import RunRecord
 from .remedies import format_scale
@@ -28,6 +29,7 @@ def format_faults(recording: Recording) -> str:
     """Return the faults of a traced run, or how many steps had none, the quiet losses, and misuses."""
     faults, searches = recording.faults, recording.searches
     quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
+    quiet += [format_raised(raised, recording.run) for raised in recording.raised]
     quiet += map(format_misuse, recording.misuses)
     if faults:
         return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *quiet])
@@ -36,7 +38,7 @@ def format_faults(recording: Recording) -> str:
     fitting = len(recording.steps) - max(skipped, len(searches))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
-    elif not searches:
+    elif not searches and not recording.raised:
         lines.append("no fault, and no step of an optimizer")
     return "\n".join([*lines, *quiet])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .records import OpRecord, UndoneCastRecord
+from .records import MOST_CONSTANTS, OpRecord, UndoneCastRecord
 from .rules import short
 from .sites import Site
 
@@ -24,8 +24,11 @@ class OpCall:
         sources: addresses of the tensors that have to be cast for the call.
         copied: addresses of the tensors that were cast.
         cast_dtypes: pairs of the dtypes from and to which tensors were cast.
+        widened: the call that cast 16-bit arguments to float32, and whose result this call has used: itself, or an
+            earlier one, after which only unlisted ops ran. None if there is none.
         is_reached: whether lists and rules for modules act where it runs.
         names_dtype: whether it is a cast of the script to a dtype that its line names, not to the dtype of a tensor.
+        constants: as in `OpRecord`, of this call.
     """
 
     op: str
@@ -44,8 +47,37 @@ class OpCall:
     sources: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
     cast_dtypes: set[tuple[str, str]] = field(default_factory=set)
+    widened: "OpCall | None" = None
     is_reached: bool = True
     names_dtype: bool = False
+    constants: tuple[str, ...] = ()
+
+    def has_widened(self) -> bool:
+        """Return whether the call has cast an argument of 16 bits to float32."""
+        return any(target == "f32" and source in ("f16", "bf16") for source, target in self.cast_dtypes)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The counts of equal calls, and the different constants among their arguments."""
+
+    calls: int = 0
+    casts: int = 0
+    avoided: int = 0
+    constants: set[str] = field(default_factory=set)
+
+    def add(self, call: OpCall, avoided: int) -> None:
+        self.calls += 1
+        self.casts += call.casts
+        self.avoided += avoided
+        if len(self.constants) <= MOST_CONSTANTS:  # beyond that, none is reported
+            self.constants.update(call.constants)
+
+    def list_constants(self) -> tuple[str, ...]:
+        """Return the constants, sorted; () if there are too many."""
+        if len(self.constants) > MOST_CONSTANTS:
+            return ()
+        return tuple(sorted(self.constants))
 
 
 class Folding:
@@ -58,7 +90,7 @@ class Folding:
     def __init__(self, *, keeps_ops: bool = True) -> None:
         self.keeps_ops = keeps_ops
         self.step = 0
-        self._ops: dict[OpRecord, list[int]] = {}  # calls, casts, avoided
+        self._ops: dict[OpRecord, _Counts] = {}
         self._undone: dict[UndoneCastRecord, int] = {}
         self._lock = threading.Lock()
 
@@ -76,10 +108,7 @@ class Folding:
             *(tuple(sorted(call.ran)), call.out, call.site.place),
         )
         with self._lock:
-            counts = self._ops.setdefault(record, [0, 0, 0])
-            counts[0] += 1
-            counts[1] += call.casts
-            counts[2] += avoided
+            self._ops.setdefault(record, _Counts()).add(call, avoided)
 
     def count_undone(self, producer: OpCall, consumer: OpCall, outside: str, between: str) -> None:
         """Count a cast of `consumer` that undoes a cast of `producer`."""
@@ -93,8 +122,14 @@ class Folding:
         """Return the records of ops."""
         with self._lock:
             return [
-                replace(record, calls=calls, casts=casts, avoided=avoided)
-                for record, (calls, casts, avoided) in self._ops.items()
+                replace(
+                    record,
+                    calls=counts.calls,
+                    casts=counts.casts,
+                    avoided=counts.avoided,
+                    constants=counts.list_constants(),
+                )
+                for record, counts in self._ops.items()
             ]
 
     def make_undone_records(self) -> list[UndoneCastRecord]:

@@ -61,10 +61,41 @@ def _read_stream(
         raise RecordError(f"{path}:{number}: not a line of a recording ({make_printable(problem)})") from None
 
 
+def read_array(path: Path, kinds: Mapping[str, type[R]], name: str) -> list[R | None]:
+    """Return the records of a file that holds one JSON array of them; None for a kind that only a later version knows.
+
+    The file need not be trusted: see `read_lines`. Raises RecordError, with `name`, for any other file.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RecordError(f"{path}: not a regular file; give the path of {name}")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_LINE + 1)
+        if len(content) > MAX_LINE:
+            raise RecordError(f"{path}: longer than {MAX_LINE} bytes: this is not {name}")
+        values = json.loads(content.decode("utf-8"))
+        if not isinstance(values, list):
+            raise RecordError(f"{path}: no JSON array: this is not {name}")
+        return [_read_object(value, kinds)[1] for value in values]
+    except RecordError:
+        raise
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}:{error.lineno}: not {name}, or only a part of one ({error.msg})") from None
+    except RecursionError:
+        raise RecordError(f"{path}: nested too deeply: this is not {name}") from None
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{path}: not {name} ({make_printable(str(error))})") from None
+
+
 def _read_line(line: bytes, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any], R | None]:
     if len(line) > MAX_LINE:
         raise ValueError(f"longer than {MAX_LINE} bytes")
-    data = json.loads(line.decode("utf-8"))
+    return _read_object(json.loads(line.decode("utf-8")), kinds)
+
+
+def _read_object(data: Any, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any], R | None]:
     if not isinstance(data, dict):
         raise TypeError("no JSON object")
     name = data.pop("kind", None)

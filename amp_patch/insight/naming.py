@@ -49,6 +49,11 @@ class ModuleStack:
         running = self._find_running()
         return running[-1][1] if running else ""
 
+    def find_name(self, module: object) -> str | None:
+        """Return the name of a module of the models; None for another object."""
+        known = self._names.get(id(module))
+        return known[1] if known is not None and known[0] is module else None
+
     def module_here(self) -> nn.Module | None:
         """Return the innermost module that is running in this thread."""
         running = self._find_running()

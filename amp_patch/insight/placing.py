@@ -31,7 +31,7 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
     sites: list[str] = []
     casts: list[str] = []
     covered: set[str] = set()  # lines in these modules, where a cast to x.dtype becomes one to float32
-    known = _name_all(models)
+    known = name_all(models)
     given = list(culprits)
     for culprit in given:
         name, model = "", None
@@ -69,7 +69,7 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
+def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
     """Return for the name of each module in reports its name in its own model, which rules use, and this model."""
     own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
     return {name: own[key] for key, (_, name) in name_modules(list(models))}

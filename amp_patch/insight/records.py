@@ -25,6 +25,8 @@ class RunRecord:
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: what stayed in 16 bits in a run that was to be in float32.
         is_timed: whether the run took as long as the script takes by itself in float32.
+        hardware: the kind of the device: on two of the same kind, torch runs the same kernels.
+        threads: the number of threads that an op on the CPU uses.
     """
 
     kind: ClassVar[str] = "run"
@@ -44,6 +46,12 @@ class RunRecord:
     script_low: str = ""
     not_widened: tuple[str, ...] = ()
     is_timed: bool = True
+    hardware: str = ""
+    threads: int = 0
+
+
+MOST_CONSTANTS = 8
+"""How many different constants an `OpRecord` holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,8 @@ class OpRecord:
         calls: the number of calls.
         casts: the number of tensors that were copied to another dtype.
         avoided: the number of tensors that needed no cast because a copy was there already.
+        constants: the numbers and words among the arguments of all calls, sorted: an eps, a factor, "tanh"; () if more
+            than `MOST_CONSTANTS`, as in a loop over time steps.
     """
 
     kind: ClassVar[str] = "op"
@@ -83,6 +93,7 @@ class OpRecord:
     calls: int = 1
     casts: int = 0
     avoided: int = 0
+    constants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

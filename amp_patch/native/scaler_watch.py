@@ -1,8 +1,8 @@
 """`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
 
 It follows the scaled losses, backward passes, clipping and steps of the script. It computes nothing and changes
-nothing. Each kind of misuse is told once, with the line and the edit. Calls that torch refuses get the same text as a
-note of the exception.
+nothing. It warns once of each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets
+the same text as a note, and there is no warning.
 """
 
 import inspect
@@ -25,11 +25,16 @@ from ..reporting import find_rank, warn
 from ..tables import count_of
 from ..torch_dispatch import CLIP_BY_NORM, has_compiled
 from ..torch_private import get_autocast_depth, get_backward_id, get_version
+from .gradient_reads import GradientReads
 from .misuse import Kind, Misuse
+from .region_watch import RegionWatch
 from .roots import find_line
+from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+_CHECKS_SCALE = "_check_scale_growth_tracker"
+"""The function of GradScaler that raises if no loss has been scaled before."""
 
 _LARGEST_NORM = 1000.0
 """A larger limit of clipping does not clip: the script multiplies it by the scale, or only measures the norm."""
@@ -72,6 +77,14 @@ class _ScalerUse:
         """Whether a scaled loss has gone backward since the last `update`."""
         return self.backwards > self.backwards_at_update
 
+    def describe_calls(self, optimizer_id: int) -> tuple[str, ...]:
+        """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
+        unscaled, stepped = self.unscaled_at.get(optimizer_id), self.stepped_at.get(optimizer_id)
+        if unscaled == stepped:  # the step has unscaled the gradients itself
+            unscaled = None
+        calls = ("unscale_", unscaled), ("step", stepped)
+        return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
+
 
 class ScalerWatch:
     """Follows the GradScalers of a script. `whole_script_is_entered`: returns whether the region is the takeover's."""
@@ -84,12 +97,16 @@ class ScalerWatch:
         self._plain_at = ""  # the line of the last backward pass of an unscaled loss
         self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
         self._in_scaler_step = 0
+        self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
         # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
         self._regions = 0  # outermost regions so far
         self._region_at = ""
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
+        self._reads = GradientReads()
+        self._region_watch = RegionWatch(self._tell)
+        self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, `torch.autograd.backward` and the clipping by norm. Hook optimizer steps."""
@@ -108,7 +125,8 @@ class ScalerWatch:
         ]
         if hasattr(*CLIP_BY_NORM):
             patches.append(Patch(*CLIP_BY_NORM, self._note_clipping))
-        patcher.install(patches)
+        patcher.install([*patches, *self._scale_state.patches()])
+        undo.callback(self._reads.end)
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +135,7 @@ class ScalerWatch:
             result = original(scaler, outputs)
             if not scaler.is_enabled() or has_own_amp():
                 return result
+            self._reads.end()
             use = self._uses.setdefault(scaler, _ScalerUse())
             use.is_read = False
             losses = [result] if isinstance(result, Tensor) else result
@@ -136,8 +155,12 @@ class ScalerWatch:
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             # inside a backward pass, it is a checkpoint that calls this
-            if not self._uses or get_backward_id() != -1:
+            if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
+            self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
+            if not self._uses:
+                return original(*args, **kwargs)
+            self._reads.end()
             scaled_before = self._scaled_backwards
             versions_before = self._read_gradients()
             result = original(*args, **kwargs)
@@ -147,6 +170,8 @@ class ScalerWatch:
             else:
                 versions = self._read_gradients()
                 self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
+                if not {Kind.READ, Kind.CLIPPED} <= self._told:
+                    self._reads.begin(self._scaled_backwards)
             return result
 
         return backward
@@ -160,6 +185,10 @@ class ScalerWatch:
             read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
         return read
 
+    def end_reads(self) -> None:
+        """Undo the patches that last until the next call of a GradScaler."""
+        self._reads.end()
+
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +196,7 @@ class ScalerWatch:
             use = self._uses.get(scaler)
             if use is not None:
                 use.is_read = True
+            self._scale_state.note_reading()
             return original(scaler)
 
         return get_scale
@@ -187,6 +217,7 @@ class ScalerWatch:
 
     def _note_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unscale_(scaler: Any, optimizer: Any) -> Any:
+            self._reads.end()
             try:
                 result = original(scaler, optimizer)
             except Exception as error:
@@ -206,8 +237,12 @@ class ScalerWatch:
     def _check_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             use = self._uses.get(scaler)
+            self._reads.end()
             if use is not None:
                 self._check_gradients(scaler, use, optimizer)
+            if scaler.is_enabled() and not has_own_amp():
+                self._region_watch.check_scaled_step()
+            self._has_stepped = False
             self._in_scaler_step += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -220,6 +255,7 @@ class ScalerWatch:
             if use is not None:
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
+                self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
             return result
 
         return step
@@ -240,6 +276,9 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
+        if reading is not None and _read_scale(scaler, use) > 1:
+            self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return
         ids = {id(parameter) for parameter in _parameters_of(optimizer)}
@@ -262,6 +301,7 @@ class ScalerWatch:
                 use.unscaled_at.clear()
                 use.stepped_at.clear()
                 use.clippings.clear()
+                self._reads.clear()
             return result
 
         return update
@@ -271,7 +311,10 @@ class ScalerWatch:
         if has_own_amp():
             return
         self._check_region(optimizer)
-        if self._in_scaler_step or not self._is_on_scaled_gradients(optimizer):
+        if self._in_scaler_step:
+            return
+        self._region_watch.check_own_step(has_scalers=bool(self._uses))
+        if not self._is_on_scaled_gradients(optimizer):
             return
         if optimizer in self._on_scaled:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
@@ -288,13 +331,16 @@ class ScalerWatch:
 
     def _note_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook after each step of an optimizer."""
+        self._has_stepped = True
         if self._uses:
             self._plain_at_step[id(optimizer)] = self._plain_backwards
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
-    def note_region(self) -> None:
-        """Record an enabled region of autocast that is about to begin."""
+    def note_region(self, dtype: torch.dtype) -> None:
+        """Record an enabled region of autocast that is about to begin, with the dtype that the script gives it."""
+        self._region_watch.note_region(dtype)
+        self._reads.end()
         if not get_autocast_depth():
             self._regions += 1
             self._region_at = find_line()
@@ -314,33 +360,34 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Tell the reason for an exception of GradScaler, and add it to the exception as a note."""
-        if has_own_amp() or not _is_raised_by_scaler(error):
+        """Add the reason for an exception of GradScaler as a note, and tell watchers."""
+        raised_in = _find_function_of_scaler(error)
+        if has_own_amp() or not raised_in:
             return
-        misuse = self._find_reason(self._uses.get(scaler), optimizer, call)
-        if misuse is None:
+        if raised_in == _CHECKS_SCALE:
+            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at)
+        else:
+            misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
+        if misuse is None or misuse.note in getattr(error, "__notes__", ()):
             return
-        note = f"amp_patch: {misuse}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        self._tell(misuse)
+        error.add_note(misuse.note)
+        events.tell(nullcontext(), "refused", misuse, error)
 
-    def _find_reason(self, use: _ScalerUse | None, optimizer: Any, call: str) -> Misuse | None:
+    def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
         """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
-        if use is None:
-            return Misuse(Kind.UNSCALED_LOSS, self._plain_at or find_line())
         if call == "update":
-            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+            kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
+            return Misuse(kind, find_line())
         parameters = list(_parameters_of(optimizer))
         low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
         if low:
             detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
             return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
-        key = id(optimizer)
+        key, earlier = id(optimizer), use.describe_calls(id(optimizer))
         if key in use.stepped_at:
-            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key])
+            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:
-            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}")
+            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}", earlier)
         if not _has_gradients(optimizer):
             return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
         return None
@@ -384,9 +431,11 @@ def _read_scale(scaler: Any, use: _ScalerUse) -> float:
     return scale
 
 
-def _is_raised_by_scaler(error: Exception) -> bool:
-    """Return whether GradScaler itself raised an exception, and not the step of an optimizer."""
+def _find_function_of_scaler(error: Exception) -> str:
+    """Return the function of GradScaler that raised an exception; "" if other code did, as the step of an optimizer."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename == _SCALER_FILE
+    if trace is None or trace.tb_frame.f_code.co_filename != _SCALER_FILE:
+        return ""
+    return trace.tb_frame.f_code.co_name

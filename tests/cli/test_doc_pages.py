@@ -3,7 +3,7 @@
 The test writes the files of a page and runs its commands. A block of the language `diff` is applied to the file in its
 title. In an output, a line of `...` stands for any lines.
 
-Guards: docs/apex.md, docs/insight.md, docs/levels.md, docs/lists.md, docs/nan.md, docs/quiet.md.
+Guards: docs/apex.md, docs/ci.md, docs/insight.md, docs/levels.md, docs/lists.md, docs/nan.md, docs/quiet.md.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from amp_patch.cli.main import main
 pytestmark = pytest.mark.xdist_group("scripts")
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("apex.md", "insight.md", "levels.md", "lists.md", "nan.md", "quiet.md")
+PAGES = ("apex.md", "ci.md", "insight.md", "levels.md", "lists.md", "nan.md", "quiet.md")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?:e[+-]?\d+)?%?|\d{4}-\d\d-\d\d")
 NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")

@@ -133,7 +133,7 @@ class CurveProbe(Probe):
         self._pending.clear()
         self._calls.stop()
 
-    def _records(self) -> Iterable[CurveRecord]:
+    def _records(self) -> Iterable[Record]:
         ms = math.nan
         if self._seconds:
             # The first steps allocate memory and compile kernels.
@@ -285,7 +285,7 @@ class LayerProbe(Probe):
 
     def _take(self, module: nn.Module, value: Any, into: dict[str, tuple[float, ...]]) -> None:
         known = self._names.get(id(module))
-        if known is None or known[1] in into or not torch.is_grad_enabled() or not _is_layer(module):
+        if known is None or known[1] in into or not torch.is_grad_enabled() or not is_layer(module):
             return
         tensors: list[Tensor] = []
         cast_tree(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
@@ -385,7 +385,8 @@ class LayerProbe(Probe):
         yield from self._ops.records()
 
 
-def _is_layer(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module has parameters of its own, or no submodules."""
     return next(module.parameters(recurse=False), None) is not None or next(module.children(), None) is None
 
 

@@ -1,4 +1,9 @@
 """One page of HTML of a recording: no other file, no network, no library. Nothing here imports torch."""
 
+from .charts import Series as Series
+from .charts import draw_curves as draw_curves
+from .markup import Markup as Markup
+from .markup import element as element
+from .page import make_page as make_page
 from .page import make_report as make_report
 from .page import write_report as write_report

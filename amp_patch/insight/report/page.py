@@ -1,15 +1,17 @@
 """The HTML page of a recording, with its style, script and data inside."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
+from ..flight.describe import is_flight
 from ..recordings import Recording
 from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
+from .flown import FLIGHT_STYLE, make_flight
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
@@ -28,15 +30,31 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 
     `command` is shown, unless the recording has its own.
     """
-    title, style = "What ran in which precision", _read("report.css")
+    title, style = "What ran in which precision", ""
     if recording.of(ComparisonRecord):
         summary = Summary(recording)
         title = "Runs compared"
-        style += _style_of(summary)
+        style = _style_of([run.run for run in summary.runs])
         sections = [_comparison_header(summary, command), *make_comparison(summary)]
     else:
         sections = [_header(recording, command)]
-    body = element("main", element("h1", title), *sections, *_ops(recording), _data(recording))
+    if is_flight(recording):
+        title = "What led to it"
+    if recording.flight:
+        style += FLIGHT_STYLE
+    return _frame(title, [*sections, *make_flight(recording), *_ops(recording), _data(recording)], style)
+
+
+def make_page(
+    title: str, terms: list[tuple[str, str]], sections: Sequence[Markup], *, colours: Sequence[str] = ()
+) -> str:
+    """Return a page with terms below its title, and sections. Series of `colours` have the numbers of their places."""
+    return _frame(title, [_describe(terms), *sections], _style_of(colours))
+
+
+def _frame(title: str, sections: Sequence[Markup], style: str) -> str:
+    """Return the HTML of a page."""
+    body = element("main", element("h1", title), *sections)
     head = join(
         [
             element("meta", charset="utf-8"),
@@ -44,7 +62,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
             element("meta", name="viewport", content="width=device-width, initial-scale=1"),
             element("link", rel="icon", href="data:,"),
             element("title", f"amp_patch: {title}"),
-            element("style", Markup(style)),
+            element("style", Markup(_read("report.css") + style)),
         ]
     )
     script = element("script", Markup(_read("report.js")))
@@ -55,10 +73,10 @@ def _read(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-def _style_of(summary: Summary) -> str:
-    """Return a CSS class for the colour of each run. Black becomes white on a dark page."""
+def _style_of(names: Sequence[str]) -> str:
+    """Return a CSS class for the colour of each of the named runs. Black becomes white on a dark page."""
     style = ""
-    for number, colour in enumerate(pick_colours(run.run for run in summary.runs).values()):
+    for number, colour in enumerate(pick_colours(names).values()):
         if colour == "#000000":
             colour = "var(--ink)"
         style += f".c{number}{{--c:{colour}}}\n"
@@ -68,7 +86,9 @@ def _style_of(summary: Summary) -> str:
 def _header(recording: Recording, command: str) -> Markup:
     run = recording.run
     terms = [("torch", run.torch), ("device", run.device), ("level", run.opt_level), ("low dtype", run.low)]
-    terms += [("steps", str(len(recording.steps))), *_lists(run.lists, run.digest), ("command", command)]
+    if not is_flight(recording):
+        terms.append(("steps", str(len(recording.steps))))
+    terms += [*_lists(run.lists, run.digest), ("command", command)]
     return _describe(terms)
 
 

@@ -172,7 +172,10 @@ class _Shadowing:
         if rule is OpRule.BANNED:
             return False
         arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
-        return all(storage_of(tensor) in self._low_storages for tensor in arrays)
+        are_low = [storage_of(tensor) in self._low_storages for tensor in arrays]
+        if rule is OpRule.MATCH:  # one argument decides, which may be any of them
+            return any(are_low)
+        return all(are_low)
 
     def _mark(self, result: Any, is_low: bool) -> None:
         storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}

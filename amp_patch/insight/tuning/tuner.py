@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...config import shipped
+from ...config import list_names
 from ...errors import SessionError
 from ...files import write_file
 from ...script_settings import Settings
@@ -131,7 +131,7 @@ class Tuner:
 
     def _spell(self, name: str, folder: Path) -> str:
         """Return how a list in a folder names another list: a shipped list by its name, others by a path."""
-        if name in shipped.shipped_names():
+        if list_names.is_shipped(name):
             return name
         if self.options.out is None:
             return os.path.abspath(name)

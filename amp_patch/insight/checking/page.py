@@ -1,0 +1,66 @@
+"""The HTML page of a check: what is broken, and the curves of both runs with the band that was promised."""
+
+import os
+from collections.abc import Iterator
+
+from ...files import write_file
+from ..report import Markup, Series, draw_curves, element, make_page
+from .contract import Contract, StepsRecord
+from .verdict import Verdict
+
+
+def write_page(
+    path: str | os.PathLike[str], contract: Contract, now: Contract, verdict: Verdict, *, command: str = ""
+) -> None:
+    """Write the page to a file."""
+    about = contract.about
+    terms = [
+        ("script", about.script),
+        ("level", about.level),
+        ("torch", about.torch if about.torch == now.about.torch else f"{about.torch}, now {now.about.torch}"),
+        ("steps", str(about.steps)),
+        ("command", command),
+    ]
+    title = "The contract holds" if verdict.holds else "The contract is broken"
+    sections = [_list_breaks(verdict), *_draw_curves(contract, now)]
+    write_file(path, make_page(title, terms, sections, colours=("promised", "now")))
+
+
+def _list_breaks(verdict: Verdict) -> Markup:
+    items = [
+        element("li", f"{each.kind}: {each.text}" + (f" ({each.site})" if each.site else "")) for each in verdict.breaks
+    ]
+    notes = [element("li", note) for note in verdict.notes]
+    parts = []
+    if items:
+        parts.append(element("ol", *items))
+    if notes:
+        parts.append(element("ul", *notes, class_="notes"))
+    return element("section", element("h2", "Causes before effects" if items else "Notes"), *parts)
+
+
+def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
+    (own,) = now.numbers.values()
+    promised = contract.numbers.get(own.hardware.name)
+    if promised is None:
+        return
+    figures = []
+    for curve in promised.curves:
+        other = own.curve(curve.name)
+        if other is not None and curve.values:
+            caption = f"The {curve.name} of each step: promised, with its band, and now."
+            drawing = draw_curves([_band_of(curve), _line_of(other)], (), curve.name)
+            figures.append(element("figure", drawing, element("figcaption", caption)))
+    if figures:
+        yield element("section", element("h2", "Curves"), element("div", *figures, class_="pair"))
+
+
+def _band_of(curve: StepsRecord) -> Series:
+    pairs = list(zip(curve.values, curve.bands, strict=True))
+    low = [value - (band or 0.0) for value, band in pairs]
+    high = [value + (band or 0.0) for value, band in pairs]
+    return Series("promised", 0, curve.values, low, high)
+
+
+def _line_of(curve: StepsRecord) -> Series:
+    return Series("now", 1, curve.values, curve.values, curve.values)

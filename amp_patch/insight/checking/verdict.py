@@ -1,0 +1,308 @@
+"""`judge`: what of a contract a training breaks, in the order in which one thing causes the next.
+
+Importing this does not import torch.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ...tables import count_of
+from .bands import find_difference, find_relative
+from .contract import Contract, ContractOp, ModuleRecord, Numbers, StepsRecord, unpack
+from .op_differences import Moved, OpDifferences, find_differences, is_cast
+
+ALIKE = 0.5
+"""Two scripts with a smaller part of equal calls are not the same script."""
+
+GROWN = 2.0
+"""An error against float32 that grew by this factor is named."""
+
+
+class Break(NamedTuple):
+    """A promise that does not hold.
+
+    Attributes:
+        kind: "precision", "rule", "cast", "constant", "optimizer", "start", "output", "gradient", "update", "lost",
+            "skipped", "scale", "loss" or "norm".
+        text: what was promised, and what is.
+        site: the line of the script, `file.py:line`; "" if none is known.
+    """
+
+    kind: str
+    text: str
+    site: str = ""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        breaks: the promises that do not hold, causes before their effects.
+        notes: what is different and breaks no promise, and what was not judged.
+        differences: of the ops.
+    """
+
+    breaks: list[Break] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    differences: OpDifferences = field(default_factory=OpDifferences)
+
+    @property
+    def holds(self) -> bool:
+        """Whether no promise is broken."""
+        return not self.breaks
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON can hold it."""
+        return {"holds": self.holds, "breaks": [each._asdict() for each in self.breaks], "notes": self.notes}
+
+
+def judge(contract: Contract, now: Contract) -> Verdict:
+    """Return what of a contract does not hold, from another measurement of the training.
+
+    dtypes and rules are judged on any hardware; numbers only if the contract has noise for this kind of hardware.
+    """
+    verdict = Verdict()
+    ops = contract.ops, now.ops
+    if contract.about.device != now.about.device:
+        # ops on no list are named after kernels, which differ between devices
+        ops = _only_listed(ops[0]), _only_listed(ops[1])
+        verdict.notes.append(
+            f"made on {contract.about.device}, checked on {now.about.device}: only ops on lists are compared"
+        )
+    verdict.differences = differences = find_differences(*ops)
+    verdict.breaks.extend(_judge_ops(contract, now, differences))
+    verdict.breaks.extend(_judge_optimizers(contract, now))
+    (own,) = now.numbers.values()
+    promised = contract.numbers.get(own.hardware.name)
+    if promised is None:
+        known = ", ".join(sorted(contract.numbers)) or "no hardware"
+        verdict.notes.append(
+            f"numbers are not judged: the contract has noise for {known}, and this is {own.hardware.name};"
+            " --update adds it"
+        )
+    elif promised.hardware.problem:
+        verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
+    else:
+        verdict.breaks.extend(_judge_numbers(promised, own, differences))
+    _note_ops(verdict)
+    unpromised = sum(not op.is_promised for op in contract.ops)
+    if unpromised:
+        verdict.notes.append(f"{count_of(unpromised, 'op')} of the contract not promised: equal runs had other calls")
+    return verdict
+
+
+def _only_listed(ops: Sequence[ContractOp]) -> list[ContractOp]:
+    return [op for op in ops if not op.op.startswith("aten.")]
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) -> Iterator[Break]:
+    upgrade = ""
+    if contract.about.torch != now.about.torch:
+        upgrade = f" (torch {contract.about.torch} -> {now.about.torch} lies between)"
+    # Causes first: calls with another rule, then casts of the script, then calls that get the results of both.
+    for pair in (pair for pair in differences.moved if pair.has_other_dtypes and _is_decided(pair)):
+        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+    for op in differences.casts:
+        verb = "appeared" if op in differences.appeared else "vanished"
+        yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
+    for pair in (pair for pair in differences.moved if pair.has_other_dtypes and not _is_decided(pair)):
+        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+    for pair in (pair for pair in differences.moved if not pair.has_other_dtypes):
+        yield Break("rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+    for pair in differences.changed:
+        text = f"{_name_op(pair.after)}: {list_constants(pair.before)} -> {list_constants(pair.after)}"
+        yield Break("constant", text, pair.after.site)
+
+
+def _is_decided(pair: Moved) -> bool:
+    """Return whether another rule decides, or the op was given the same dtypes: then it is no effect of another op."""
+    return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
+
+
+def _name_op(op: ContractOp) -> str:
+    return f"{op.op} in {op.module}" if op.module else op.op
+
+
+def describe_move(pair: Moved) -> str:
+    """Return how the dtypes and the rule of an op differ."""
+    before, after = pair
+    parts = []
+    if pair.has_other_dtypes:
+        parts.append(f"{describe_dtypes(before)}, now {describe_dtypes(after)}")
+    if before.rule != after.rule:
+        parts.append(f"rule: {_describe_rule(before)} -> {_describe_rule(after)}")
+    elif pair.has_other_dtypes and before.given != after.given:
+        parts.append("its arguments have other dtypes")
+    return "; ".join(parts)
+
+
+def describe_dtypes(op: ContractOp) -> str:
+    """Return the dtypes of the arguments and of the result of an op."""
+    return f"{', '.join(op.given) or '()'} -> {', '.join(op.out) or '()'}"
+
+
+def _describe_rule(op: ContractOp) -> str:
+    if not op.rule:
+        return "none"
+    return f"{op.rule} ({op.entry})" if op.entry else op.rule
+
+
+def list_constants(op: ContractOp) -> str:
+    """Return the constants among the arguments of an op."""
+    return ", ".join(op.constants) or "none"
+
+
+def _note_ops(verdict: Verdict) -> None:
+    """Note ops that only one run has. They break a promise only if numbers do; then they come before those."""
+    differences = verdict.differences
+    texts = [
+        f"{_name_op(op)} ({op.site}) {verb}" + (f", {op.calls} calls" if op.calls > 1 else "")
+        for verb, ops in (("vanished", differences.vanished), ("appeared", differences.appeared))
+        for op in ops
+        if not is_cast(op)
+    ]
+    if not texts:
+        return
+    shown = "; ".join(texts[:6]) + (f"; and {len(texts) - 6} more" if len(texts) > 6 else "")
+    place = next((i for i, each in enumerate(verdict.breaks) if each.kind not in _OF_OPS), None)
+    if place is None or not any(each.kind in _OF_NUMBERS for each in verdict.breaks):
+        verdict.notes.append(f"other ops, and no promised number left its band: {shown}")
+        return
+    sites = [op.site for op in (*differences.appeared, *differences.vanished) if op.site and not is_cast(op)]
+    verdict.breaks.insert(place, Break("ops", f"other ops: {shown}", sites[0] if sites else ""))
+
+
+_OF_OPS = ("precision", "rule", "cast", "constant", "optimizer")
+_OF_NUMBERS = ("start", "output", "gradient", "update", "loss", "norm")
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
+    before = {(each.number, each.group): each for each in contract.optimizers}
+    after = {(each.number, each.group): each for each in now.optimizers}
+    for key in sorted(before.keys() | after.keys()):
+        old, new = before.get(key), after.get(key)
+        name = f"optimizer {key[0]}, group {key[1]}" if len(before) > 1 else "the optimizer"
+        if old is None or new is None:
+            yield Break("optimizer", f"{name} {'vanished' if new is None else 'appeared'}")
+        elif old.type != new.type:
+            yield Break("optimizer", f"{name}: {old.type} -> {new.type}")
+        else:
+            was, settings = (dict(text.split("=", 1) for text in each.settings) for each in (old, new))
+            # a release of torch may add a setting
+            changed = [name for name in was if name in settings and was[name] != settings[name]]
+            for setting in changed:
+                text = f"{name} ({new.type}): {setting} {was[setting]} -> {settings[setting]}"
+                yield Break("optimizer", text)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _judge_numbers(promised: Numbers, now: Numbers, differences: OpDifferences) -> Iterator[Break]:
+    pairs = list(_match_modules(promised.modules, now.modules))
+    kinds = (
+        ("start", "weights", "before the first step, its weights are off by"),
+        ("output", "output", "its first output is off by"),
+        ("gradient", "gradient", "its first gradients are off by"),
+        ("update", "update", "its first update is off by"),
+    )
+    for kind, name, text in kinds:
+        ordered = pairs if kind in ("start", "output") else pairs[::-1]  # gradients come from the last module first
+        for old, new in ordered:
+            off, band = _find_off(old, new, name), getattr(old, f"{name}_band")
+            if off is not None and band is not None and off > band:
+                size = "a number that is not finite" if not math.isfinite(off) else f"{off:.2g}"
+                error = _describe_error(old, new) if kind == "output" else ""
+                yield Break(kind, f"{_name_module(new)}: {text} {size}, and {band:.2g} was promised{error}")
+    yield from _judge_lost(promised, now)
+    for curve in promised.curves:
+        yield from _judge_curve(curve, now.curve(curve.name))
+    for old, new in pairs:
+        for name, what in (("last_gradient", "gradient"), ("last_update", "update")):
+            off, band = find_difference(getattr(old, name), getattr(new, name)), getattr(old, f"{name}_band")
+            if off is not None and band is not None and off > band:
+                text = f"in the last step, its {what} has a norm that is off by {off:.2g}, and {band:.2g} was promised"
+                yield Break("norm", f"{_name_module(new)}: {text}")
+
+
+def _name_module(module: ModuleRecord) -> str:
+    return f"{module.module} ({module.type})" if module.type else module.module
+
+
+def _find_off(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
+    if name == "update":
+        return find_difference(old.update, new.update)
+    return find_relative(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
+
+
+def _describe_error(old: ModuleRecord, new: ModuleRecord) -> str:
+    if old.error is None or new.error is None or new.error <= GROWN * old.error:
+        return ""
+    return f"; its error against float32 grew from {old.error:.2g} to {new.error:.2g}"
+
+
+def _match_modules(
+    old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]
+) -> Iterator[tuple[ModuleRecord, ModuleRecord]]:
+    """Yield pairs of modules of the same name, or, of those without, of the same type in the same order."""
+    by_name = {module.module: module for module in new}
+    names = {module.module for module in old}
+    left = [module for module in new if module.module not in names]
+    for module in old:
+        if module.module in by_name:
+            yield module, by_name[module.module]
+            continue
+        partner = next((other for other in left if other.type == module.type), None)
+        if partner is not None:
+            left.remove(partner)
+            yield module, partner
+
+
+def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
+    old, new = promised.hardware, now.hardware
+    if new.kept is not None and (old.kept is None or new.kept < old.kept / GROWN):
+        was = "no update was lost" if old.kept is None else f"{1 - old.kept:.0%} were lost"
+        yield Break("lost", f"{1 - new.kept:.0%} of the updates of {new.kept_worst} are lost; {was} before")
+    if set(new.skipped) != set(old.skipped):
+        yield Break("skipped", f"{_list_steps(new.skipped)} skipped; {_list_steps(old.skipped)} before")
+
+
+def _list_steps(steps: Iterable[int]) -> str:
+    text = ", ".join(str(step + 1) for step in sorted(steps))
+    return f"steps {text} are" if text else "no step is"
+
+
+def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Break]:
+    values: Sequence[float] = now.values if now is not None else ()
+    kind = {"loss": "loss", "loss scale": "scale"}.get(promised.name, "norm")
+    for step, (value, band) in enumerate(zip(promised.values, promised.bands, strict=True)):
+        if band is None:
+            continue
+        if step >= len(values):
+            yield Break(kind, f"the {promised.name} of step {step + 1} is missing: the training took fewer steps")
+            return
+        off = abs(values[step] - value)
+        if not off <= band:
+            text = f"is {values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
+            yield Break(kind, f"the {promised.name} of step {step + 1} {text}")
+            return
+
+
+def is_other_script(contract: Contract, now: Contract) -> bool:
+    """Return whether the contract is of another script: another name, and few equal calls of ops."""
+    if contract.about.script == now.about.script:
+        return False
+    return find_differences(_without_dtypes(contract.ops), _without_dtypes(now.ops)).part < ALIKE
+
+
+def _without_dtypes(ops: Sequence[ContractOp]) -> list[ContractOp]:
+    return [replace(op, given=(), out=(), rule="", constants=()) for op in ops]

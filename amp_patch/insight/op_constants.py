@@ -1,0 +1,96 @@
+"""Names of ops without their spelling, and the constants among the arguments of a call, such as an eps or a factor."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_ARITHMETIC = frozenset(
+    {
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "pow",
+        "true_divide",
+        "floor_divide",
+        "remainder",
+        "fmod",
+        "clamp",
+        "addcmul",
+        "addcdiv",
+    }
+    | {"subtract", "multiply", "divide", "rsub", "lerp", "float_power"}
+)
+"""Ops whose integer arguments are values. In other ops, integers are sizes, positions and numbers of dimensions."""
+
+_FLAGS = ("is_causal",)
+"""Arguments that are constants if they are True."""
+
+_OPERATORS = {
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "divide": "div",
+    "true_divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+}
+"""Names for the same op. `rsub`, `radd`, `imul`, ... are the operators whose operand is on the right, or in place."""
+
+
+def strip_spelling(op: str) -> str:
+    """Return an op without its owner, and without the mark of an operator or of an op in place.
+
+    `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul".
+    """
+    name = op.rpartition(".")[2]
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        plain = name[1:]
+        if name[:1] in "ri" and (plain in _ARITHMETIC or plain in _OPERATORS or plain == "matmul"):
+            name = plain
+    name = name.rstrip("_")
+    return _OPERATORS.get(name, name)
+
+
+def find_constants(
+    op: str, args: Sequence[Any], kwargs: Mapping[str, Any], function: Callable[..., Any] | None = None
+) -> tuple[str, ...]:
+    """Return the floats and words among the arguments of an op, its integers if it computes with them, and its flags.
+
+    Words are for example a reduction and the approximation of an activation. The equation of an einsum is no constant,
+    since its letters mean nothing. Defaults of `function` are left out: modules pass them, and scripts often do not.
+    """
+    plain = strip_spelling(op)
+    by_place = [(place, value) for place, value in enumerate(args) if _is_constant(plain, "", value)]
+    by_name = {name: value for name, value in kwargs.items() if _is_constant(plain, name, value)}
+    if not by_place and not by_name:
+        return ()  # most ops: their defaults are of no interest, and inspection is slow
+    defaults = {} if function is None else _find_defaults(function)
+    names = list(defaults)
+    values = [(names[place] if place < len(names) else "", value) for place, value in by_place]
+    values.extend(by_name.items())
+    return tuple(_show(name, value) for name, value in values if name not in defaults or defaults[name] != value)
+
+
+def _is_constant(op: str, name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value and name in _FLAGS
+    if isinstance(value, str):
+        return op != "einsum"
+    return isinstance(value, float) or (isinstance(value, int) and op in _ARITHMETIC)
+
+
+def _show(name: str, value: object) -> str:
+    if value is True:
+        return name
+    return value if isinstance(value, str) else f"{value:.9g}"
+
+
+def _find_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the default of each parameter of a function, in order; {} for a function in C, which hides its own."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {parameter.name: parameter.default for parameter in parameters}

@@ -1,0 +1,268 @@
+"""A contract holds for runs that differ in nothing that counts, and names what a change of the script breaks.
+
+Guards: insight/checking/*, insight/numbers_record, insight/op_constants.
+"""
+
+import contextlib
+import io
+import linecache
+import runpy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from amp_patch.errors import RecordError, SessionError
+from amp_patch.insight.checking import Contract, Measurer, Question, describe_contract, describe_files, judge
+from amp_patch.insight.checking.bands import find_relative
+from amp_patch.insight.checking.op_differences import find_differences
+from amp_patch.insight.checking.probe import sketch_all
+from amp_patch.insight.op_constants import strip_spelling
+from amp_patch.insight.runs import FunctionRunner
+from amp_patch.script_settings import Settings
+
+AUTOCAST = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-5)
+        self.fc = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.fc(F.gelu(self.norm(x)))) * 0.5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.block = Block(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.block(self.stem(x)))
+
+
+net = Net()
+nn.init.normal_(net.head.weight, std=0.1)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-8)
+for _ in range(10):
+    x = torch.randn(16, 8)
+    y = x[:, :4].argmax(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SESSION = """
+import torch
+from torch import nn
+import amp_patch as amp
+
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+net, optimizer = amp.initialize(net, optimizer, opt_level="O1", verbosity=0)
+criterion = nn.CrossEntropyLoss()
+for _ in range(10):
+    x = torch.randn(8, 1, 6, 6)
+    loss = criterion(net(x), x[:, 0, 0, :3].argmax(1))
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+"""
+SCRIPTS = {"autocast": AUTOCAST, "session": SESSION}
+
+
+def measurer(path, source):
+    """A measurer of a script that runs in this process."""
+    path.write_text(source)
+
+    def train():
+        linecache.clearcache()
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(str(path), run_name="__main__")
+
+    question = Question(path.name, Settings(), everywhere=False, lists=(), steps=4, seed=0)
+    return Measurer(FunctionRunner(train), question, lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def contracts(tmp_path_factory):
+    """The contracts of the scripts, as read from their files."""
+    made = {}
+    for name, source in SCRIPTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        measurer(folder / "train.py", source).write().write(folder / "numerics.json")
+        made[name] = Contract.read(folder / "numerics.json")
+    return made
+
+
+@pytest.fixture
+def check(contracts, tmp_path):
+    def check_it(name, old="", new="", more=()):
+        source = SCRIPTS[name]
+        for before, after in [(old, new), *more]:
+            assert before in source
+            source = source.replace(before, after) if before else source
+        return judge(contracts[name], measurer(tmp_path / "train.py", source).measure_again())
+
+    return check_it
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_unchanged_script_breaks_nothing(name, threads, check):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert check(name).breaks == []
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "kind", "named"),
+    [
+        ("autocast", "self.norm(x)", "self.norm(x.float())", "cast", "block"),
+        ("autocast", "net(x), y", "net(x).float(), y", "cast", "train.py"),
+        ("autocast", "eps=1e-5", "eps=1e-6", "constant", "block.norm"),
+        ("autocast", "* 0.5", "* 0.51", "constant", "block"),
+        ("autocast", "F.gelu(self.norm(x))", "F.gelu(self.norm(x), approximate='tanh')", "constant", "gelu"),
+        ("autocast", "std=0.1", "std=0.11", "start", "head"),
+        ("autocast", "eps=1e-8", "eps=1e-7", "optimizer", "eps"),
+        ("autocast", "net(x), y)", "net(x), y, label_smoothing=0.1)", "constant", "cross_entropy"),
+        ("autocast", "F.gelu(", "F.silu(", "ops", "silu"),
+        ("session", '"O1"', '"O4"', "precision", "conv2d"),
+        ("session", "verbosity=0", "verbosity=0, loss_scale=128.0", "scale", "128"),
+        ("session", "BatchNorm2d(4)", "BatchNorm2d(4, momentum=0.2)", "constant", "0.2"),
+        ("session", "), 1.0)", "), 0.5)", "constant", "0.5"),
+        ("session", "momentum=0.9)", "momentum=0.95)", "optimizer", "momentum"),
+    ],
+)
+def test_a_change_is_named_first(name, old, new, kind, named, check):
+    verdict = check(name, old, new)
+    first = verdict.breaks[0]
+    assert first.kind == kind and named in f"{first.site} {first.text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "more"),
+    [
+        ("autocast", "self.stem", "self.inner", ()),
+        ("autocast", "import torch\n", "import torch\n\n\n", ()),
+        (
+            "autocast",
+            "self.fc = nn.Linear(width, width)",
+            "self.mlp = nn.Sequential(nn.Linear(width, width))",
+            [("self.fc(", "self.mlp(")],
+        ),
+        ("session", "nn.ReLU()", "nn.ReLU(inplace=True)", ()),
+        ("session", "criterion(net(x), ", "torch.nn.functional.cross_entropy(net(x), ", ()),
+    ],
+)
+def test_a_change_that_changes_no_number_breaks_nothing(name, old, new, more, check):
+    verdict = check(name, old, new, more)
+    assert verdict.breaks == []
+
+
+def test_ops_that_move_to_another_module_are_no_difference(contracts):
+    ops = contracts["autocast"].ops
+    renamed = [replace(op, module=f"other.{op.module}", site="") for op in reversed(ops)]
+    assert not find_differences(ops, renamed)
+    swapped = [replace(op, out=("f32",)) if op.module == "stem" else op for op in ops]
+    assert [pair.after.module for pair in find_differences(ops, swapped).moved] == ["stem"]
+
+
+def test_numbers_of_other_hardware_are_not_judged(contracts, check):
+    contract = contracts["autocast"]
+    (numbers,) = contract.numbers.values()
+    moved = Contract(contract.about, contract.optimizers, contract.ops, {"another CPU": numbers})
+    verdict = judge(moved, contract)
+    assert verdict.holds and "another CPU" in verdict.notes[0]
+
+
+def test_a_script_that_draws_other_numbers_promises_none(tmp_path):
+    source = AUTOCAST.replace(
+        "x = torch.randn(16, 8)", "torch.manual_seed(__import__('time').time_ns() % 2**31); x = torch.randn(16, 8)"
+    )
+    contract = measurer(tmp_path / "train.py", source).write()
+    (numbers,) = contract.numbers.values()
+    assert "stem" in numbers.hardware.problem and "Seed" in numbers.hardware.problem
+    again = measurer(tmp_path / "train.py", source).measure_again()
+    assert judge(contract, again).holds and "Seed" in describe_contract(contract)
+
+
+def test_a_file_that_is_no_contract_is_refused(contracts, tmp_path):
+    text = contracts["autocast"].format()
+    bad = {
+        "cut.json": text[: len(text) // 2],
+        "later.json": text.replace('"schema": 1', '"schema": 99'),
+        "empty.json": "[]",
+        "object.json": "{}",
+        "other.json": '[{"kind": "module"}]',
+        "deep.json": "[" * 100_000,
+        "twice.json": text.replace("[\n", "[\n" + text.splitlines()[1] + "\n", 1),
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(RecordError, match=name):
+            Contract.read(tmp_path / name)
+    with pytest.raises(RecordError):
+        Contract.read(tmp_path / "missing.json")
+
+
+def test_a_contract_survives_its_file(contracts, tmp_path):
+    contract = contracts["session"]
+    contract.write(tmp_path / "again.json")
+    assert Contract.read(tmp_path / "again.json") == contract
+    assert describe_files(tmp_path / "again.json", tmp_path / "again.json") == []
+
+
+def test_contracts_of_two_scripts_differ(contracts, tmp_path):
+    for name, contract in contracts.items():
+        contract.write(tmp_path / f"{name}.json")
+    lines = describe_files(tmp_path / "autocast.json", tmp_path / "session.json")
+    assert any("conv2d" in line for line in lines) and any("gelu" in line for line in lines)
+
+
+def test_a_training_without_steps_has_no_contract(tmp_path):
+    with pytest.raises(SessionError):
+        measurer(tmp_path / "train.py", AUTOCAST.replace("    optimizer.step()\n", "")).write()
+
+
+def test_sketches_estimate_norms_and_differences():
+    torch.manual_seed(0)
+    base, change = torch.randn(10_000), torch.randn(10_000)
+    ratios = []
+    for _ in range(20):
+        change = torch.randn(10_000) * 0.01
+        estimate = find_relative(sketch_all([base]), sketch_all([base + change]))
+        ratios.append(estimate / float(change.norm() / base.norm()))
+    assert 0.8 < sum(ratios) / len(ratios) < 1.25
+    assert find_relative(sketch_all([base]), sketch_all([base])) == 0
+    assert sketch_all([torch.empty(0)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("spelled", "plain"),
+    [
+        ("Tensor.__rmul__", "mul"),
+        ("aten.mul_", "mul"),
+        ("Tensor.__truediv__", "div"),
+        ("F.relu_", "relu"),
+        ("Tensor.__imatmul__", "matmul"),
+        ("aten.rsqrt", "rsqrt"),
+        ("torch.index_add", "index_add"),
+    ],
+)
+def test_spellings_of_an_op_have_one_name(spelled, plain):
+    assert strip_spelling(spelled) == plain
