@@ -293,7 +293,8 @@ class Masters:
         self._copy_edits(both_ways=True, rechecks=rechecks)
 
     def _copy_all(self) -> None:
-        self._split.write()
+        if self._split.masters:
+            self._split.write()
         if self._copy_groups is None:
             self._copy_groups = group(self._parameters.tensors, self._masters.tensors)
         copy_(self._copy_groups)
@@ -316,7 +317,7 @@ class Masters:
 
         If a script has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
         """
-        are_split_edited = self._split.sync(both_ways=both_ways)
+        are_split_edited = bool(self._split.masters) and self._split.sync(both_ways=both_ways)
         edited_parameters = set(self._parameters.find_changed())
         edited_masters = set(self._masters.find_changed())
         if rechecks:

@@ -312,7 +312,7 @@ class OptimizerBinding:
         if self.groups.are_split:
             optimizer: Any = self.reference()
             whole_step = functools.partial(run, *args, **kwargs)
-            end_part = self._drop_gradients_of
+            end_part = self._drop_gradients
             run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step, end_part)
             args, kwargs = (), {}
         elif self._split_masters:  # an optimizer with split masters may share them
@@ -331,19 +331,19 @@ class OptimizerBinding:
         self.copy_masters_to_parameters()
         self._are_masters_copied = True
 
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of the masters, except gradients that another optimizer has yet to step on."""
-        self._drop_gradients_of([master for _, master in self.groups.placed.values()])
+    def _drop_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Drop the gradients of the masters, except gradients that another optimizer has yet to step on.
 
-    def _drop_gradients_of(self, parameters: Iterable[Tensor]) -> None:
-        """The same for some parameters. Those without a master keep their gradients."""
+        `parameters`: only of the masters among these.
+        """
         still_needed: set[int] = set()
         for partner in self.flags.partners:
             if partner.state is not OptState.READY:
                 still_needed.update(map(id, partner.groups.parameters()))
-        for parameter in parameters:
-            if id(parameter) in self.groups.placed and id(parameter) not in still_needed:
-                parameter.grad = None
+        chosen = self.groups.placed.keys() if parameters is None else map(id, parameters)
+        for key in chosen:
+            if key in self.groups.placed and key not in still_needed:
+                self.groups.placed[key][1].grad = None
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 

@@ -182,10 +182,14 @@ def _find_closed(value: Any) -> Iterator[Tensor]:
 
 
 class SplitMasters:
-    """The split masters of a session."""
+    """The split masters of a session.
+
+    Attributes:
+        masters: each master with its low half, by the parameter's id.
+    """
 
     def __init__(self) -> None:
-        self._masters: dict[int, tuple[Tensor, LowHalf]] = {}  # by the parameter's id
+        self.masters: dict[int, tuple[Tensor, LowHalf]] = {}
 
     def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
         """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
@@ -197,23 +201,23 @@ class SplitMasters:
         half = LowHalf(parameter, low)
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
-        self._masters[id(parameter)] = master, half
+        self.masters[id(parameter)] = master, half
         return master
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the split master of a parameter, open or closed, or None."""
-        found = self._masters.get(id(parameter))
+        found = self.masters.get(id(parameter))
         return None if found is None else found[0]
 
     def choose(self, ids: Collection[int]) -> "SplitMasters":
         """Return the split masters of the parameters whose id is in `ids`."""
         chosen = SplitMasters()
-        chosen._masters = {key: found for key, found in self._masters.items() if key in ids}
+        chosen.masters = {key: found for key, found in self.masters.items() if key in ids}
         return chosen
 
     def mark_updated(self, parameter: Tensor) -> None:
         """Record that an optimizer has changed the master of a parameter, if it is open."""
-        found = self._masters.get(id(parameter))
+        found = self.masters.get(id(parameter))
         if found is not None:
             found[1].is_marked = True
 
@@ -249,7 +253,7 @@ class SplitMasters:
         Return whether masters were edited.
         """
         edited: list[Tensor] = []
-        for master, half in self._masters.values():
+        for master, half in self.masters.values():
             if type(master) is ClosedMaster:
                 continue
             if half.is_master_edited(master):
@@ -270,8 +274,8 @@ class SplitMasters:
 
     def _find(self, parameters: Iterable[Tensor] | None) -> Sequence[tuple[Tensor, LowHalf]]:
         if parameters is None:
-            return list(self._masters.values())
-        return [self._masters[id(parameter)] for parameter in parameters if id(parameter) in self._masters]
+            return list(self.masters.values())
+        return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
 
 
 def _take_over(master: Tensor, half: LowHalf) -> None:
