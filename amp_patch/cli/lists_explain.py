@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the low dtype that lists are for: the shipped list that they name, or that the files among them extend.
+    """Return the low dtype that lists are for: the shipped list that they name or extend; float16 if there is none.
 
-    The list `bfloat16` extends the list `float16`, so bfloat16 is looked for first.
+    Since the list `bfloat16` extends the list `float16`, lists with an entry of the former are for bfloat16.
     """
     for name in names:
         if name in LOW_NAMES:
@@ -92,7 +92,7 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    # the spellings may follow several rules; the longest tuple contains the arguments of the others
+    # the spellings may follow several rules; the longest tuple of arguments contains the shorter ones
     opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
     if opt_outs:
         arguments = " or ".join(f"{argument}=" for argument in opt_outs)

@@ -57,8 +57,9 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
 
 
 def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
-    """Yield each rule with its entries. After `except` come the spellings that an entry names, but that an entry of a
-    later file decides.
+    """Yield each rule with its entries.
+
+    After `except` come the spellings that an entry names, but that another entry, of a later file, decides.
     """
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:
@@ -108,7 +109,7 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that each entry decides, also for neutral entries."""
+    """Return the spellings that each entry decides, also for entries of the rule `neutral`."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
@@ -116,7 +117,7 @@ def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[co
 
 
 def _find_lost(entry: "config.op_lists.OpEntry", decided: "list[config.op_lists.Spelling]") -> list[str]:
-    """Return the spellings that an entry names, but that an entry of a later file decides.
+    """Return the spellings that an entry names, but that another entry, of a later file, decides.
 
     Args:
         decided: the spellings that the entry decides.
