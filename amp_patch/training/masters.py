@@ -249,7 +249,8 @@ class Masters:
             self._edits.clear()
             return
         parameters = [parameter for parameter, _ in pairs]
-        self._split.write(parameters)
+        if self._split.masters:
+            self._split.write(parameters)
         self._copy_some([self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index])
 
     def refresh(self) -> None:

@@ -263,9 +263,15 @@ def test_a_step_that_is_skipped_leaves_the_masters(monkeypatch, options):
     assert_equal(read(optimizer), before)
 
 
-def test_a_step_with_a_closure_calls_it_once(monkeypatch):
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
+@pytest.mark.parametrize("loss_scale", [1.0, "dynamic"])
+def test_a_step_with_a_closure_calls_it_once(monkeypatch, kind, loss_scale):
     monkeypatch.setattr(step_parts, "_PART_ON_CPU", 20)
-    model, optimizer = start(adam)
+
+    def make_optimizer(parameters):
+        return kind(parameters, lr=0.01)
+
+    model, optimizer = start(make_optimizer, loss_scale=loss_scale)
     calls = []
 
     def closure():
@@ -277,7 +283,7 @@ def test_a_step_with_a_closure_calls_it_once(monkeypatch):
 
     for _ in range(3):
         optimizer.step(closure)
-    losses, masters = train_by_hand(adam, 3)
+    losses, masters = train_by_hand(make_optimizer, 3)
     assert_equal(calls, losses)
     assert_equal(read(optimizer), masters)
 
