@@ -353,8 +353,7 @@ class OptimizerBinding:
         """Call the closure, then take or skip the step without one.
 
         Whether to skip must be known before the optimizer's own step begins, and a step in parts would call the closure
-        for each part. Raises OptimizerError for an optimizer
-        that may call the closure later or several times.
+        for each part. Raises OptimizerError for an optimizer that may call the closure later or several times.
         """
         if not evaluates_closure_first(original):
             raise OptimizerError(
