@@ -1,4 +1,4 @@
-"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
 `native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
 All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_function_stack_at as _get_function_mode
 from torch._C import _len_torch_function_stack
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -32,6 +34,20 @@ get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
 # a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
+
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+"""The module of flex_attention. torch does not import it before a script does."""
+
+FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
+"""The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
+
+Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
+"""
+
+# flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
+# Without them, these methods would round scores to 16 bits, which torch keeps in float32.
+_flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
+EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
 
 
 def restore_caller_state() -> AbstractContextManager[None]:
@@ -52,6 +68,17 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return backward if callable(backward) else None
+
+
+def list_schema_arguments(op: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an op of torch.library or torch.ops, and whether it is passed by name only.
+
+    The list is empty for anything else. If torch drops an attribute, it is empty for all ops, and an entry of a list
+    could not name an argument of such an op.
+    """
+    overload = getattr(op, "_opoverload", None) or getattr(op, "default", None) or op
+    arguments = getattr(getattr(overload, "_schema", None), "arguments", ())
+    return [(argument.name, bool(argument.kwarg_only)) for argument in arguments]
 
 
 # Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
@@ -128,19 +155,33 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
     return True
 
 
-def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
+def leave_function_mode(mode: TorchFunctionMode) -> bool:
+    """Take a function mode off the stack of this thread, even if others are above it. Return False if it is not there,
+    as while the mode itself handles a function.
 
     Without the names used here, the mode that a script has entered last would be taken off instead.
     """
     above = []
+    is_there = False
     for _ in range(_len_torch_function_stack()):
         top = _pop_mode()
         if top is mode:
+            is_there = True
             break
         above.append(top)
     for other_mode in reversed(above):
         _push_mode(other_mode)
+    return is_there
+
+
+def has_foreign_function_mode() -> bool:
+    """Return whether a function mode is on in this thread, other than the one of `torch.set_default_device`.
+
+    torch itself always takes the topmost mode off. So no mode may be put above that of a `with` block of the user,
+    which may end first. A `torch.device` block finds its own mode.
+    """
+    modes = [_get_function_mode(index) for index in range(_len_torch_function_stack())]
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
@@ -163,6 +204,13 @@ def has_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the flags that a GradScaler has for an optimizer since its last update. Empty if torch drops the name."""
+    states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
+    found_inf = states.get(id(optimizer), {}).get("found_inf_per_device", {})
+    return list(found_inf.values())
 
 
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:

@@ -11,7 +11,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
+from amp_patch.config.list_file import ARGUMENT, BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS, TYPE_NAME
 from amp_patch.config.op_rules import RULE_KEYS
 from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
@@ -21,6 +21,11 @@ from amp_patch.dtypes import DTYPE_WORDS
 REASONS = ("range", "kernel", "speed", "dtype-match", "parity")
 """Words for `why` that the shipped lists use; others are as good."""
 
+BOOLEAN_PROPERTIES = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "split_masters")
+
+_KEYS_OF_NAMES = tuple(key for key in ENTRY_KEYS if key != "like")
+"""The keys of an entry under a rule that takes no argument."""
+
 LEVEL = {
     "description": "One line, logged by initialize.",
     "cast_model_type": "The dtype of the model's parameters, buffers and inputs; null leaves the model alone.",
@@ -28,12 +33,16 @@ LEVEL = {
     "patch_torch_functions_type": "The 16-bit dtype of those casts.",
     "keep_batchnorm_fp32": "true: BatchNorm layers keep float32 parameters and statistics.",
     "master_weights": "true: the optimizer steps on float32 copies of the 16-bit parameters.",
+    "split_masters": "true: between steps, a master is its bfloat16 parameter and 16 more bits.",
     "loss_scale": "A number; dynamic; or how a dynamic scale moves.",
     "compute": "How products of 16-bit values are computed; auto: native where the device has instructions for them.",
     "lists": "Op lists for the casts; null picks the list named after the dtype.",
     "extends": "The level whose properties are taken over first.",
 }
 """The properties of a level, for a person."""
+
+_PATH_OR_VERSION = r"(\.ya?ml(@[0-9.]+)?$|[/\\]|@[0-9.]+$)"
+"""What names a list and is no shipped name: a path, or a list as it is for a version of torch."""
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 
@@ -61,7 +70,9 @@ def make_list_schema() -> dict[str, Any]:
             },
             **_lists(),
             "ops": {"type": ["array", "null"], "items": _definition("op")},
-            "op": {"oneOf": [_definition("name"), _object(ENTRY_KEYS, _entry_keys(), required=["op"])]},
+            "op": {"oneOf": [_definition("name"), _object(_KEYS_OF_NAMES, _entry_keys(), required=["op"])]},
+            "matched_ops": {"type": ["array", "null"], "items": _definition("matched_op")},
+            "matched_op": _object(ENTRY_KEYS, _entry_keys(), required=["op", "like"]),
             "module": {
                 **_object(MODULE_KEYS, _module_keys(), required=["run"]),
                 "oneOf": [{"required": ["match"]}, {"required": ["type"]}],
@@ -117,7 +128,7 @@ def _lists() -> dict[str, Any]:
     """Return the definitions of what names a list, and of one or several of those."""
     several = {"type": "array", "items": _definition("list")}
     return {
-        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": r"(\.ya?ml$|[/\\])"}]},
+        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": _PATH_OR_VERSION}]},
         "lists": {"anyOf": [_definition("list"), several, {"type": "null"}]},
     }
 
@@ -136,13 +147,14 @@ def _keys() -> dict[str, Any]:
             "type": ["array", "null"],
             "items": _definition("module"),
         },
-        **{rule: _definition("ops", rule.meaning) for rule in RULE_KEYS},
+        **{rule: _definition("matched_ops" if rule.takes_argument else "ops", rule.meaning) for rule in RULE_KEYS},
     }
 
 
 def _entry_keys() -> dict[str, Any]:
     return {
         "op": _definition("name"),
+        "like": _string(f"^{ARGUMENT.pattern}$", "The argument of the op whose dtype the other tensors are cast to."),
         "why": _definition("why"),
         "since": _definition("version", "The first torch version the entry applies to."),
         "until": _definition("version", "The first torch version it no longer applies to."),
@@ -186,7 +198,7 @@ def _level_keys() -> dict[str, Any]:
             ]
         },
         **{name: _definition("dtype") for name in ("cast_model_type", "patch_torch_functions_type")},
-        **{name: _definition("boolean") for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights")},
+        **{name: _definition("boolean") for name in BOOLEAN_PROPERTIES},
     }
     return {name: {**kinds[name], "description": told} for name, told in LEVEL.items()}
 

@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
+    """Run the script and print the recording. Return 0, or 1 if the script failed.
+
+    Raises SessionError if nothing was recorded, and KeyboardInterrupt after Ctrl-C.
+    """
     from ..insight import Recording, format_raised, format_recording
     from ..insight.runs import Run
 
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_ops(watched, first, last)
     if arguments.json is not None:
         write_all(recordings, arguments.json)
-    # of several ranks, the one that raised is of interest
+    # of several processes, the one that raised is of interest
     recording = next((each for each in recordings if each.raised), recordings[0])
     if not recording.ops:
         print_report(format_raised(recording.raised[0], recording.run))
@@ -90,12 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _write_html(recording, arguments)
     if len(recordings) > 1:
-        print(f"\nthis is the first of {len(recordings)} processes")
+        which = "the first" if recording is recordings[0] else "one"
+        print(f"\nthis is {which} of {len(recordings)} processes")
     if len(recording.steps) < last - first and not recording.raised:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # The steps were recorded before the script failed, so this is no error of the command, but the exit code shows it.
+    # the steps were recorded before the script failed, so only the exit code tells of the failure
     return int(code != 0)
 
 
@@ -125,7 +129,7 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
 
 
 def _hint_at_steps(taken: list[int], first: int) -> str:
-    """Return the steps to record of a script that failed before the first one to record."""
+    """Return advice on --steps for a script that failed before the asked steps; "" if it took none, or almost all."""
     last = max(taken, default=0)
     return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""
 

@@ -90,7 +90,7 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
     Returns "" if the file is not found, because only the script knows its path. The new list then extends nothing, and
     is used on top of the script's lists.
     """
-    if name in config.shipped.shipped_names():
+    if config.list_names.is_shipped(name):
         return name
     candidates = [Path(path) for path in (*lists, os.path.abspath(name)) if Path(path).name == Path(name).name]
     return next((os.path.relpath(file, folder) for file in candidates if file.is_file()), "")

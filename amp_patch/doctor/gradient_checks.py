@@ -12,31 +12,21 @@ from .tree import argument_of, function_of, names_in, text_of
 _UNSCALE = "Call scaler.unscale_(optimizer) before it."
 _CLAMPING = ("clamp_", "clip_", "clamp_min_", "clamp_max_", "renorm_")
 _CLIPPING_NAMES = ("clip_grad", "clip_gradient", "adaptive_clip", "clip_norm")
-"""Parts of the names of functions that clip gradients: `dispatch_clip_grad` of timm, or the script's own."""
+"""Parts of names of functions that clip gradients, of a library (`dispatch_clip_grad` of timm) or of the script."""
 
 _MEASURING = {
-    *(
-        "norm",
-        "abs",
-        "mean",
-        "max",
-        "min",
-        "std",
-        "var",
-        "sum",
-        "pow",
-        "square",
-        "item",
-        "tolist",
-        "histogram",
-        "histc",
-    ),
-    *("amax", "amin", "quantile", "median", "vector_norm", "_foreach_norm", "Histogram", "add_histogram", "clamp"),
+    *("norm", "vector_norm", "_foreach_norm", "abs", "mean", "median", "quantile", "std", "var", "sum", "pow"),
+    *("square", "max", "min", "amax", "amin", "clamp", "item", "tolist"),
+    *("histogram", "histc", "Histogram", "add_histogram"),
 }
 """Functions and methods whose result depends on the scale of a gradient."""
 
-_PASSED_ON = ("detach", "float", "cpu", "flatten", "view", "reshape", "clone", "ravel", "double", "numpy")
-_LINEAR = ("isnan", "isinf", "isfinite", "all_reduce", "zero_", "mul_", "div_", "copy_")
+_SAME_VALUES = ("detach", "float", "cpu", "flatten", "view", "reshape", "clone", "ravel", "double", "numpy")
+"""Methods of a gradient whose result has its values."""
+
+_SCALE_FREE = ("isnan", "isinf", "isfinite", "all_reduce", "zero_", "mul_", "div_", "copy_")
+"""Functions and methods to which the scale of a gradient does not matter."""
+
 _PENALTIES = ("torch.autograd.grad",)
 
 
@@ -77,7 +67,7 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
 
 
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
-    """Yield the calls that clip gradients: of torch, of functions named so, and clamps of a gradient."""
+    """Yield the calls that clip gradients: of torch, of functions that call one or are named so, and clamps."""
     clippers = script.calls_of(*CLIPPERS)
     functions = {script.frame(call) for call in clippers}
     for call in script.calls:
@@ -87,12 +77,13 @@ def _find_clippings(script: Script) -> Iterator[ast.Call]:
         if call not in clippers and not _clips_by_name(script, call):
             continue
         limit = argument_of(call, "max_norm", 1) or argument_of(call, "clip_value", 1)
-        # a limit that is multiplied by the scale, or none: the call measures the norm only
+        # a limit may be multiplied by the scale; without one (inf, None), the call only measures the norm
         if limit is None or not any(word in text_of(limit).lower() for word in ("scal", "inf", "none")):
             yield call
 
 
 def _clips_by_name(script: Script, call: ast.Call) -> bool:
+    """Return whether a call clamps a gradient, or is of a function that clips by its name."""
     name = function_of(call)
     if name in _CLAMPING and isinstance(call.func, ast.Attribute):
         return _is_gradient(call.func.value)
@@ -103,7 +94,7 @@ def _clips_by_name(script: Script, call: ast.Call) -> bool:
 
 
 def _knows_scaler(script: Script, call: ast.Call) -> bool:
-    """Return whether a call may unscale gradients itself: by the scaler it is given, or in a function of the script."""
+    """Return whether a call may unscale gradients itself: it, or the function that it calls, names a scale."""
     if any("scal" in name.lower() or "fabric" in name or "accelerator" in name for name in names_in(call)):
         return True
     return any("scal" in ast.unparse(function) for function in _own_functions(script, call))
@@ -127,7 +118,7 @@ def _is_gradient(node: ast.AST) -> bool:
             if node.attr != "data":
                 return False
             node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PASSED_ON:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_VALUES:
             node = node.func.value
         else:
             return False
@@ -195,17 +186,18 @@ def _logs_gradients(call: ast.Call) -> bool:
 
 
 def _measures_gradient(script: Script, call: ast.Call) -> bool:
-    """Return whether a call computes or logs something of a gradient, itself or in a function of the script."""
-    if _measures(script, call):
+    """Return whether a call measures or logs a gradient, directly or in a function of the script."""
+    if _measures_directly(script, call):
         return True
     name = function_of(call)
     if "grad" in name and "norm" in name and not _is_clipping(name):
         return bool(call.args) and not _knows_scaler(script, call)
     for function in _own_functions(script, call):
         inner = (part for part in ast.walk(function) if isinstance(part, ast.Call))
-        has_reading = any(_measures(script, part) for part in inner)
+        has_measurement = any(_measures_directly(script, part) for part in inner)
         text = ast.unparse(function)
-        if has_reading and "scal" not in text.replace("add_scalar", "") and "backward" not in text:
+        # `add_scalar` of a logger names no scale
+        if has_measurement and "scal" not in text.replace("add_scalar", "") and "backward" not in text:
             return True
     return False
 
@@ -214,22 +206,25 @@ def _is_clipping(name: str) -> bool:
     return any(part in name for part in _CLIPPING_NAMES)
 
 
-def _measures(script: Script, call: ast.Call) -> bool:
+def _measures_directly(script: Script, call: ast.Call) -> bool:
     """Return whether a call measures a gradient, as `p.grad.norm()` and `torch.norm(p.grad)` do."""
     if function_of(call) not in _MEASURING:
         return False
     if isinstance(call.func, ast.Attribute) and _is_gradient(call.func.value):
-        return not _is_inside_linear(script, call)
-    return any(_is_gradient(argument) for argument in call.args) and not _is_inside_linear(script, call)
+        return not _allows_for_scale(script, call)
+    return any(_is_gradient(argument) for argument in call.args) and not _allows_for_scale(script, call)
 
 
-def _is_inside_linear(script: Script, call: ast.Call) -> bool:
-    """Return whether the result is only tested for inf and NaN, or divided by the scale."""
+def _allows_for_scale(script: Script, call: ast.Call) -> bool:
+    """Return whether a measurement of a gradient is right at any scale.
+
+    That is so if its statement tests for inf, NaN or zero, uses one of `_SCALE_FREE`, or names a scale.
+    """
     statement = script.parent_statement(call)
     parts = list(ast.walk(statement)) if not isinstance(statement, (ast.For, ast.With, ast.While)) else [call]
-    if any(isinstance(part, ast.Call) and function_of(part) in _LINEAR for part in parts):
+    if any(isinstance(part, ast.Call) and function_of(part) in _SCALE_FREE for part in parts):
         return True
-    # p.grad.abs().sum() == 0, and the like
+    # such as p.grad.abs().sum() == 0
     is_compared = any(isinstance(outer, ast.Compare) and _has_zero(outer) for outer, _ in script.around(call))
     return is_compared or any("scale" in name.lower() for part in parts for name in names_in(part))
 

@@ -12,7 +12,7 @@ from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
 _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
-"""A script without these words has nothing in 16 bits of its own making."""
+"""A script without these words makes no value in 16 bits itself."""
 
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
@@ -20,7 +20,7 @@ _KEEPS_UPDATES = re.compile(
     r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
-"""Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
+"""Names in scripts that keep float32 weights beside 16-bit ones, make up for rounding, or train a few new weights."""
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
 """Trainers whose optimizer is AdamW of torch, on the weights as they are."""
@@ -32,11 +32,12 @@ _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)
 
 
 def may_be_low(script: Script) -> bool:
+    """Return whether a script may make values in 16 bits itself."""
     return "torch" in script.text and _MAY_BE_LOW.search(script.text) is not None
 
 
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
-    """Return severity and message: a dtype that only some runs have makes a note with an "if"."""
+    """Return severity and message: a note that begins with "if" for a dtype that only some runs have."""
     if verdict.is_certain:
         return "warning", message
     return "note", f"if the dtype is {verdict.dtype}: {message}"
@@ -75,16 +76,16 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     flow = Flow(script)
     scalers = ScalerFlow(script)
     has_scaler = scalers.is_used and bool(scalers.steps or scalers.unscales)
-    told = set[ast.AST]()
-    for who, trainer, models in find_trainers(script):
+    reported = set[ast.AST]()
+    for stepper, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
-            if verdict is None or verdict.node in told or is_kept(script, flow, model):
+            if verdict is None or verdict.node in reported or may_train_only_float32(script, flow, model):
                 continue
             if verdict.dtype == "float16" and verdict.is_certain and has_scaler:
                 continue  # GradScaler refuses such weights: AMP707
-            told.add(verdict.node)
-            message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
+            reported.add(verdict.node)
+            message = f"{stepper} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
             severity, message = grade_by(verdict, message)
             level = _LEVELS[verdict.dtype]
@@ -108,7 +109,10 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
 
 
 def _may_train(script: Script, fabric: ast.Call) -> bool:
-    """Return whether the function that makes a Fabric may train with it: it goes backward, or passes it on."""
+    """Return whether a Fabric may train.
+
+    It may if it is an attribute, or if its function runs a backward pass, passes it on, or launches another function.
+    """
     frame = script.frame(fabric)
     here = [call for call in script.calls if script.frame(call) is frame]
     names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
@@ -123,9 +127,10 @@ def _may_train(script: Script, fabric: ast.Call) -> bool:
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
-    """Yield the name of each optimizer of torch.optim, its last step, and the models that it may train.
+    """Yield each optimizer of torch.optim: the name of its class, its last step, and the models that it may train.
 
-    Also yields each trainer of transformers or trl that trains: it makes such an optimizer itself.
+    Also yields the class, the call and the model of each trainer of transformers or trl that trains, because it makes
+    such an optimizer itself. Leaves out optimizers that are passed to `initialize`.
     """
     trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
     for call in script.calls:
@@ -142,7 +147,7 @@ def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]
 
 
 def _class_of(script: Script, call: ast.Call) -> str:
-    """Return the name of the class of torch.optim that a call makes an optimizer of, or ""."""
+    """Return the name of the optimizer of torch.optim that a call makes, or ""."""
     for name in sorted(script.names.resolve(call.func)):
         module, _, kind = name.rpartition(".")
         is_of_torch = module.startswith("torch.optim") and not module.endswith(("lr_scheduler", "swa_utils"))
@@ -152,16 +157,16 @@ def _class_of(script: Script, call: ast.Call) -> str:
 
 
 def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
-    """Return whether an optimizer is passed to `initialize`, which makes masters or warns itself."""
+    """Return whether an optimizer is passed to `initialize`. Then amp makes masters, or warns."""
     targets = {assignment.target for assignment in script.assignments if assignment.value is optimizer}
     given = {name for call in script.initializations for name in names_in(call)}
     return bool(targets & given)
 
 
 def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> Iterator[ast.expr]:
-    """Yield the models whose parameters an optimizer is given, through names and functions that group them.
+    """Yield the models whose parameters an optimizer is given, also through names and functions that group them.
 
-    Float32 copies of parameters end the search.
+    Yields none for copies of parameters, which may be float32.
     """
     if params is None or depth > 3:
         return
@@ -181,15 +186,15 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 
 
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
-    """Return the last step in the function that makes the optimizer, or the call that makes it."""
+    """Return the last step in the function that makes the optimizer; without one, the call that makes it."""
     frame = script.frame(optimizer)
-    # a model that is cast after its training, to be served, is trained in float32
+    # a later cast does not matter: it prepares the trained model for its use
     steps = [call for call, _ in script.method_calls("step") if script.frame(call) is frame]
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
-def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether a model is frozen, or a part of it is float32: the optimizer may hold no 16-bit weight."""
+def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
+    """Return whether the optimizer of a model may hold no 16-bit weight: a part is frozen or in float32."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
         part = text_of(receiver)
@@ -228,17 +233,16 @@ def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what
-    it was at the start.
+    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round that to nothing,
+    and the average keeps its first value.
     """
     if not may_be_low(script):
         return
     flow = Flow(script)
     for target, value in script.assignments:
         makers = {function_of(node) for node in ast.walk(value) if isinstance(node, ast.Call)}
-        averages = "AveragedModel" in makers
-        is_moved = averages or ("deepcopy" in makers and _is_averaged(script, target))
-        if not is_moved:
+        is_average = "AveragedModel" in makers or ("deepcopy" in makers and _is_averaged(script, target))
+        if not is_average:
             continue
         # casts in place may follow the copy
         casts = [
@@ -258,7 +262,7 @@ _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")
 
 
 def _is_averaged(script: Script, name: str) -> bool:
-    """Return whether a loop, or a call of torch._foreach_*, moves the parameters of a copy."""
+    """Return whether a loop over a copy of a model, or `torch._foreach_*`, changes it as averages are changed."""
     for node in script.nodes:
         if isinstance(node, (ast.For, ast.AsyncFor)) and name in names_in(node.iter):
             moved = (part for part in ast.walk(node.target) if isinstance(part, ast.Name))
@@ -266,14 +270,14 @@ def _is_averaged(script: Script, name: str) -> bool:
             if any(_moves(inner, names) for inner in ast.walk(node)):
                 return True
         elif isinstance(node, ast.Call) and node.args and function_of(node).startswith("_foreach_"):
-            is_own = name in names_in(node.args[0])
-            if is_own:
+            is_moved = name in names_in(node.args[0])
+            if is_moved:
                 return True
     return False
 
 
 def _moves(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node changes a tensor of these names by a part of another."""
+    """Return whether a node changes a tensor with one of these names as averages are changed."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         # also in a chain: average.mul_(decay).add_(parameter)
         is_own = bool(names_in(node.func.value) & names)

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from .flow import Flow
-from .precision_checks import find_trainers, is_kept
+from .precision_checks import find_trainers, may_train_only_float32
 from .region_checks import dtypes_of, find_regions
 from .rules import Fault, rule
 from .scaler_flow import ScalerFlow, grade
@@ -43,7 +43,7 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
         for step in flow.steps:
             if not flow.are_in_order(loss, step) or flow.may_be_without_scale(loss, step):
                 continue
-            # the loss may belong to an optimizer that steps by itself
+            # the loss may belong to a step in between, or its gradients are zeroed
             if any(flow.between([*flow.own_steps, *flow.steps, *flow.zeroings], loss, step)):
                 continue
             if flow.may_be_without_scale(step, loss) or not flow.surely_runs(loss, step):
@@ -77,8 +77,8 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
     """,
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
-    """Only `scaler.step` divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's
-    own step uses gradients that are 65536 times too large, and inf.
+    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's own
+    step uses gradients that are still multiplied by the scale, which starts at 65536, and inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -90,18 +90,17 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
             others = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
             if any(flow.between(others, loss, step)) or not flow.surely_runs(loss, step):
                 continue
-            if flow.may_be_without_scale(step, loss) or any(_stands_in_scaler(script, flow, step)):
+            if flow.may_be_without_scale(step, loss) or _is_in_own_scaler(script, step):
                 continue
             message = f"{text_of(step.func)}() uses gradients that are multiplied by the loss scale"
             yield Fault(step, grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
             break
 
 
-def _stands_in_scaler(script: Script, flow: ScalerFlow, step: ast.Call) -> Iterator[bool]:
-    """Yield True if a class around a step is a scaler of the script's own."""
-    for outer, _ in script.around(step):
-        if isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower():
-            yield True
+def _is_in_own_scaler(script: Script, step: ast.Call) -> bool:
+    """Return whether a step is in a class of the script that is a scaler by its name."""
+    around = (outer for outer, _ in script.around(step))
+    return any(isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower() for outer in around)
 
 
 @rule(
@@ -133,7 +132,7 @@ def _stands_in_scaler(script: Script, flow: ScalerFlow, step: ast.Call) -> Itera
 )
 def unscales_twice(script: Script) -> Iterator[Fault]:
     """The second call raises RuntimeError: "unscale_() has already been called on this optimizer since the last
-    update()". Under gradient accumulation, call it only in the iterations that step.
+    update()". Under gradient accumulation, call it only in iterations that step.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -141,9 +140,9 @@ def unscales_twice(script: Script) -> Iterator[Fault]:
     for second in flow.unscales:
         updates = [call for call in flow.updates if script.frame(call) is script.frame(second)]
         if updates and all(flow.is_rarer(update, second) for update in updates):
-            message = f"{text_of(second)} runs in each iteration, and scaler.update() only in some: this raises"
+            message = f"{text_of(second)} runs in each iteration, and scaler.update() only in some"
             advice = "Call it in the same `if` as scaler.step, before the clipping."
-            yield Fault(second, grade(flow), f"{message} RuntimeError", advice)
+            yield Fault(second, grade(flow), f"{message}: this raises RuntimeError", advice)
             continue
         for first in flow.unscales:
             if text_of(first) != text_of(second) or not flow.are_in_order(first, second):
@@ -182,7 +181,7 @@ def unscales_twice(script: Script) -> Iterator[Fault]:
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
     """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights,
-    which torch.autocast casts where it pays.
+    which torch.autocast casts for the ops that gain from it.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
@@ -194,7 +193,7 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
             verdict = values.judge(model, trainer)
             if verdict is None or verdict.dtype != "float16" or not verdict.is_certain:
                 continue
-            if is_kept(script, values, model):
+            if may_train_only_float32(script, values, model):
                 continue
             line, _ = script.location_of(verdict.node)
             message = f"{text_of(model)} has float16 weights (line {line}), whose gradients GradScaler refuses"
@@ -247,7 +246,7 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
             is_refilled = any(flow.between(losses, zeroing, step)) or flow.may_train_between(zeroing, step)
             if not before or is_refilled or not flow.surely_runs(zeroing, step):
                 continue
-            # a step between them has used the gradients already, and unscale_ has checked them: the step is left out
+            # no such error after a step or `unscale_` before the zeroing, which has already checked the gradients
             if not any(flow.between([*flow.steps, *flow.unscales], before[-1], zeroing)):
                 message = f"{owner}.zero_grad() removes the gradients that {text_of(step)} needs"
                 yield Fault(zeroing, grade(flow), message, "Call it before the backward pass, or after the step.")
@@ -284,7 +283,7 @@ def scales_bfloat16(script: Script) -> Iterator[Fault]:
     device, and skips steps whose gradients would have fitted.
     """
     flow = ScalerFlow(script)
-    if not flow.is_used or not flow.is_sure or not flow.scaled_backwards:
+    if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:
         return
     values = Flow(script)
     regions = list(find_regions(script))
@@ -328,7 +327,7 @@ def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
     if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
         return
     for call, receiver in script.method_calls("step"):
-        # with an argument, it is the epoch or a metric that decides
+        # with an argument, an epoch or a metric decides, and the number of calls does not
         if "sched" not in text_of(receiver).lower() or call.args or call.keywords:
             continue
         for step in flow.steps:

@@ -41,14 +41,14 @@ def never_updates(script: Script) -> Iterator[Fault]:
         return
     if any(function_of(call) == "update" and not call.args for call in script.calls):
         return
-    # another file may call it, if the scaler is passed on
+    # a function that is given the scaler may update it
     step = flow.steps[0]
     scaler = step.func.value if isinstance(step.func, ast.Attribute) else step
     if any(text_of(scaler) in names_in(argument) for call in script.calls for argument in _arguments_of(call)):
         return
-    is_own = isinstance(scaler, ast.Name) or text_of(scaler).startswith("self.")
-    # a method steps in a loop of its caller
-    if is_own and (script.is_in_loop(step) or isinstance(scaler, ast.Attribute)):
+    is_kept_here = isinstance(scaler, ast.Name) or text_of(scaler).startswith("self.")
+    # for a scaler in an attribute, the loop may be in another method
+    if is_kept_here and (script.is_in_loop(step) or isinstance(scaler, ast.Attribute)):
         message = "nothing calls scaler.update(): the second step raises RuntimeError"
         yield Fault(step, grade(flow), message, "Call scaler.update() after it, once per iteration.")
 
@@ -107,14 +107,16 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
 
 
 def _updates_for_each(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a loop over optimizers steps and updates, and the losses have gone backward before it."""
+    """Return whether a loop over optimizers steps and updates for each, after the backward passes of all losses."""
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):
         return False
     inside = set(ast.walk(loop))
     has_update = any(update in inside for update in flow.updates)
-    has_loss = any(loss in inside for loss in (*flow.scalings, *flow.plain_backwards))
-    return has_update and not has_loss and any(flow.are_in_order(loss, loop) for loss in flow.scalings)
+    has_loss = any(loss in inside for loss in (*flow.scaled_backwards_and_callers, *flow.plain_backwards))
+    return (
+        has_update and not has_loss and any(flow.are_in_order(loss, loop) for loss in flow.scaled_backwards_and_callers)
+    )
 
 
 @rule(
@@ -145,7 +147,7 @@ def _updates_for_each(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
 )
 def updates_without_step(script: Script) -> Iterator[Fault]:
     """`scaler.update` raises AssertionError: "No inf checks were recorded prior to update", if no step or `unscale_`
-    has checked gradients since the last one.
+    has checked gradients since the last update.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:

@@ -1,4 +1,4 @@
-"""Rules of the doctor about values in 16 bits that grow, and values that number something."""
+"""Rules of the doctor about 16-bit values that grow by additions, and about positions and timesteps in 16 bits."""
 
 import ast
 import re
@@ -32,8 +32,8 @@ _GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
     """,
 )
 def grows_in_low(script: Script) -> Iterator[Fault]:
-    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop when
-    what is added is small beside them.
+    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop
+    once they are large beside the next addend.
     """
     if not may_be_low(script):
         return
@@ -72,9 +72,10 @@ def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> boo
 
 
 def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | None:
-    """Return how sure it is that a loop, or for an attribute another function, adds to a tensor; None if nothing does.
+    """Return the severity of repeated additions to a tensor; None if there are none.
 
-    Additions to parts, as of the windows of an image, make a note: each element may get a few of them only.
+    They are in a loop, or for an attribute in another function, which may be called often. Additions to parts, such as
+    windows of an image, make a note, because each element may get only a few.
     """
     growth: Severity | None = None
     for node in script.nodes:
@@ -101,14 +102,17 @@ def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | Non
 
 
 def _adds_to_part(node: ast.AST) -> bool:
-    """Return whether a statement adds a tensor to a part of another: `x[a:b] += y`, and not `x[i] += 1`."""
+    """Return whether a statement adds a tensor to a part of another: `x[a:b] += y` does, `x[i] += 1` does not."""
     if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Subscript):
         return False
     return not isinstance(node.value, ast.Constant)
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether loops count the elements that an addition changes, as in `for i in range(n): x[i] += y`."""
+    """Return whether an addition meets each element once, as in `for i in range(n): x[i] += y`.
+
+    Then the index contains the counter of every loop around the addition.
+    """
     indices = set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.Subscript):
@@ -130,7 +134,7 @@ def _counters_of(loop: ast.AST) -> Iterator[str]:
 
 
 def _root(node: ast.expr) -> str:
-    """Return the name of a tensor that is indexed, or whose method of the same data is called: `x[i]`, `x.mul_(2)`."""
+    """Return the tensor that an expression indexes or changes in place: `x` for `x[i]` and `x.mul_(2)`."""
     while True:
         if isinstance(node, ast.Subscript):
             node = node.value
@@ -148,7 +152,7 @@ def _is_increment(value: ast.expr, target: str) -> bool:
 
 
 _POSITIONS = re.compile(r"(?:\w+_)?(?:time_?steps?|positions?|position_ids|pos_ids)$")
-_COUNTING = ("torch.arange",)
+_ARANGE = ("torch.arange",)
 
 
 @rule(
@@ -171,40 +175,42 @@ def positions_in_low(script: Script) -> Iterator[Fault]:
         return
     flow = Flow(script)
     for call in script.calls:
-        is_made = not script.names.resolve(call.func).isdisjoint(_COUNTING)
-        counted: ast.expr = call
+        is_made = not script.names.resolve(call.func).isdisjoint(_ARANGE)
+        positions: ast.expr = call
         if not is_made:
             if not isinstance(call.func, ast.Attribute) or function_of(call) not in ("to", "half", "bfloat16", "type"):
                 continue
-            counted = call.func.value
-            if not _counts(script, counted, call):
+            positions = call.func.value
+            if not _holds_positions(script, positions, call):
                 continue
         verdict = flow.judge(call, call)
-        if verdict is None or verdict.node is not call or _is_small(script, counted, LARGEST[verdict.dtype]):
+        if verdict is None or verdict.node is not call or _is_small(script, positions, LARGEST[verdict.dtype]):
             continue
-        what = "torch.arange" if is_made else text_of(counted)
+        name = "torch.arange" if is_made else text_of(positions)
         severity, message = grade_by(
-            verdict, f"{what} in {verdict.dtype}: whole numbers above {LARGEST[verdict.dtype]} become equal"
+            verdict, f"{name} in {verdict.dtype}: whole numbers above {LARGEST[verdict.dtype]} become equal"
         )
-        yield Fault(call, severity, message, "Keep it in an integer dtype or float32, and cast what is computed of it.")
+        yield Fault(
+            call, severity, message, "Keep it in an integer dtype or float32, and cast values computed from it."
+        )
 
 
-def _counts(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether an expression numbers something: by its name, by the name of the result, or made by arange."""
+def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
+    """Return whether the argument of a cast holds positions: arange makes it, or it or the result is named so."""
     parent = script.parent(cast)
     names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
     if isinstance(node, (ast.Name, ast.Attribute)):
         names.append(text_of(node))
     if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
-        # timesteps from 0 to 1 are no whole numbers
+        # timesteps that are scaled to 0..1 are no whole numbers
         if _is_scaled_down(script, node):
             return False
-        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _COUNTING)
-    return any(_is_from(script, value, _COUNTING) for value in (node, *_own_values(script, node)))
+        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _ARANGE)
+    return any(_is_from(script, value, _ARANGE) for value in (node, *_own_values(script, node)))
 
 
 def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a name is divided, or subtracted from another value, as timesteps from 0 to 1 are."""
+    """Return whether a name gets the result of a division or subtraction, or is divided in place."""
     parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
     if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
         return True
@@ -213,14 +219,14 @@ def _is_scaled_down(script: Script, node: ast.expr) -> bool:
 
 
 def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values that the function around a name assigns to it."""
+    """Return the values that the same function assigns to a name."""
     return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
 
 
 def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether arange surely stays below a number."""
+    """Return whether an expression is an arange that surely has no number above `largest`."""
     for value in (node, *_own_values(script, node)):
-        while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_COUNTING):
+        while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_ARANGE):
             value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
         if isinstance(value, ast.Call):
             # arange(end), or arange(start, end, step)

@@ -16,14 +16,14 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class Trial(Enum):
-    """How the operands were cast."""
+    """How the floating operands were cast."""
 
-    WIDEST = "widest"  # all to the widest dtype among them
+    WIDEST = "widest"  # 16 bits and float32 to the widest dtype among these
     FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
-    SINGLE = "single"  # float64 to the widest of the other dtypes
-    WEIGHT = "weight"  # all to the dtype of a weight
-    MODEL = "model"  # all to the dtype of a model in 16 bits
+    SINGLE = "single"  # all, also float64, to the widest of the other dtypes
+    WEIGHT = "weight"  # all to the dtype that all weights among them have
+    MODEL = "model"  # all to the dtype of a 16-bit model
     LOW = "low"  # float32 to 16 bits
 
 
@@ -32,8 +32,8 @@ class Lows:
     """The 16-bit dtypes to try.
 
     Attributes:
-        model: of a model in 16 bits; None without one.
-        run: of the regions and levels of the run, or of those that it might have.
+        model: the dtype of a 16-bit model; None without one.
+        run: the low dtype of the run; float16 if it has none.
     """
 
     model: torch.dtype | None
@@ -46,9 +46,9 @@ class Trials:
 
     Attributes:
         is_mixed: whether the operands have several floating dtypes.
-        targets: for each trial that worked, the dtype of each operand; in the order of `Trial`.
+        targets: for each trial that worked, the dtypes of the operands in this trial.
         results: for each trial that worked, the dtype of the result; None if it is not one tensor.
-        low: the dtype of a model in 16 bits; None for another model.
+        low: the dtype of a 16-bit model; None for another model.
     """
 
     is_mixed: bool
@@ -58,17 +58,18 @@ class Trials:
 
 
 def is_of_dtypes(error: BaseException) -> bool:
-    """Return whether dtypes may be the reason of an exception of this class."""
+    """Return whether dtypes may be the reason for an exception of this class."""
     return isinstance(error, _ERRORS) and type(error) not in (torch.OutOfMemoryError, RecursionError)
 
 
 def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], lows: Lows) -> Trials | None:
-    """Run a call again in other dtypes. Return what works; None if dtypes are not the reason why it raised.
+    """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why it raised.
 
-    They are if the call raises again with the same operands, and not with others. It runs on copies, without autograd.
+    They are if the call raises the same exception again with the same dtypes, and works in one of the trials. It runs
+    on copies of the operands, without autograd. A call whose floating operands are all float64 is not tried.
 
     Args:
-        weights: whether each operand is a parameter.
+        weights: whether each operand is a weight.
         lows: the 16-bit dtypes to try.
     """
     tensors = [tensor for _, tensor in call.operands]
@@ -82,7 +83,7 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
         targets: dict[Trial, list[torch.dtype]] = {}
         results: dict[Trial, torch.dtype | None] = {}
         for trial, dtypes in _plan(call, kinds, weights, lows).items():
-            with contextlib.suppress(Exception):  # of whatever class the call has
+            with contextlib.suppress(Exception):  # a trial that raises has not worked, whatever it raises
                 result = call.run(functools.partial(cast, dtypes))
                 results[trial] = result.dtype if isinstance(result, Tensor) else None
                 targets[trial] = [dtypes.get(tensor.dtype, tensor.dtype) for tensor in tensors]
@@ -90,12 +91,12 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
 
 
 def runs_under_autocast(call: FailingCall, device_type: str, low: torch.dtype) -> bool:
-    """Return whether a call works in a region of torch.autocast, with the same operands."""
+    """Return whether a call works in a region of torch.autocast with copies of the same operands."""
     tensors = [tensor for _, tensor in call.operands]
     with torch.no_grad(), random_numbers_kept(tensors), torch.autocast(device_type, low):
         try:
             call.run(clone)
-        except Exception:  # of whatever class the call has
+        except Exception:  # whatever the call raises
             return False
     return True
 
@@ -105,7 +106,7 @@ Dtypes = dict[torch.dtype, torch.dtype]
 
 
 def _plan(call: FailingCall, kinds: list[torch.dtype], weights: list[bool], lows: Lows) -> dict[Trial, Dtypes]:
-    """Return the trials that change something."""
+    """Return the trials that change the dtype of an operand. `kinds`: the floating dtypes of the operands."""
     plan: dict[Trial, Dtypes] = {}
     tensors = [tensor for _, tensor in call.operands]
     castable = [kind for kind in kinds if kind in CASTABLE]
@@ -137,14 +138,14 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy in the dtype for its dtype."""
+    """Return a copy in the dtype to which `dtypes` maps the tensor's; in its own dtype without one."""
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def _raises_again(call: FailingCall, error: BaseException) -> bool:
-    """Return whether a call raises an exception with the same operands as before."""
+    """Return whether a call raises the same exception with the same operands. For a check, any exception counts."""
     try:
         call.run(clone)
-    except Exception as raised:  # of whatever class the call has
+    except Exception as raised:  # whatever the call raises
         return call.is_check or (type(raised) is type(error) and str(raised) == str(error))
     return False

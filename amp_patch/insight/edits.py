@@ -1,4 +1,4 @@
-"""Edits of the script that repair a call which raised, as `train.py:12: h.float() in place of h`."""
+"""Edits of the script that repair a call which raised, such as `train.py:12: h.float() in place of h`."""
 
 import ast
 import copy
@@ -14,20 +14,22 @@ from .expressions import CAST_METHODS, find_expression
 from .failing_call import FailingCall, Level
 from .module_casts import casts
 
-_SIMPLE = re.compile(r"[A-Za-z_][\w.]*")
+_SIMPLE = re.compile(r"[A-Za-z_][\w.]*")  # a name or an attribute
 _ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, Trial.WRITTEN, Trial.LOW)
+"""The trials, the one with the best edit first."""
+
 _FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
 """A call that raises in its backward pass is most often a loss, which is better in float32."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The operands of a call, in its order.
+    """How to name the operands of a call, in the order of `FailingCall.operands`.
 
     Attributes:
-        names: how reports call each.
+        names: the name of each in reports.
         texts: how the line of the script writes each; "" where that is not known.
-        weights: whether each is a parameter or buffer.
+        weights: whether each is a weight: see `Operands.is_weight`.
     """
 
     names: Sequence[str]
@@ -36,14 +38,14 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class Script:
-    """Where a call raised.
+class CallSite:
+    """The place where a call raised.
 
     Attributes:
-        site: the innermost line.
-        called_from: the line of the user's own code, if that is another.
-        level: the frame of `site`.
-        region: the edit that runs the model under torch.autocast, if the call works there; else "".
+        site: the line of the call; "" if it is not known.
+        called_from: the line of the user's own code, if `site` is in an installed package; else None.
+        level: the frame of `site`; None without one.
+        region: the edit that calls the model under torch.autocast; "" if the call does not work there.
         module: the module in which it raised; "" for none.
     """
 
@@ -54,7 +56,7 @@ class Script:
     module: str
 
 
-def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: Script) -> Iterator[str]:
+def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
     """Yield the edits of the script, the best first. Each repairs the call without the others."""
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -69,22 +71,23 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
             [tensor for tensor, is_weight in zip(tensors, spelling.weights, strict=True) if is_weight]
         )
         return
-    if not script.site:
+    if not place.site:
         return
+    # Casts to a wider dtype would pass this dtype on to the 16-bit layers after the call.
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
-        yield from _keep_low(low, spelling, script)
-    if script.called_from is not None:
-        yield f"{script.called_from}: {CAST_METHODS[targets[0]]} on what it is passed"
+        yield from _keep_low(low, spelling, place)
+    if place.called_from is not None:
+        yield f"{place.called_from}: {CAST_METHODS[targets[0]]} on what it is passed"
         return
     written = _find_written(call, spelling)
     is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
     is_attribute = "." in written  # a local name would no longer be the tensor that others hold
     if is_attribute and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
-        yield f"{script.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
+        yield f"{place.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
-        text = _cast_back(spelling, changed, low, script)
+        text = _cast_back(spelling, changed, low, place)
         if text:
-            yield f"{script.site}: {text}"
+            yield f"{place.site}: {text}"
             return
     parts, casts_of = [], {}
     for index in changed:
@@ -98,30 +101,30 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, script: 
         else:
             dtype = str(tensors[index].dtype).removeprefix("torch.")
             parts.append(f"{method} on the {dtype} tensor ({spelling.names[index]})")
-    of_call = _cast_in_call(casts_of, script) if len(casts_of) == len(dict.fromkeys(parts)) else ""
-    yield f"{script.site}: {of_call or ', and '.join(dict.fromkeys(parts))}"
+    of_call = _cast_in_call(casts_of, place) if len(casts_of) == len(dict.fromkeys(parts)) else ""
+    yield f"{place.site}: {of_call or ', and '.join(dict.fromkeys(parts))}"
 
 
 def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
-    """Return the best of the trials that worked."""
+    """Return the trial with the best edit, of those that worked."""
     first: tuple[Trial, ...] = () if call.forward is None else _FIRST_OF_LOSSES
     if call.written is not None:
         first = (Trial.WRITTEN,)
     return next(trial for trial in (*first, *_ORDER) if trial in trials.targets)
 
 
-def _keep_low(low: torch.dtype, spelling: Spelling, script: Script) -> Iterator[str]:
-    """Yield edits after which a call in a model of 16 bits has a result in 16 bits, as later layers need."""
-    if script.region:
-        yield script.region
+def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator[str]:
+    """Yield edits after which a call in a 16-bit model has a 16-bit result, which later layers need."""
+    if place.region:
+        yield place.region
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
-    if script.module and names and all(name.startswith(f"{script.module}.") for name in names):
+    if place.module and names and all(name.startswith(f"{place.module}.") for name in names):
         method = CAST_METHODS[low]
-        yield f"{method} on module {script.module}, whose weights are in another dtype than those of the model"
+        yield f"{method} on module {place.module}, whose weights are in another dtype than those of the model"
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:
-    """Return the name of the tensor that a call writes to; "" if it has none."""
+    """Return how the script writes the tensor that a call writes to; "" for none, or if it is no name or attribute."""
     for text, (_, tensor) in zip(spelling.texts, call.operands, strict=True):
         if tensor is call.written and _SIMPLE.fullmatch(text):
             return text
@@ -144,12 +147,12 @@ class _Casting(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _cast_in_call(casts: dict[str, str], script: Script) -> str:
+def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
     """Return the edit that replaces a whole call, if its line has a text more than once; "" if it need not or cannot.
 
     In `a.mm(x) + b.mm(x)`, the edit `x.float() in place of x` would cast both.
     """
-    found = None if script.level is None else find_expression(script.level.frame, script.level.index)
+    found = None if place.level is None else find_expression(place.level.frame, place.level.index)
     if found is None or not isinstance(found[0], (ast.Call, ast.BinOp)):
         return ""
     call, source = found
@@ -163,24 +166,28 @@ def _cast_in_call(casts: dict[str, str], script: Script) -> str:
     return f"{ast.unparse(after)} in place of {source.spell(call)}"
 
 
-def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, script: Script) -> str:
-    """Return the edit that runs a call in float32 within a model of 16 bits; "" if its line cannot be read."""
-    found = None if script.level is None else find_expression(script.level.frame, script.level.index)
+def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
+    """Return the edit that runs a call in float32 and casts its result back to `low`.
+
+    Returns "" if the line has no such call, or has no text for one of the operands.
+    """
+    expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
     texts = [spelling.texts[index] for index in changed]
-    if found is None or not isinstance(found[0], ast.Call) or not all(texts):
+    if expression is None or not isinstance(expression[0], ast.Call) or not all(texts):
         return ""
-    before, node = ast.unparse(found[0]), copy.deepcopy(found[0])
+    before, node = ast.unparse(expression[0]), copy.deepcopy(expression[0])
     after = ast.unparse(_Casting({text: f"{_enclose(text)}.float()" for text in texts}).visit(node))
     return f"{after}{CAST_METHODS[low]} in place of {before}"
 
 
 def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
-    """Yield the edit that keeps weights in float32."""
+    """Yield the edit that keeps weights in float32, if a line of the script is known that has cast them."""
     lines = dict.fromkeys(filter(None, map(casts.find, weights)))
     if lines:
         yield f"float32 weights: no {' and no '.join(lines)}; torch.autocast around the forward casts what may be cast"
 
 
 def _enclose(text: str) -> str:
+    """Return an expression so that a method can follow: in brackets unless it is a name, attribute, call or item."""
     node = ast.parse(text, mode="eval").body
     return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"

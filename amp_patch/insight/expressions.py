@@ -1,6 +1,7 @@
-"""The expression of a frame that raised an exception, and the values of its parts.
+"""The expression that ran in a frame of a traceback, and the values of its parts.
 
-Reading a part runs no code of the script: names, attributes that are stored, items of containers, and views of tensors.
+Values are read without running code of the script. Names, stored attributes, items of plain containers and a few
+methods of tensors, which write nothing, can be read.
 """
 
 import ast
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 UNKNOWN = object()
-"""The value of an expression that cannot be read without running code of the script."""
+"""Stands for the value of an expression that cannot be read without running code of the script."""
 
 _VIEWS = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
+"""Attributes of tensors that are read."""
+
 _PURE_METHODS = frozenset(
     {
         "clone",
@@ -38,6 +41,7 @@ _PURE_METHODS = frozenset(
         "transpose",
     }
 )
+"""Methods of tensors that are called to read their result. None of them writes."""
 
 CAST_METHODS = {
     torch.float32: ".float()",
@@ -48,6 +52,7 @@ CAST_METHODS = {
 """The call that casts a tensor to a dtype."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
+"""Those of these methods that change the dtype."""
 
 
 class Source:
@@ -63,16 +68,16 @@ class Source:
                 self.parents[child] = node
             if isinstance(node, (ast.expr, ast.stmt)):
                 place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-                # ast.walk is breadth-first: the outermost node of a place comes first, `f()` as a statement.
+                # ast.walk is breadth-first, so a statement `f()` comes before the call `f()`, which replaces it.
                 if isinstance(self._by_place.get(place, node), (ast.Expr, type(node))):
                     self._by_place[place] = node
 
     def find(self, place: tuple[int | None, ...]) -> ast.AST | None:
-        """Return the expression, or else the statement, at (line, end line, column, end column)."""
+        """Return the expression at (line, end line, column, end column); else the statement there; else None."""
         return self._by_place.get(place)
 
     def spell(self, node: ast.AST) -> str:
-        """Return how the file writes an expression; on several lines, how Python would write it on one."""
+        """Return how the file writes an expression. One on several lines is written as Python would on one line."""
         text = ast.get_source_segment(self._text, node)
         return ast.unparse(node) if text is None or "\n" in text else text
 
@@ -90,12 +95,12 @@ def _parse(lines: tuple[str, ...]) -> Source | None:
 
 
 def read_source(file: str, names: dict[str, Any] | None = None) -> Source | None:
-    """Return the syntax tree of a file, or of a cell of a notebook; None if it cannot be read."""
+    """Return the syntax tree of a file or notebook cell; None if it cannot be parsed. `names`: globals of its code."""
     return _parse(tuple(linecache.getlines(file, names)))
 
 
 def find_expression(frame: types.FrameType, index: int) -> tuple[ast.AST, Source] | None:
-    """Return the node of the instruction at `index`, a traceback's `tb_lasti`, with its file; None if not known."""
+    """Return the node of the instruction at `index` (`tb_lasti` of a traceback), and its file; None if not known."""
     place = next(itertools.islice(frame.f_code.co_positions(), index // 2, None), None)
     source = read_source(frame.f_code.co_filename, frame.f_globals)
     node = None if place is None or source is None else source.find(place)
@@ -106,7 +111,7 @@ class Reader:
     """Reads the values of expressions in a frame.
 
     Args:
-        stand_in: stands for the result of a call, which cannot be read; None: nothing does.
+        stand_in: the value of each call that cannot be read; None: UNKNOWN is.
     """
 
     def __init__(self, frame: types.FrameType, stand_in: Tensor | None = None) -> None:
@@ -161,6 +166,7 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
+        # A stand-in has no shape of the script, so methods that change the shape are not called.
         if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
             return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):
@@ -172,7 +178,7 @@ class Reader:
 
 
 def read_attribute(owner: Any, name: str) -> Any:
-    """Return an attribute that is stored, a view of a tensor, or a method of one; else UNKNOWN."""
+    """Return a stored attribute, a view of a tensor, or a method; UNKNOWN for others, such as properties."""
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, Tensor):

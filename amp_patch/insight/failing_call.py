@@ -1,4 +1,4 @@
-"""The call that raised an exception, with its arguments: read from the frames of the traceback."""
+"""Finds the call that raised an exception, and its arguments, in the frames of the traceback."""
 
 import ast
 import functools
@@ -40,8 +40,11 @@ _PACKAGES = tuple(
     for folder in {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
     if folder.endswith("-packages")
 )
+"""Folders of installed packages."""
+
 _CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
 _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
+"""The kinds of nodes in a condition that can be evaluated a second time, since it calls nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Level:
 
     @property
     def is_of_user(self) -> bool:
-        """Whether the code is the user's, or an installed package's other than torch."""
+        """Whether the code is neither torch's nor of amp_patch. Other packages count as the user's."""
         return is_of_user(self.file)
 
     @property
@@ -74,7 +77,12 @@ class Level:
 
 
 class Levels:
-    """The frames of an exception, the innermost last."""
+    """The frames of an exception, the innermost last.
+
+    Args:
+        error: the exception; None: no frames.
+        levels: frames to put before these.
+    """
 
     def __init__(self, error: BaseException | None, levels: Sequence[Level] = ()) -> None:
         self.all: list[Level] = list(levels)
@@ -91,37 +99,37 @@ class Levels:
 
     @property
     def of_user(self) -> list[Level]:
-        """The frames of the user's code, the innermost last."""
+        """The frames of the user's code (see `Level.is_of_user`), the innermost last."""
         return [level for level in self.all if level.is_of_user]
 
     @property
     def innermost(self) -> Level | None:
-        """The innermost frame of the user's code."""
+        """The innermost frame of the user's code; None without one."""
         return next(reversed(self.of_user), None)
 
     @property
     def own(self) -> Level | None:
-        """The innermost frame of the user's code that is in no installed package."""
+        """The innermost frame of the user's code outside of installed packages; None without one."""
         return next((level for level in reversed(self.of_user) if not level.is_in_package), None)
 
     def down_to_own(self) -> "Levels":
-        """Return the frames without those within `own`."""
+        """Return the frames down to `own`; none if there is no such frame."""
         return Levels(None, self.all[: self.all.index(self.own) + 1] if self.own is not None else ())
 
     def within(self) -> list[Level]:
-        """Return the frames from the innermost one of the user on."""
-        last = max((index for index, level in enumerate(self.all) if level.is_of_user), default=0)
-        return self.all[last:]
+        """Return the innermost frame of the user's code and the frames inside of it; all frames without one."""
+        start = max((index for index, level in enumerate(self.all) if level.is_of_user), default=0)
+        return self.all[start:]
 
     def find_local(self, file: str, name: str) -> Any:
-        """Return a local variable of the innermost frame in a file of this ending; None without such a frame."""
+        """Return the variable `name` of the innermost frame that has it and whose path ends with `file`; else None."""
         for level in reversed(self.all):
             if level.file.endswith(file) and name in level.frame.f_locals:
                 return level.frame.f_locals[name]
         return None
 
     def find_module(self, observer: Observer) -> str:
-        """Return the name of the innermost module of the models whose code ran, "" for none."""
+        """Return the name of the innermost module of the models that is `self` in a frame; "" for none."""
         for level in reversed(self.all):
             name = observer.name_module(level.frame.f_locals.get("self"))
             if name is not None:
@@ -137,14 +145,17 @@ class Levels:
         return next((level for level in reversed(outer) if level.is_of_user and not level.is_in_package), None)
 
     def find_covered(self) -> OpCall | None:
-        """Return the listed call that ran, if one did."""
+        """Return the outermost call of a listed op that was running; None without one.
+
+        It is the local `call` of the function `cover` in `Observer`.
+        """
         calls = (level.frame.f_locals.get("call") for level in self.all if level.frame.f_code.co_name == "cover")
         return next((call for call in calls if isinstance(call, OpCall)), None)
 
     def find_names(self) -> Iterator[tuple[str, bool]]:
-        """Yield the names of the functions that the innermost frames call, from the user's line on.
+        """Yield the name of the function that each frame of `within` calls.
 
-        Beside each stands whether it may be a function of torch, or a method of tensors.
+        With each name comes whether it may be a function of torch, or a method of tensors.
         """
         for level in self.within():
             expression = find_expression(level.frame, level.index)
@@ -157,7 +168,10 @@ class Levels:
                 yield "__setitem__", True
 
     def find_variable(self, storage: int, tensor: Tensor | None = None) -> tuple[str, str]:
-        """Return the name of the outermost variable that holds a tensor of a storage, and its line."""
+        """Return the name of a variable that holds a tensor, or another one with its storage; "" without one.
+
+        It is a variable of the outermost frame of the user's code that has one. Returns the line of this frame, too.
+        """
         for level in self.of_user:
             for name, value in list(level.frame.f_locals.items()):
                 for part in tensors_in([value]):
@@ -172,8 +186,9 @@ def name_of_call(levels: Levels) -> str:
 
 
 def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
+    """Return whether an expression, which is called, may be a function of torch or a method of tensors."""
     value = reader.read(function)
-    if value is UNKNOWN:  # the method of a result
+    if value is UNKNOWN:  # perhaps a method of the result of another call
         return isinstance(function, ast.Attribute) and reader.read(function.value) is UNKNOWN
     if isinstance(value, nn.Module):
         return False
@@ -185,19 +200,19 @@ def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
 
 @dataclass(frozen=True)
 class FailingCall:
-    """A call that raised, and that can be run again with other arguments.
+    """A call that may have raised, and that can be run again with other arguments.
 
     Attributes:
-        name: its name, as lists have it, or the name of the function.
+        name: the name of the op or of the function.
         operands: the tensors among its arguments, each with its name.
-        run: calls it again with each tensor cast. Raises what the call raises.
+        run: makes the call again, with each tensor replaced by the result of the function that it is given.
         written: the operand that it writes to; None for none.
-        has_out: whether that is its argument `out`.
-        is_kernel: whether it is an op as torch dispatches it, not a call of Python.
-        forward: the call of the forward pass, if it is an op of the backward pass.
+        has_out: whether it has the argument `out`.
+        is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
+        forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
         is_reached: whether lists act where it runs; None: not known.
-        is_check: whether it is a condition of the code, which raises the exception itself.
-        stand_in: the operand that stands for the result of a call; None for none.
+        is_check: whether it is no call, but the condition of an `assert`, or of the `if` around a `raise`.
+        stand_in: the operand that stands for the result of another call; None for none.
     """
 
     name: str
@@ -213,9 +228,10 @@ class FailingCall:
 
 
 def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCall]:
-    """Yield the calls that may have raised: the op that torch dispatched, then calls of Python from inside out.
+    """Yield the calls that may have raised: the op that torch dispatched, then the calls of `within` from inside out.
 
-    The last one has a tensor of the latest dtype in the place of an argument that is itself the result of a call.
+    An argument that is itself the result of a call cannot be read. Therefore the call in the user's line comes once
+    more, at last, with a stand-in for such arguments: a tensor in the dtype of the latest result.
     """
     within = levels.within()
     for level in reversed(levels.all):
@@ -225,21 +241,21 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
                 yield call
                 break
     for level in reversed(within):
-        if level.file.startswith(os.path.dirname(os.path.dirname(__file__))):
+        if level.file.startswith(os.path.dirname(os.path.dirname(__file__))):  # a frame of this package
             continue
         call = _read_call(level)
         if call is not None:
             yield call
-    last = observer.origins.last
-    if last is not None and last.call is not None and levels.innermost is not None:
-        stand_in = torch.zeros(1, dtype=last.dtype)
+    latest = observer.origins.last
+    if latest is not None and latest.call is not None and levels.innermost is not None:
+        stand_in = torch.zeros(1, dtype=latest.dtype)
         call = _read_call(levels.innermost, stand_in)
         if call is not None and any(tensor is stand_in for _, tensor in call.operands):
             yield replace(call, stand_in=stand_in)
 
 
 def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
-    """Return the op that a dispatch mode of this package was running."""
+    """Return the op that a dispatch mode of this package was running; None if the frame is of another mode."""
     known = level.frame.f_locals
     function, args, kwargs = known.get("func"), known.get("args"), known.get("kwargs")
     if not isinstance(function, OpOverload) or not isinstance(args, tuple):
@@ -264,12 +280,13 @@ def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
 
 
 def _find_written(function: Any, places: frozenset[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an op writes to. In its schema, `out` comes after the positional arguments."""
+    """Return the arguments that an op writes to. Those beyond the positional ones, such as `out`, are in `kwargs`."""
     names = get_argument_names(function)
     return [args[place] if place < len(args) else kwargs.get(names[place]) for place in sorted(places)]
 
 
 def _call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], cast: Cast) -> Any:
+    """Call a function with the result of `cast` for each tensor among its arguments."""
     kwargs = {name: cast_tree(value, cast) for name, value in kwargs.items()}
     return function(*[cast_tree(value, cast) for value in args], **kwargs)
 
@@ -278,10 +295,11 @@ def _call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any],
 
 
 def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | None:
-    found = find_expression(level.frame, level.index)
-    if found is None:
+    """Return the call, operator, assignment or check that ran in a frame; None if not all of its parts can be read."""
+    expression = find_expression(level.frame, level.index)
+    if expression is None:
         return None
-    node, source = found
+    node, source = expression
     reader = Reader(level.frame, stand_in)
     if isinstance(source.parents.get(node), ast.Assert):
         return _read_check(source.parents[node], source, level)
@@ -321,6 +339,7 @@ def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes:
 
 
 def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
+    """Return a call of a function, method or module, if a second call has no effect and all arguments can be read."""
     function, name = reader.read(node.func), _name_function(node.func)
     parts: list[tuple[str, ast.expr]] = [(ast.unparse(part), part) for part in node.args]
     if isinstance(node.func, ast.Attribute):
@@ -333,9 +352,10 @@ def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
     if not callable(function) or function is UNKNOWN or not _may_run_again(function):
         return None
     values = [_read_argument(part, reader) for _, part in parts]
+    args = [value for given in values for value in given]
     keywords = {item.arg: reader.read(item.value) for item in node.keywords if item.arg is not None}
-    is_whole = len(keywords) == len(node.keywords)
-    if not is_whole or any(value is UNKNOWN for value in (*(v for vs in values for v in vs), *keywords.values())):
+    has_mapping = len(keywords) < len(node.keywords)  # `**kwargs`, which is not read
+    if has_mapping or any(value is UNKNOWN for value in (*args, *keywords.values())):
         return None
     operands = [(text, tensor) for (text, _), given in zip(parts, values, strict=True) for tensor in tensors_in(given)]
     operands += [
@@ -344,16 +364,15 @@ def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
     if isinstance(function, nn.Module):
         operands += list(function.named_parameters())
         function = functools.partial(_call_module, function)
-    args = [value for given in values for value in given]
     written = keywords.get("out")
-    if name.endswith("_") and not name.endswith("__") and operands:
+    if name.endswith("_") and not name.endswith("__") and operands:  # an op in place, such as add_
         written = operands[0][1]
     run = functools.partial(_call_again, function, args, keywords)
     return FailingCall(name, operands, run, written=next(tensors_in([written]), None), has_out="out" in keywords)
 
 
 def _read_argument(node: ast.expr, reader: Reader) -> Sequence[Any]:
-    """Return the values of an argument: several for `*args`."""
+    """Return the values of an argument: one, or several for `*args`."""
     if not isinstance(node, ast.Starred):
         return [reader.read(node)]
     value = reader.read(node.value)
@@ -369,17 +388,21 @@ def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # `forward` alone, because hooks are the script's
+    # `forward` alone: hooks are code of the script, and may have effects.
     return module.forward(*args, **kwargs)
 
 
 def _may_run_again(function: Any) -> bool:
-    """Return whether a function has no effect of its own: torch's, or one of C, and nothing written in Python."""
+    """Return whether a second call is taken to have no effect of its own.
+
+    So it is for methods of tensors, layers of torch without buffers, functions of torch and of amp_patch, and callable
+    objects that are neither Python functions nor classes, such as functions in C.
+    """
     if isinstance(function, functools.partial):
         return True  # a method of a tensor
     if isinstance(function, nn.Module):
-        is_kept = not any(buffer.numel() for buffer in function.buffers())
-        return type(function).__module__.startswith("torch.nn.modules") and is_kept
+        has_state = any(buffer.numel() for buffer in function.buffers())
+        return type(function).__module__.startswith("torch.nn.modules") and not has_state
     if isinstance(function, (types.FunctionType, types.MethodType)):
         return (function.__module__ or "").startswith(("torch", "amp_patch"))
     return not isinstance(function, type)
@@ -411,7 +434,10 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
 
 
 def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
-    """Return the condition about dtypes by which the code has decided to raise, as a call that fails."""
+    """Return the condition by which an `assert` or `raise` was reached, as a call that fails under this condition.
+
+    Returns None for a condition that calls something, or that is not about the dtype of a local or global tensor.
+    """
     test: ast.AST | None = node
     expects = False
     if isinstance(node, ast.Assert):

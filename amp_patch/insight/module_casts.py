@@ -1,4 +1,4 @@
-"""Notes which line of a script gave the weights of modules another dtype, such as `model.half()`."""
+"""Notes the lines of a script that cast the weights of modules, such as `model.half()`."""
 
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,10 @@ _CASTS = ("half", "bfloat16", "float", "double", "to", "type")
 
 
 class ModuleCasts:
-    """The last casts of parameters and buffers, by the tensor that was cast."""
+    """The last cast of each parameter and buffer.
+
+    Only methods of modules are noted, and only if they change a dtype. Casts by amp_patch are left out.
+    """
 
     def __init__(self) -> None:
         self._lines: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -58,7 +61,7 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 casts = ModuleCasts()
-"""The casts in this process. Nobody notes them before `install`."""
+"""The casts in this process, from the call of `note_casts` on."""
 
 
 def note_casts() -> None:

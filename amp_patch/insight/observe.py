@@ -244,12 +244,33 @@ class Observer:
         if number is not None and call is not None:
             self._by_node[number] = call
         if call is not None:
+            if not overload.is_copy:
+                call.widened = self._find_widened(call, inputs)
             self.origins.note(call, inputs, outputs)
             for tensor in outputs:
                 self._writers[storage_of(tensor)] = call
         if self.finder is not None:
             self.finder.look(op, call, number)
         return call
+
+    def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
+        """Return the call that widened the inputs of an op of the forward pass. See `OpCall.widened`.
+
+        There is none if another input is float32 of its own: the result would be float32 in any case.
+        """
+        if call.has_widened():
+            return call
+        if call.target is not None or call.phase == "backward":
+            return None
+        widened = None
+        for tensor in inputs:
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a scalar does not decide on the dtype
+                continue
+            writer = self._writers.get(storage_of(tensor))
+            if writer is None or writer.widened is None:
+                return None
+            widened = widened or writer.widened
+        return widened
 
     def note_failure(self, node: Any) -> None:
         """Note where an op ran that raises: the dispatch mode runs it now. `node` is the node of the backward pass."""
@@ -293,7 +314,8 @@ class Observer:
         if not storage or copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
-        if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
+        producer = producer.widened or producer
+        if producer.target in (source.dtype, None) and (outside, between) in producer.cast_dtypes:
             self._folding.count_undone(producer, call, outside, between)
 
     def _note_alone(

@@ -1,4 +1,4 @@
-"""`Origins`: for each storage, the call that gave it its dtype. Reports on exceptions read it."""
+"""`Origins`: keeps for each storage the call that gave it its dtype, for reports on exceptions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .tensors import storage_of
 
 _MAKES_EMPTY = ("empty", "new_empty")
 _FOLLOWED_RULES = ("", "promote", "sequence_promote", "match_self")
-"""Under these rules, an op takes the dtype of an input."""
+"""Under these rules, and without a rule, an op may take the dtype of an input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Made:
 
     Attributes:
         call: the call; None for a storage that was there before.
-        dtype: its dtype.
-        parent: the storage from which the call took the dtype, if it did.
+        dtype: the dtype of the values in it.
+        parent: the storage from which the call took the dtype; None if it decided the dtype itself.
         storage: the address of the storage.
     """
 
@@ -33,7 +33,7 @@ class Made:
     storage: int
 
     def find_root(self) -> "Made":
-        """Return the storage whose call decided the dtype that this one has taken over."""
+        """Return the storage, this one or an ancestor, whose call decided the dtype."""
         made = self
         while made.parent is not None:
             made = made.parent
@@ -41,7 +41,7 @@ class Made:
 
 
 def _rank_as_source(tensor: Tensor) -> tuple[bool, bool]:
-    """Return the key that sorts inputs by what they say about a dtype: weights first, and biases after them."""
+    """Return a key that sorts inputs: parameters first, those with less than two dimensions (biases) after others."""
     return not isinstance(tensor, nn.Parameter), tensor.dim() < 2
 
 
@@ -50,10 +50,10 @@ class Origins:
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[StorageWeakRef, Made]] = {}
-        self.last: Made | None = None  # made by the latest call
+        self.last: Made | None = None  # the latest storage that was noted
 
     def find(self, tensor: Tensor) -> Made | None:
-        """Return what made the storage of a tensor; None if it was there before, or hides its address."""
+        """Return the record of the storage of a tensor; None if no noted call made it."""
         storage = storage_of(tensor)
         kept = self._made.get(storage)
         if kept is None:
@@ -66,11 +66,11 @@ class Origins:
 
     @staticmethod
     def is_of_interest(overload: Overload) -> bool:
-        """Return whether an op that computes nothing makes a storage."""
+        """Return whether to note an op although it computes nothing: it makes an empty tensor."""
         return overload.name.startswith(_MAKES_EMPTY)
 
     def note(self, call: OpCall, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Note the outputs of a call."""
+        """Note the floating outputs of a call, but for those whose storage is known already."""
         for tensor in outputs:
             if not tensor.is_floating_point() or self.find(tensor) is not None:
                 continue
@@ -82,13 +82,13 @@ class Origins:
             self.last = made
 
     def _find_parent(self, call: OpCall, dtype: torch.dtype, inputs: Sequence[Tensor]) -> Made | None:
-        """Return the input whose dtype the call has taken over; None if a rule or a cast decided."""
+        """Return the record of the input whose dtype the call has taken over; None if the call decided it."""
         if call.target is dtype or call.rule not in _FOLLOWED_RULES:
             return None
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
         like.sort(key=_rank_as_source)
         known = [(tensor, self.find(tensor)) for tensor in like]
-        # The call itself has cast some of its inputs. What it was given says more.
+        # Inputs that the call itself has cast come last: they only lead back to this call.
         for tensor, made in known:
             if made is None:
                 return Made(None, dtype, None, storage_of(tensor))
@@ -97,7 +97,7 @@ class Origins:
         return known[0][1] if known else None
 
     def end_step(self) -> None:
-        """Forget the storages that are gone. Of the others, keep the call that decided, and not the way from there."""
+        """Forget the storages that are gone. Keep of the others only the root, whose call decided the dtype."""
         self._made = {
             storage: (reference, made.find_root() if made.parent is not None else made)
             for storage, (reference, made) in self._made.items()

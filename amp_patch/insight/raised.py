@@ -1,4 +1,4 @@
-"""`explain_raised`: the record of an exception of the script, if dtypes or the use of a GradScaler are its reason."""
+"""`explain_raised`: makes the record of an exception that dtypes, or the use of a GradScaler, explain."""
 
 import ast
 import contextlib
@@ -16,7 +16,7 @@ from ..dtypes import CASTABLE, LOW_DTYPES
 from ..reporting import find_rank
 from ..session import Session, current
 from .dtype_trials import Lows, Trial, Trials, is_of_dtypes, runs_under_autocast, try_dtypes
-from .edits import Script, Spelling, choose_edits
+from .edits import CallSite, Spelling, choose_edits
 from .expressions import Source, find_expression, read_source
 from .failing_call import FailingCall, Levels, find_failing_calls, name_of_call
 from .fault_record import CASTS, Phase
@@ -34,16 +34,20 @@ from .spellings import find_texts
 from .tensors import storage_of
 
 _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")
+"""Under these rules, the result has the dtype of an argument: the rule alone has not decided it."""
+
 _MAX_MESSAGE = 500
 _MAX_OPERANDS = 6
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known when an exception has left the script.
+    """The state of the run when an exception has left the script.
 
     Attributes:
-        session, observer, scalers: of the run.
+        session: the session of the run.
+        observer: knows the ops that have run.
+        scalers: knows the calls that GradScaler has refused.
         step: the number of the step.
     """
 
@@ -66,14 +70,15 @@ class Scene:
 
     @property
     def low_name(self) -> str:
-        """The name of the shipped list for the low dtype of the run."""
+        """The name of the shipped list for the low dtype of the run; "float16" without one."""
         return "bfloat16" if self.low is torch.bfloat16 else "float16"
 
 
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
-    """Return the record of an exception; None if its reason is another one, or is not known.
+    """Return the record of an exception; None if neither dtypes nor the use of a GradScaler explain it.
 
-    Calls that raised are run again. If the script raised an exception for another one, that one is looked at next.
+    Runs calls again that may have raised it. Without a record, it goes on with the exception for which the script
+    raised this one.
     """
     seen: set[int] = set()
     reason: BaseException | None = error
@@ -88,24 +93,32 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _find_reason(error: BaseException) -> BaseException | None:
-    """Return the exception for which the script raised another one; None if it caught that one and went on."""
+    """Return the exception for which the script raised `error`: its cause, or the one that the script had caught.
+
+    An exception that it caught counts only if `error` comes from a `raise` in the same function.
+    """
     caught = error.__context__
     if error.__cause__ is not None or caught is None:
         return error.__cause__
-    handler, last = caught.__traceback__, Levels(error).all[-1:]
-    if handler is None or not last or last[0].frame is not handler.tb_frame:
+    levels = Levels(error).all
+    if caught.__traceback__ is None or not levels:
         return None
-    found = find_expression(last[0].frame, last[0].index)
-    return caught if found is not None and isinstance(found[0], ast.Raise) else None
+    last = levels[-1]
+    # The traceback of an exception begins at the function that has caught it.
+    if last.frame is not caught.__traceback__.tb_frame:
+        return None
+    expression = find_expression(last.frame, last.index)
+    return caught if expression is not None and isinstance(expression[0], ast.Raise) else None
 
 
 def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
+    """Return the record of an exception, without a look at the exceptions before it; None if there is none."""
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # Its regions have ended, so a script with torch.autocast runs without casts already.
-    is_plain = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
-    with contextlib.nullcontext() if is_plain else current.without_casts():
+    # The exception has ended the regions of torch.autocast in a script that uses it: no op is cast any more.
+    has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
+    with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)
         record = scene.scalers.explain(error, levels, empty, scene.session)
         if record is not None:
@@ -118,7 +131,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRecord:
-    """Return a record with the facts that every exception has."""
+    """Return a record with the facts that every exception has. Its cause is only a placeholder."""
     inner, own = levels.innermost, levels.own
     site = "" if inner is None else inner.place
     return RaisedRecord(
@@ -140,7 +153,12 @@ def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRe
 
 
 class Operands:
-    """Finds what gave tensors their dtypes."""
+    """Finds what gave tensors their dtypes.
+
+    Args:
+        levels: the frames of the exception.
+        failing: the listed call that raised; None for a call on no list.
+    """
 
     def __init__(self, levels: Levels, session: Session, observer: Observer, failing: OpCall | None) -> None:
         self._levels, self._session, self._observer, self._failing = levels, session, observer, failing
@@ -149,25 +167,25 @@ class Operands:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The dtype of models in 16 bits, of which at least half of the parameters are; None for other models."""
+        """The 16-bit dtype that at least half of all parameters have; None without one."""
         weights = [weight.dtype for model in self._session.models() for weight in model.parameters()]
         kinds = [dtype for dtype in LOW_DTYPES if 2 * weights.count(dtype) >= len(weights) > 0]
         return next(iter(kinds), None)
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or buffer of a model, or a view of one."""
+        """Return whether a tensor is a Parameter, or shares memory with a parameter, buffer or gradient of a model."""
         return isinstance(tensor, nn.Parameter) or storage_of(tensor) in self._weights
 
     def name_weight(self, tensor: Tensor) -> str:
-        """Return the name of a parameter or buffer; "" for another tensor."""
+        """Return the name of a parameter, buffer or gradient of a model; "" for another tensor."""
         return self._weights.get(storage_of(tensor), ("", None))[0]
 
     def describe(self, name: str, tensor: Tensor, *, is_stand_in: bool = False) -> Operand:
-        """Return the operand for a tensor."""
+        """Return the operand for a tensor. `is_stand_in`: it stands for the result of the latest op."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
         while made is not None and made.parent is not None and made.call is self._failing:
-            made = made.parent  # the call that raised has copied it
+            made = made.parent  # a cast within the call that raised: look at what the call was given
         if made is None or storage in self._weights or casts.find(tensor):
             return self._describe_outside(name, dtype, storage, tensor)
         root = made.find_root()
@@ -178,6 +196,7 @@ class Operands:
         return self._describe_call(name, dtype, root.call, root)
 
     def _describe_outside(self, name: str, dtype: str, storage: int, tensor: Tensor | None) -> Operand:
+        """Return the operand for a tensor that no known op made. Without the tensor, its storage identifies it."""
         weight = self._weights.get(storage)
         if weight is not None:
             return self.describe_weight(name, *weight)
@@ -189,7 +208,7 @@ class Operands:
         return Operand(name, dtype, origin, variable, "", site)
 
     def _describe_taken_over(self, name: str, dtype: str, call: OpCall, root: Made) -> Operand:
-        """Return the operand for a tensor that an op made in the dtype of a tensor from outside."""
+        """Return the operand for the result of an op that took the dtype of an input of unknown origin."""
         source = self._describe_outside("", dtype, root.storage, None)
         rule = ""
         if source.made_by:
@@ -206,6 +225,7 @@ class Operands:
         return Operand(name, dtype, OperandOrigin.WEIGHT, weight_name, "", "", rule, entry)
 
     def _describe_call(self, name: str, dtype: str, call: OpCall, made: Made) -> Operand:
+        """Return the operand for a tensor whose dtype a known op decided."""
         op = call.op.removeprefix("aten.")
         kind = OperandOrigin.OP
         if op in CASTS:
@@ -222,7 +242,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class _Case:
-    """A call that raised an exception."""
+    """A call that may have raised an exception, with the frames and the state of the run."""
 
     error: BaseException
     levels: Levels
@@ -236,7 +256,7 @@ class _Case:
 
 
 def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
-    """Return the record of a call that works in other dtypes."""
+    """Return the record of a call that raises again, and works in other dtypes; None for any other call."""
     call, levels, scene = case.call, case.levels, case.scene
     covered = levels.find_covered()
     operands = Operands(levels, scene.session, scene.observer, covered)
@@ -245,14 +265,13 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if trials is None:
         return None
     forward = call.forward
-    if call.is_check and levels.caller is not None:  # the line that passed the operands is the one to change
+    if call.is_check and levels.caller is not None:  # the caller passed the operands, so its line is the one to change
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
-    texts = (
-        _find_texts_of_forward(case, forward)
-        if forward is not None
-        else find_texts(levels, case.tensors, weights, scene.observer.origins)
-    )
+    if forward is not None:
+        texts = _find_texts_of_forward(case, forward)
+    else:
+        texts = find_texts(levels, case.tensors, weights, scene.observer.origins)
     names = [
         text or operands.name_weight(tensor) or name for text, (name, tensor) in zip(texts, call.operands, strict=True)
     ]
@@ -280,19 +299,29 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
         record = replace(record, phase=Phase.STEP, details=tuple(describe_dtypes(optimizer, scene.session)))
         if not is_of_own_optimizer(levels):
             return replace(record, operands=(), edits=(advise_optimizer(optimizer, scene.observer.origins),))
-    entries = tuple(_choose_entries(case, trials, listed, covered))
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
-    script = Script(record.site or "", record.called_from, levels.innermost, region, record.module or "")
+    return replace(
+        record,
+        entries=tuple(_choose_entries(case, trials, listed, covered)),
+        regions=tuple(_choose_regions(record, case, trials, covered)),
+        edits=tuple(_choose_edits(record, case, trials, Spelling(names, texts, weights), region)),
+    )
+
+
+def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
+    """Yield the edits of the script that repair the call, at the user's own line if it writes an operand itself."""
+    levels, weights = case.levels, spelling.weights
+    place = CallSite(record.site or "", record.called_from, levels.innermost, region, record.module or "")
     if record.called_from is not None:
-        own_texts = find_texts(levels.down_to_own(), case.tensors, weights, scene.observer.origins)
+        own_texts = find_texts(levels.down_to_own(), case.tensors, weights, case.scene.observer.origins)
         if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):
-            texts, script = own_texts, replace(script, site=record.called_from, called_from=None, level=levels.own)
-    edits = tuple(choose_edits(call, trials, Spelling(names, texts, weights), script))
-    return replace(record, entries=entries, regions=tuple(_choose_regions(record, case, trials, covered)), edits=edits)
+            spelling = replace(spelling, texts=own_texts)
+            place = replace(place, site=record.called_from, called_from=None, level=levels.own)
+    yield from choose_edits(case.call, trials, spelling, place)
 
 
 def _find_region(case: _Case, low: torch.dtype | None) -> str:
-    """Return the edit that runs the model under torch.autocast, if the call works there; else ""."""
+    """Return the edit that calls a 16-bit model under torch.autocast; "" if the failing call does not work there."""
     outside, session = case.levels.find_call_of_model(), case.scene.session
     if low is None or outside is None or not session.gives_way:
         return ""
@@ -302,17 +331,18 @@ def _find_region(case: _Case, low: torch.dtype | None) -> str:
 
 
 def _keep_floating(described: Sequence[Operand], tensors: Sequence[Tensor]) -> Iterator[Operand]:
-    """Yield the floating operands: all, or of many the first of each dtype and origin."""
+    """Yield each floating operand once. Of more than six, only the first of each dtype, origin and rule."""
     kept = [operand for operand, tensor in zip(described, tensors, strict=True) if tensor.is_floating_point()]
     if len(kept) > _MAX_OPERANDS:
-        kept = list({(operand.dtype, operand.origin, operand.rule): operand for operand in reversed(kept)}.values())[
-            ::-1
-        ]
+        firsts: dict[tuple[str, str, str], Operand] = {}
+        for operand in kept:
+            firsts.setdefault((operand.dtype, operand.origin, operand.rule), operand)
+        kept = list(firsts.values())
     yield from dict.fromkeys(kept)
 
 
 def _find_texts_of_forward(case: _Case, forward: OpCall) -> list[str]:
-    """Return how the line of the forward pass writes the arguments that its backward op got."""
+    """Return how the line of the forward pass writes each operand of its backward op; "" where that is not known."""
     first, second = _find_arguments(case, forward)
     by_name = {"self": first, "input": first, "target": second, "weight": second, "mat2": second, "mat1": first}
     return [by_name.get(name, "") for name, _ in case.call.operands]
@@ -323,7 +353,7 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     file, _, line = forward.site.place.rpartition(":")
     source = _find_source(case.levels, file)
     calls = [] if source is None or not line.isdecimal() else source.calls_at(int(line))
-    # A module such as nn.HuberLoss has any name in the script, and its call is the one with several arguments.
+    # The name in the script says nothing about a module such as nn.HuberLoss, but its call has several arguments.
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == forward.op.rpartition(".")[2]]
     binary = [call for call in calls if len(call.args) > 1]
     inside = {part for call in binary for part in ast.walk(call) if part is not call}
@@ -335,7 +365,7 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
 
 
 def _find_source(levels: Levels, name: str) -> Source | None:
-    """Return the syntax tree of a file of the script, by its name without a folder."""
+    """Return the source of the user's file with this name (without a folder); None if no, or no single, file has it."""
     for level in levels.of_user:
         if level.place.rpartition(":")[0] == name:
             return read_source(level.file, level.frame.f_globals)
@@ -348,7 +378,7 @@ def _find_source(levels: Levels, name: str) -> Source | None:
 
 
 def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -> str:
-    """Return the name of the call in lists; "" if no list can name it."""
+    """Return the name that lists have for the call; "" if no list can name it."""
     forward = call.forward or covered
     candidates = [name for name, is_torch in levels.find_names() if is_torch]
     if forward is not None:
@@ -363,6 +393,7 @@ def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -
 
 
 def _is_reached(case: _Case, covered: OpCall | None) -> bool:
+    """Return whether lists act where the call ran. If the call itself does not tell, the latest op does."""
     call, last = case.call, case.scene.observer.origins.last
     if call.forward is not None:
         return call.forward.is_reached
@@ -374,11 +405,11 @@ def _is_reached(case: _Case, covered: OpCall | None) -> bool:
 
 
 def _choose_entries(case: _Case, trials: Trials, listed: str, covered: OpCall | None) -> Iterator[str]:
-    """Yield the lines of lists that repair the call."""
+    """Yield the line of a list that repairs the call, if there is one."""
     kinds = {tensor.dtype for tensor in case.tensors if tensor.is_floating_point()}
     if not listed or not case.scene.has_lists or not _is_reached(case, covered) or not kinds <= set(CASTABLE):
         return
-    # In place, a rule of promotion casts the other arguments to the dtype of the first.
+    # For an op in place, `promote` casts the other arguments to the dtype of the first.
     promoting = Trial.WIDEST if case.call.written is None else Trial.WRITTEN
     if case.call.has_out:
         return  # no rule acts on a call with out=
@@ -389,7 +420,7 @@ def _choose_entries(case: _Case, trials: Trials, listed: str, covered: OpCall | 
 
 
 def _choose_regions(record: RaisedRecord, case: _Case, trials: Trials, covered: OpCall | None) -> Iterator[str]:
-    """Yield the module rule that repairs the call, if it runs in a submodule."""
+    """Yield the module rule that repairs the call, if there is one: only submodules can have a rule."""
     session = case.scene.session
     casts_model = session.policy.cast_model_type is not None
     own_name, _ = name_all(session.models()).get(record.module or "", ("", None))

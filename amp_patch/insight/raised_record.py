@@ -1,4 +1,4 @@
-"""`RaisedRecord`: an exception of the script that dtypes explain, or its use of a GradScaler."""
+"""`RaisedRecord`: an exception of the script that dtypes, or the use of a GradScaler, explain."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -11,8 +11,8 @@ from .json_values import absent
 class RaisedCause(Word):
     """Why the call raised. `raised_text` describes each."""
 
-    MIXED = "mixed dtypes"  # operands have several dtypes, and the call takes one
-    UNSUPPORTED = "unsupported dtype"  # the call takes no operand of this dtype
+    MIXED = "mixed dtypes"  # the operands have several dtypes, and the call refuses that
+    UNSUPPORTED = "unsupported dtype"  # all operands have one dtype, and the call refuses it
     LOW_WEIGHTS = "16-bit weights"  # a GradScaler unscales no float16 gradients
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
     SCALER_ORDER = "order of calls"  # of the methods of a GradScaler
@@ -39,11 +39,13 @@ class Operand(NamedTuple):
 
     Attributes:
         name: how the script writes it, else the name of the argument.
-        dtype: its short dtype.
+        dtype: its dtype, as "bf16".
         origin: an `OperandOrigin`.
-        made_by: the call that made it so, the name of the weight, or the name under which it came in.
-        module, site: where that was.
-        rule, entry: the rule that decided, and its place.
+        made_by: the op that gave it this dtype; of a weight, its name; of an input, its variable; else "".
+        module, site: the module and the line of that op. For an input, the line of the frame with the variable.
+        rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
+            the op took; "" for none.
+        entry: the place of the rule; "" without one.
     """
 
     name: str
@@ -64,11 +66,11 @@ class RaisedRecord:
         error, message: the class and the text of the exception.
         cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
         step, phase: the number of the step, and the part of it that ran.
-        op: the call that raised, as the script writes it, or as lists name it.
-        module, site: the module and the line of the script. In the backward pass, those of the forward op.
-        raised_at: the line of the script that was running, if it is not `site`.
+        op: the name of the call that raised: in lists if they can name it, else in the script.
+        module, site: the module and the line of the script; for the backward pass of an op, where the op itself ran.
+        raised_at: for the backward pass of an op, the line that was running; else None.
         called_from: the line of the user's own code, if `site` is in an installed package.
-        operands: each tensor with its dtype and what made it so: the fields of `Operand`.
+        operands: the floating tensors among the arguments, each as the fields of an `Operand`.
         details: further facts, a line each.
         entries: lines of op lists. Each repairs the call without the others.
         regions: module rules. Each repairs the call without the others.
@@ -99,7 +101,7 @@ class RaisedRecord:
 
     @property
     def given(self) -> list[Operand]:
-        """The operands."""
+        """The operands as `Operand`s."""
         return [Operand(*row) for row in self.operands]
 
     @property

@@ -1,4 +1,4 @@
-"""An exception of the script as text: the call, its operands with what made their dtypes, and what repairs it."""
+"""An exception of the script as text: the call, the operands with the origins of their dtypes, and the remedies."""
 
 from collections.abc import Iterator
 
@@ -65,7 +65,7 @@ def _describe_call(raised: RaisedRecord) -> str:
 
 
 def describe_operand(operand: Operand) -> str:
-    """Return a tensor with its dtype, and what made it so."""
+    """Return the name of an operand, its dtype, and the origin of the dtype."""
     return f"{operand.name}: {spell_out(operand.dtype)}, {_ORIGINS[OperandOrigin(operand.origin)](operand)}"
 
 
@@ -136,7 +136,7 @@ def _advise(raised: RaisedRecord, run: RunRecord | None) -> Iterator[str]:
 
 
 def find_base(raised: RaisedRecord, run: RunRecord | None) -> str:
-    """Return the list that a new list extends."""
+    """Return the name of the list that a new list extends: the last one of the run, or a shipped one."""
     if run is not None and run.lists:
         return run.lists[-1]
     return raised.list_name

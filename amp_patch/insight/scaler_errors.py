@@ -1,13 +1,13 @@
-"""Exceptions of `torch.amp.GradScaler` and of optimizers: which weights, gradients or calls are the reason."""
+"""Explains exceptions of `torch.amp.GradScaler` and of optimizers by the weights, gradients or calls behind them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dtypes import LOW_DTYPES
 from ..native import Kind, Misuse
 from ..session import Session
 from .failing_call import Levels
@@ -20,8 +20,8 @@ from .rules import short
 from .sites import find_low_lines, find_site
 
 _SCALER, _OPTIMIZERS = "torch/amp/grad_scaler.py", "torch/optim/"
-_MOST_NODES = 200_000
-_MOST_NAMES = 3
+_MOST_NODES = 200_000  # of the graph of a loss
+_MOST_NAMES = 3  # of parameters in a line
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class _Loss:
 
     Attributes:
         site: the line of its backward pass.
-        has_graph: whether an op made it, so that gradients flow from it.
-        leaves: ids of the tensors that get its gradients.
-        is_cut_off: whether none of these tensors is a parameter.
+        has_graph: whether autograd knows the op that made it, so that gradients flow from it.
+        leaves: ids of the leaves of its graph, which get its gradients.
+        is_cut_off: whether none of the leaves is a parameter.
     """
 
     site: str
@@ -47,13 +47,13 @@ class _Loss:
 
 
 class ScalerErrors:
-    """Knows the last loss of the script, and why GradScaler has refused calls."""
+    """Keeps the last loss of the script, and the reasons for which GradScaler has refused calls."""
 
     def __init__(self) -> None:
         self._loss: _Loss | None = None
         self._training_lines: set[str] = set()  # of backward passes that have reached parameters
         self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
-        self._misuses: dict[str, Misuse] = {}  # the same
+        self._misuses: dict[str, Misuse] = {}  # by the same note
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss whose backward pass begins."""
@@ -64,13 +64,13 @@ class ScalerErrors:
             self._training_lines.add(self._loss.site)
 
     def note_refusal(self, misuse: Misuse, step: int) -> None:
-        """Note why GradScaler has raised an exception."""
+        """Note the reason for which GradScaler has raised an exception."""
         self._misuses[misuse.note] = misuse
         self._refusals.setdefault(misuse.note, record_misuse(misuse, step))
 
     @property
     def refusals(self) -> list[MisuseRecord]:
-        """Records of the exceptions of GradScaler that no `RaisedRecord` explains, since the script caught them."""
+        """Records of the refused calls that `explain` was not asked about, since the script caught the exceptions."""
         return list(self._refusals.values())
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
@@ -78,9 +78,12 @@ class ScalerErrors:
     def explain(
         self, error: BaseException, levels: Levels, empty: RaisedRecord, session: Session
     ) -> RaisedRecord | None:
-        """Return the record of an exception that a GradScaler has raised; None for another one."""
-        inner = levels.all[-1] if levels.all else None
-        if inner is None or not inner.file.endswith(_SCALER):
+        """Return the record of an exception that GradScaler itself has raised; None for others, or without a reason.
+
+        `empty` is the record with the facts that every exception has.
+        """
+        innermost = levels.all[-1] if levels.all else None
+        if innermost is None or not innermost.file.endswith(_SCALER):
             return None
         empty = replace(empty, phase=Phase.STEP, op=f"GradScaler.{_find_method(levels)}")
         if not session.gives_way:
@@ -193,9 +196,8 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
 
 
 def _find_method(levels: Levels) -> str:
-    """Return the method of the GradScaler that the script has called."""
-    names = [level.frame.f_code.co_name for level in levels.all if level.file.endswith(_SCALER)]
-    return names[0]
+    """Return the name of the method of GradScaler that the script has called: the outermost among the frames."""
+    return next(level.frame.f_code.co_name for level in levels.all if level.file.endswith(_SCALER))
 
 
 def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -204,14 +206,18 @@ def _weights_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _name(weights: Sequence[Tensor], session: Session) -> str:
-    """Return the names of some parameters."""
+    """Return the names of the first three parameters, and "..." if there are more."""
     names = session.names_of(weights[:_MOST_NAMES])
     return ", ".join([*names, "..."] if len(weights) > _MOST_NAMES else names)
 
 
 def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels) -> RaisedRecord:
     """Return the record of float16 gradients, which a GradScaler does not unscale."""
-    low = [weight for weight in _weights_of(optimizer) if weight.grad is not None and weight.grad.dtype in LOW_DTYPES]
+    low = [
+        weight
+        for weight in _weights_of(optimizer)
+        if weight.grad is not None and weight.grad.dtype is torch.float16  # the only dtype that GradScaler refuses
+    ]
     names = session.names_of(low)
     operands: dict[tuple[str, str], Operand] = {}
     for name, weight in zip(names, low, strict=True):
@@ -256,7 +262,7 @@ def is_of_own_optimizer(levels: Levels) -> bool:
 
 def describe_dtypes(optimizer: Optimizer, session: Session) -> list[str]:
     """Return lines about the dtypes of the weights, gradients and state of an optimizer."""
-    kinds: dict[str, dict[str, Tensor]] = {}
+    kinds: dict[str, dict[str, Tensor]] = {}  # for each kind of tensor and dtype: the first weight with it
     for weight in _weights_of(optimizer):
         tensors = {"weights": weight, "gradients": weight.grad, **optimizer.state.get(weight, {})}
         for name, tensor in tensors.items():
@@ -282,7 +288,7 @@ def advise_optimizer(optimizer: Optimizer, origins: Origins) -> str:
 
 
 def _find_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors that get a gradient from a loss."""
+    """Return the leaves of the graph of a loss, as far as `_MOST_NODES` nodes show them."""
     leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]

@@ -1,4 +1,4 @@
-"""How the line of a script that raised writes the operands of the call."""
+"""Finds how the line of a script that raised writes the operands of the call."""
 
 import ast
 import contextlib
@@ -17,33 +17,20 @@ from .tensors import storage_of
 def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
     """Return how the user's innermost line writes each tensor; "" where that is not known.
 
-    `weights` says which tensors are parameters. If one other tensor and one argument are left, they belong together.
+    `weights` says which tensors are weights. If one other tensor has no text, and one argument no value, they belong
+    together.
     """
     level = levels.innermost
-    found = None if level is None else find_expression(level.frame, level.index)
-    if level is None or found is None:
+    expression = None if level is None else find_expression(level.frame, level.index)
+    if level is None or expression is None:
         return [""] * len(tensors)
-    node, source = found
+    node, source = expression
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(source.parents.get(node), ast.Assign):
         node = source.parents[node]
     reader = Reader(level.frame)
     passed = _find_passed(node, source, reader, levels)
-    known = list(passed)
-    for part in ast.walk(node):
-        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
-            with contextlib.suppress(Exception):
-                value = reader.read(part)
-                if isinstance(value, Tensor):
-                    known.append((source.spell(part), value))
-    texts = []
-    for tensor in tensors:
-        storage = storage_of(tensor)
-        same = [text for text, value in known if value is tensor] or [
-            text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype
-        ]
-        if not same:
-            same = _find_computed_again(tensor, known) or _find_source(tensor, passed, origins)
-        texts.append(same[0] if same else "")
+    known = [*passed, *_read_tensors(node, source, reader)]
+    texts = [_find_text(tensor, known, passed, origins) for tensor in tensors]
     left = [
         index
         for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
@@ -52,7 +39,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     unread = dict.fromkeys(text for text in _find_unread(node, source, reader) if text not in texts)
     if len(left) == 1:
         unread = {text: None for text in unread if not _is_cast_away(text, tensors[left[0]])}
-    # An argument that is no operand shows that the operands are made of the arguments, as in F.cross_entropy.
+    # If a floating argument is no operand, the function makes its operands of its arguments, as F.cross_entropy does.
     are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
     if len(left) == 1 and len(unread) == 1 and are_operands:
         texts[left[0]] = next(iter(unread))
@@ -64,24 +51,50 @@ def _is_cast_away(text: str, tensor: Tensor) -> bool:
     return any(text.endswith(method) and tensor.dtype is not dtype for dtype, method in CAST_METHODS.items())
 
 
+def _read_tensors(node: ast.AST, source: Source, reader: Reader) -> list[tuple[str, Tensor]]:
+    """Return the expressions in a node that are read as tensors, each with its text."""
+    read: list[tuple[str, Tensor]] = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
+            with contextlib.suppress(Exception):
+                value = reader.read(part)
+                if isinstance(value, Tensor):
+                    read.append((source.spell(part), value))
+    return read
+
+
+def _find_text(
+    tensor: Tensor, known: Sequence[tuple[str, Tensor]], passed: Sequence[tuple[str, Tensor]], origins: Origins
+) -> str:
+    """Return how the line writes a tensor: the text of the value in `known` that fits it best; "" without one."""
+    storage = storage_of(tensor)
+    identical = [text for text, value in known if value is tensor]
+    views = [text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype]
+    texts = identical or views or _find_computed_again(tensor, known) or _find_source(tensor, passed, origins)
+    return texts[0] if texts else ""
+
+
 def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the text of the call, such as `x[0].double()`, that may have made a tensor; [] if there are several."""
+    """Return the text of the one expression with the dtype and shape of a tensor, if it is a call; else [].
+
+    A call such as `x[0].double()` gives another tensor each time that it is read, so no storage tells.
+    """
     like = {text for text, value in known if value.dtype is tensor.dtype and value.shape == tensor.shape}
     return list(like) if len(like) == 1 and next(iter(like)).endswith(")") else []
 
 
 def _find_source(tensor: Tensor, passed: Sequence[tuple[str, Tensor]], origins: Origins) -> list[str]:
-    """Return the text of the argument of a module from which a tensor has its dtype; [] if there is none."""
-    made, calls = origins.find(tensor), set()
+    """Return the text of the first argument of a module from which a tensor may have its dtype; [] without one."""
+    made, ancestors = origins.find(tensor), set()
     while made is not None:
-        calls.add(id(made))
+        ancestors.add(id(made))
         made = made.parent
     given = [(text, origins.find(value)) for text, value in passed if value.dtype is tensor.dtype]
-    return list(dict.fromkeys(text for text, source in given if source is not None and id(source) in calls))[:1]
+    return list(dict.fromkeys(text for text, source in given if source is not None and id(source) in ancestors))[:1]
 
 
 def _find_floating_arguments(node: ast.AST, reader: Reader) -> list[ast.expr]:
-    """Return the positional arguments of a function that are read as floating tensors."""
+    """Return the positional arguments of a function that can be read as floating tensors; [] for a module."""
     if not isinstance(node, ast.Call) or isinstance(reader.read(node.func), nn.Module):
         return []
     values = [(part, reader.read(part)) for part in node.args]
@@ -89,7 +102,7 @@ def _find_floating_arguments(node: ast.AST, reader: Reader) -> list[ast.expr]:
 
 
 def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) -> list[tuple[str, Tensor]]:
-    """Return the arguments that the call of a module was given, each with its text in the user's line."""
+    """Return the positional tensors that the call of a module was given, each with its text; [] for another call."""
     if not isinstance(node, ast.Call) or not isinstance(reader.read(node.func), nn.Module):
         return []
     calls = [level.frame.f_locals.get("args") for level in levels.within() if level.frame.f_code is MODULE_CALL]
@@ -100,9 +113,9 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
 
 
 def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
-    """Return the arguments of a call that are results of other calls, which have no name.
+    """Return the texts of the arguments that are calls, operators or items, and are or may be floating tensors.
 
-    Of a module with modules inside, the arguments need not be the operands.
+    Returns [] for a module with submodules, whose operands need not be its arguments.
     """
     match node:
         case ast.Call():

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ..config import OpRule
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
+from .list_notes import note_lists
 from .raised_text import format_raised
 from .recordings import Recording
 from .records import OpRecord
@@ -36,14 +37,20 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
         lines += _legend(recording, forward)
     lines += _describe_hidden(recording, forward)
     raised = [f"\n{format_raised(raised, recording.run)}" for raised in recording.raised]
-    return "\n".join([*lines, "", *_sums(recording), *_undone(recording), *raised])
+    notes = [*_sums(recording), *_undone(recording), *note_lists(recording)]
+    return "\n".join([*lines, "", *notes, *raised])
 
 
 def describe_recording(recording: Recording) -> list[str]:
     """Return the lines about the whole recording: first its settings, then notes and sums."""
     forward = choose_forward(recording)
     notes = [*_legend(recording, forward), *_describe_hidden(recording, forward), *_sums(recording)]
-    return [entitle_recording(recording), *notes, *(line.strip() for line in _undone(recording))]
+    return [
+        entitle_recording(recording),
+        *notes,
+        *(line.strip() for line in _undone(recording)),
+        *note_lists(recording),
+    ]
 
 
 def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Iterator[str]:

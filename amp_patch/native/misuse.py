@@ -33,8 +33,8 @@ class Misuse:
     Attributes:
         kind: what is wrong.
         line: the line of the script, such as `train.py:12`.
-        detail: more about it, or "".
-        earlier: calls that this one contradicts, each as `unscale_() at train.py:9`.
+        detail: more about the effect, or "".
+        earlier: calls since the last `update` that torch refuses this call for, each as `unscale_() at train.py:9`.
     """
 
     kind: Kind
@@ -44,18 +44,18 @@ class Misuse:
 
     @property
     def note(self) -> str:
-        """The note on an exception that this misuse is the reason of."""
+        """The note that is added to the exception for which this misuse is the reason."""
         return f"amp_patch: {self}"
 
     @property
     def effect(self) -> str:
-        """What happens, in one sentence."""
+        """What happens because of it, in one sentence."""
         effect = _TEXTS[self.kind][0]
         return f"{effect} ({self.detail})" if self.detail else effect
 
     @property
     def edit(self) -> str:
-        """What to write instead."""
+        """What the script should do instead."""
         return _TEXTS[self.kind][1]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`RegionWatch`: compares the dtypes of a script's regions with its GradScaler and its losses."""
+"""`RegionWatch`: checks the GradScaler and the losses of a script against the dtypes of its regions of autocast."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,34 +14,36 @@ _LOSS_NODES = frozenset(
     f"{name}Backward0"
     for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D", "KlDiv", "SoftMarginLoss")
 ) | {"BinaryCrossEntropyWithLogitsBackward0"}
-"""Nodes of the graph of losses that autocast computes in float32."""
+"""Autograd nodes of the losses that autocast computes in float32."""
 
 _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
-"""Graphs that are looked at: a script repeats its losses, and a walk through a large graph takes milliseconds."""
+"""How many nodes of a graph are visited, and how many graphs: a walk through a large graph takes milliseconds, and a
+script computes the same losses in each step.
+"""
 
 
 class RegionWatch:
-    """Follows the regions of a script. `tell` is called with each misuse."""
+    """Follows the regions, losses and steps of a script. `tell` is called with each misuse."""
 
     def __init__(self, tell: Callable[[Misuse], None]) -> None:
         self._tell = tell
         self._trained_dtypes = set[torch.dtype]()  # of the regions so far in which gradients were enabled
         self._is_after_region = False  # whether there was a region since the last step
         self._walks_left = _MOST_WALKS
-        self._unscaled_at = ""  # the line of the last backward pass of an unscaled loss with gradients in float16
-        self._unscaled_steps = 0
+        self._unscaled_at = ""  # the line of the last unscaled loss since the last step with float16 in its graph
+        self._unscaled_steps = 0  # steps of optimizers after such a pass
 
     def note_region(self, dtype: torch.dtype) -> None:
-        """Record an enabled region that begins, with the dtype that the script gives it."""
+        """Record the dtype of an enabled region that begins, if gradients are enabled."""
         if torch.is_grad_enabled():
             self._trained_dtypes.add(dtype)
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Look at the graph of a loss that is about to go backward."""
+        """Look at the graph of a loss that is about to go backward, if there was a region since the last step."""
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
             return
@@ -50,7 +52,7 @@ class RegionWatch:
         low = next((dtype for name, dtype in nodes if name in _LOSS_NODES and dtype in _LOW), None)
         if low in self._trained_dtypes:
             self._tell(Misuse(Kind.LOSS_OUTSIDE, find_line(), f"in {str(low).removeprefix('torch.')}"))
-        # a product may be scaled by hand, or by a GradScaler
+        # A loss that is a product may have been multiplied by a scale: by the script, or by a GradScaler.
         is_product = bool(nodes) and nodes[0][0].startswith("Mul")
         if not is_product and any(dtype is torch.float16 for _, dtype in nodes):
             self._unscaled_at = find_line()
@@ -59,7 +61,7 @@ class RegionWatch:
         """Check a step that no GradScaler takes. `has_scalers`: whether the script has scaled a loss so far."""
         if self._unscaled_at and not has_scalers:
             self._unscaled_steps += 1
-        # at the first step, a script with several optimizers may not have come to its GradScaler yet
+        # At the first such step, a script with several optimizers may not have come to its GradScaler yet.
         if self._unscaled_steps > 1 and self._unscaled_at and not has_scalers:
             self._tell(Misuse(Kind.NO_SCALER, self._unscaled_at))
         self._is_after_region = False

@@ -16,31 +16,35 @@ _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor"})
 _DEEPEST = 3
 _MOST_PARTS = 64
-"""How deep, and how far, a checkpoint is searched. The weights of a model are many, and flat."""
+"""The depth to which a checkpoint is searched, and how many items of each container: a model has many weights."""
 
 
 class ScaleState:
-    """What happens to skipped steps and to the state of the GradScaler. `tell` is called with each misuse."""
+    """Follows the schedules and the checkpoints of a script with a GradScaler. `tell` is called with each misuse."""
 
     def __init__(self, tell: Callable[[Misuse], None]) -> None:
         self._tell = tell
+        # For each optimizer, the number of steps that a GradScaler took or skipped.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
-        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # and their steps
-        self._saved_at = ""  # the line that saved an optimizer without a scaler
-        self._is_read = False  # whether the script has asked the scaler for its state, perhaps for another file
+        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # calls of `step`
+        self._saved_at = ""  # the line that saved an optimizer without a scaler since the last step
+        self._is_state_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
 
     def patches(self) -> Iterator[Patch]:
-        """Yield the patches of the scheduler, of torch.save and of the scaler's state."""
+        """Yield the patches of LRScheduler.step, torch.save and GradScaler.state_dict."""
         yield Patch(LRScheduler, "step", self._check_schedule)
         yield Patch(torch, "save", self._note_saving)
         yield Patch(torch.amp.GradScaler, "state_dict", self._note_state)
 
     def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
-        """Record a step by an enabled GradScaler."""
+        """Record a step by an enabled GradScaler. Report a checkpoint that was saved before it without the scaler."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        (self._skipped.add if is_skipped else self._skipped.discard)(optimizer)
-        if self._saved_at and not self._is_read:
+        if is_skipped:
+            self._skipped.add(optimizer)
+        else:
+            self._skipped.discard(optimizer)
+        if self._saved_at and not self._is_state_read:
             self._tell(Misuse(Kind.UNSAVED_SCALER, self._saved_at))
         self._saved_at = ""
 
@@ -50,10 +54,10 @@ class ScaleState:
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-            # its constructor makes the first call
+            # Its constructor makes the first call, so counting begins at -1.
             count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
             steps = self._steps.get(scheduler.optimizer, 0)
-            # a schedule of epochs takes fewer steps than its optimizer
+            # A schedule of epochs takes fewer steps than its optimizer, and may count skipped ones.
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():
                 self._tell(Misuse(Kind.SCHEDULED_SKIP, find_line()))
             return original(scheduler, *args, **kwargs)
@@ -70,14 +74,14 @@ class ScaleState:
 
     def _note_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict(scaler: Any) -> Any:
-            self._is_read = True
+            self._is_state_read = True
             return original(scaler)
 
         return state_dict
 
 
 def _holds(value: Any, keys: frozenset[str], depth: int = 0) -> bool:
-    """Return whether a checkpoint is, or holds, a mapping with these keys."""
+    """Return whether a checkpoint is a mapping with these keys, or holds one not deeper than `_DEEPEST`."""
     if isinstance(value, Mapping):
         if keys <= value.keys():
             return True

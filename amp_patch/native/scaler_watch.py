@@ -1,8 +1,8 @@
 """`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
 
-It follows the scaled losses, backward passes, clipping and steps of the script. It computes nothing and changes
-nothing. It warns once of each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets
-the same text as a note, and there is no warning.
+It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
+each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets the same text as a note,
+and there is no warning.
 """
 
 import inspect
@@ -37,12 +37,15 @@ _CHECKS_SCALE = "_check_scale_growth_tracker"
 """The function of GradScaler that raises if no loss has been scaled before."""
 
 _LARGEST_NORM = 1000.0
-"""A larger limit of clipping does not clip: the script multiplies it by the scale, or only measures the norm."""
+"""The limit from which on `clip_grad_norm_` is taken not to clip.
+
+A script with so large a limit has multiplied it by the scale, or only measures the norm.
+"""
 
 
 @dataclass(slots=True)
 class _Clipping:
-    """A call that clipped gradients: the ids of the parameters, and the line."""
+    """A call that clipped gradients: the ids of their parameters, and the line."""
 
     parameter_ids: set[int]
     line: str
@@ -87,7 +90,11 @@ class _ScalerUse:
 
 
 class ScalerWatch:
-    """Follows the GradScalers of a script. `whole_script_is_entered`: returns whether the region is the takeover's."""
+    """Follows the GradScalers of a script.
+
+    Args:
+        whole_script_is_entered: returns whether a region that amp_patch has put around the whole script is open.
+    """
 
     def __init__(self, whole_script_is_entered: Callable[[], bool]) -> None:
         self._whole_script_is_entered = whole_script_is_entered
@@ -96,14 +103,15 @@ class ScalerWatch:
         self._scaled_backwards = self._plain_backwards = 0  # all losses so far
         self._plain_at = ""  # the line of the last backward pass of an unscaled loss
         self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
-        self._in_scaler_step = 0
+        self._in_scaler_step = 0  # steps by scalers that are running
         self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
-        # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
+        # Optimizers that took a step without a scaler after a scaled loss, with a parameter that has a gradient.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._suspected_at = ""  # the line of the first step of a suspect
-        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
+        # The suspects to whose gradients a later scaled loss has added.
+        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # outermost regions so far
-        self._region_at = ""
+        self._region_at = ""  # the line of the last of them
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
         self._reads = GradientReads()
         self._region_watch = RegionWatch(self._tell)
@@ -144,7 +152,7 @@ class ScalerWatch:
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.register_hook(lambda _: self._note_scaled_backward(use))
                 else:
-                    use.is_read = True  # the script has scaled a number, and has the scale by that
+                    use.is_read = True  # the script has scaled a number, and so knows the scale
             return result
 
         return scale
@@ -155,7 +163,7 @@ class ScalerWatch:
 
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # inside a backward pass, it is a checkpoint that calls this
+            # Within a backward pass, a checkpoint calls this, and not the script.
             if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
             self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
@@ -187,7 +195,7 @@ class ScalerWatch:
         return read
 
     def end_reads(self) -> None:
-        """Undo the patches that last until the next call of a GradScaler."""
+        """Undo the patches of `GradientReads`."""
         self._reads.end()
 
     # ---- between the backward pass and the step ----------------------------------------------------------------------
@@ -207,7 +215,7 @@ class ScalerWatch:
             following = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_read]
             is_clipping = isinstance(max_norm, numbers.Real) and max_norm < _LARGEST_NORM
             if following and is_clipping:
-                # an iterator can be read once only
+                # An iterator can be read only once.
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
                 for use in following:
@@ -226,7 +234,7 @@ class ScalerWatch:
                 raise
             use = self._uses.get(scaler)
             if use is not None:
-                # clipping before this call is checked now, while the gradients were scaled
+                # The calls so far clipped scaled gradients. Later ones get unscaled gradients, and are not checked.
                 self._check_clipping(scaler, use, optimizer)
                 use.unscaled_at[id(optimizer)] = find_line()
             return result
@@ -280,6 +288,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
         reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
         if reading is not None and _read_scale(scaler, use) > 1:
             self._tell(Misuse(*reading))
@@ -322,13 +331,13 @@ class ScalerWatch:
             return
         if optimizer in self._on_scaled:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
-        parameter = next((one for one in _parameters_of(optimizer) if one.grad is not None), None)
-        if parameter is not None:
+        with_gradient = next((weight for weight in _parameters_of(optimizer) if weight.grad is not None), None)
+        if with_gradient is not None:
             self._suspected_at = self._suspected_at or find_line()
-            self._suspects[optimizer] = weakref.ref(parameter)
+            self._suspects[optimizer] = weakref.ref(with_gradient)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the last losses before a step that no scaler takes were all scaled, and not unscaled since."""
+        """Return whether a step that no scaler takes follows scaled losses only, whose gradients are still scaled."""
         if self._plain_backwards > self._plain_at_step.get(id(optimizer), 0):
             return False
         following = [use for use in self._uses.values() if use.has_scaled_gradients]
@@ -351,11 +360,11 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Check whether the region around a step was there at the last step already."""
+        """Report a region that surrounds this step of an optimizer and the one before."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
-        # compiled code casts weights at each call, without torch's cache
+        # Compiled code casts weights at each call, without torch's cache.
         if parameter is None or not torch.is_autocast_enabled(parameter.device.type) or has_compiled():
             return
         if parameter.dtype is torch.float32 and self._region_of_step.get(id(optimizer)) == self._regions:
@@ -379,7 +388,7 @@ class ScalerWatch:
         events.tell(nullcontext(), "refused", misuse, error)
 
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
-        """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
+        """Return the reason for which torch refuses a call of a scaler; None if the calls so far show none."""
         if call == "update":
             if self._suspects:
                 return Misuse(Kind.SCALED_STEP, self._suspected_at)
@@ -387,7 +396,7 @@ class ScalerWatch:
         if call == "closure":
             return Misuse(Kind.CLOSURE, find_line())
         parameters = list(_parameters_of(optimizer))
-        low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
+        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
         if low:
             detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
             return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
@@ -401,7 +410,7 @@ class ScalerWatch:
         return None
 
     def _describe_missing(self, use: _ScalerUse, parameters: list[Tensor]) -> str:
-        """Return what is known about an optimizer whose parameters have no gradients."""
+        """Return why the parameters of an optimizer have no gradients; "" if that is not known."""
         if not any(parameter.requires_grad for parameter in parameters):
             return f"all {len(parameters)} are frozen: requires_grad is False"
         if not use.has_scaled_gradients:
@@ -432,10 +441,10 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _read_scale(scaler: Any, use: _ScalerUse) -> float:
-    """Return the scale. Waits for the device."""
+    """Return the scale, without counting this as a reading by the script. Waits for the device."""
     is_read = use.is_read
     scale = float(scaler.get_scale())
-    use.is_read = is_read  # it was not the script that read it
+    use.is_read = is_read  # `get_scale` is patched, and has set it
     return scale
 
 

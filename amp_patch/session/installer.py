@@ -82,7 +82,7 @@ class Installer:
         if self._cache is not None:
             _add_step_hook(StepHook(self._cache.mark_updated), undo)
         if self._casts is not None and self._oplists is not None:
-            overridden = [(owner, name) for owner, name, _ in self._registered]
+            overridden = [(known.owner, known.name) for known in self._registered]
             deferred = DeferredOps(self._oplists, overridden, self._casts, self.patcher, self._lock)
             if deferred:
                 undo.callback(deferred.close)
@@ -134,6 +134,11 @@ class Installer:
             self.patcher.install(self._plan_ops())
         self.redirect(self._bindings.models(), with_modules=True)
         self._turn_on()
+
+    def forget_patches_of_ops(self) -> None:
+        """Undo `patch_ops_again`. Patched functions that something still holds call their originals."""
+        with self._lock:
+            references.undo([self.patcher], self._bindings.models())
 
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
         """Redirect references to patched functions to their replacements, in models and (`with_modules`) in all
