@@ -7,6 +7,7 @@ and there is no warning.
 
 import inspect
 import numbers
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+_PACKAGE = f"{__package__.partition('.')[0]}."
 _CHECKS_SCALE = "_check_scale_growth_tracker"
 """The function of GradScaler that raises if no loss has been scaled before."""
 
@@ -202,6 +204,8 @@ class ScalerWatch:
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_scale(scaler: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):  # not the script, but a report
+                return original(scaler)
             use = self._uses.get(scaler)
             if use is not None:
                 use.is_read = True
@@ -290,13 +294,13 @@ class ScalerWatch:
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
         """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
         reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
-        if reading is not None and _read_scale(scaler, use) > 1:
+        if reading is not None and scaler.get_scale() > 1:
             self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return
         ids = {id(parameter) for parameter in _parameters_of(optimizer)}
         for clipping in use.clippings:
-            if not ids.isdisjoint(clipping.parameter_ids) and _read_scale(scaler, use) > 1:
+            if not ids.isdisjoint(clipping.parameter_ids) and scaler.get_scale() > 1:
                 self._tell(Misuse(Kind.CLIPPED, clipping.line))
                 return
 
@@ -438,14 +442,6 @@ def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def _has_gradients(optimizer: Any) -> bool:
     return any(parameter.grad is not None for parameter in _parameters_of(optimizer))
-
-
-def _read_scale(scaler: Any, use: _ScalerUse) -> float:
-    """Return the scale, without counting this as a reading by the script. Waits for the device."""
-    is_read = use.is_read
-    scale = float(scaler.get_scale())
-    use.is_read = is_read  # `get_scale` is patched, and has set it
-    return scale
 
 
 def _find_function_of_scaler(error: Exception) -> str:

@@ -418,3 +418,21 @@ def test_trace_reports_a_misuse_and_reads_it_again(tmp_path) -> None:
     (record,) = insight.Recording.read(tmp_path / "trace.jsonl").of(MisuseRecord)
     assert "Call scaler.unscale_(optimizer) before the clipping" in str(tracer.recording)
     assert record == tracer.recording.misuses[0]
+
+
+def test_a_report_that_reads_the_scale_hides_no_misuse() -> None:
+    read = eval("lambda scaler: scaler.get_scale()", {"__name__": "amp_patch.insight.tracer"})
+
+    def step(t: Training) -> None:
+        read(t.scaler)
+        update_between(t)
+
+    def watched(t: Training) -> None:
+        original = t.scaler.update
+        t.scaler.update = lambda: (original(), read(t.scaler))
+        step(t)
+        del t.scaler.update
+
+    with native.install():
+        _, messages = run(watched)
+    assert len(messages) == 1 and "scaler.update() may change the scale" in messages[0]
