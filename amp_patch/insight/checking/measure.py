@@ -11,7 +11,7 @@ from ..numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsReco
 from ..recordings import Recording
 from ..records import ComparedRecord, CurveRecord
 from ..runs import Run, RunFailedError, Runner
-from .bands import Variants, find_relative, norm_of
+from .bands import CURVES, Variants, find_relative, norm_of
 from .contract import (
     SCHEMA,
     Contract,
@@ -130,11 +130,10 @@ class Measurer:
             run.threads,
             kept=None if lost is None else round_number(lost.kept, 2),
             kept_worst="" if lost is None else lost.kept_worst,
-            skipped=base.curve.skipped if base.curve is not None else (),
             problem=noise.find_problem(),
         )
         modules = [_describe_module(name, base, float32, noise) for name in base.modules]
-        curves = [noise.make_curve(name) for name in ("loss scale", "loss", "gradient norm", "update norm")]
+        curves = [noise.make_curve(name) for name in CURVES]
         numbers = Numbers(hardware, modules, [curve for curve in curves if curve.values])
         optimizers = base.recording.of(OptimizerRecord)
         return Contract(about, optimizers, _promise(base, variants), {run.hardware: numbers})
