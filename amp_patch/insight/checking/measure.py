@@ -76,6 +76,11 @@ class Measurer:
     def write(self) -> Contract:
         """Make the runs that measure the noise, and return the contract."""
         base = self.run("the script", keeps_files=True)
+        if not base.ops:
+            raise SessionError(
+                "the second step has no ops to promise: let the script take two steps or more, with a forward pass in"
+                " each"
+            )
         threads = base.recording.run.threads
         other = 2 if threads == 1 else 1
         variants = [

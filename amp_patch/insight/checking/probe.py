@@ -80,8 +80,7 @@ class ContractProbe(CurveProbe):
         """Look at the gradients, and keep the weights."""
         super().step_begun(optimizer)
         self._ops.step_begun(optimizer)
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
+        self._take_settings(optimizer)
         parameters = _list_parameters(optimizer)
         gradients = self._modules.take_gradients(parameters)
         self._gradients.append(gradients)
@@ -89,11 +88,16 @@ class ContractProbe(CurveProbe):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Look at the changes of the weights, and record the step."""
+        self._take_settings(optimizer)  # a step with a closure reports only its end
         before = self._before.pop(id(optimizer), None)
-        if before is not None:  # a step with a closure reports only its end
+        if before is not None:
             self._updates.append(self._modules.take_updates(_list_parameters(optimizer), before))
         self._ops.step_ended(optimizer)
         super().step_ended(optimizer)
+
+    def _take_settings(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
 
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
