@@ -20,6 +20,7 @@ _TITLES = {
     "gradient": "a module gets other gradients",
     "update": "a module is updated otherwise",
     "lost": "updates are lost",
+    "steps": "the training takes fewer steps",
     "skipped": "other steps are skipped",
     "scale": "the loss scale is another",
     "loss": "the loss left its band",

@@ -27,7 +27,7 @@ class Break(NamedTuple):
 
     Attributes:
         kind: "precision", "rule", "cast", "constant", "optimizer", "start", "output", "gradient", "update", "lost",
-            "skipped", "scale", "loss" or "norm".
+            "steps", "skipped", "scale", "loss" or "norm".
         text: what was promised, and what is.
         site: the line of the script, `file.py:line`; "" if none is known.
     """
@@ -243,6 +243,7 @@ def _judge_numbers(
                 error = _describe_error(old, new) if kind == "output" else ""
                 yield Break(kind, f"{_name_module(new)}: {text} {size}, and {band:.2g} was promised{error}")
     yield from _judge_lost(promised, now)
+    yield from _judge_length(promised, now)
     for curve in promised.curves:
         if curve is not scale or starts_equal:
             yield from _judge_curve(curve, now.curve(curve.name))
@@ -333,13 +334,11 @@ def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
 def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Break]:
     """Yield the first number of a step that left its band."""
     step = _find_break(promised, now)
-    if step is None:
+    if step is None or now is None:
         return
     kind = {"loss": "loss", "loss scale": "scale", "skipped": "skipped"}.get(promised.name, "norm")
     value, band = promised.values[step], promised.bands[step]
-    if now is None or step >= len(now.values):
-        yield Break(kind, f"the {promised.name} of step {step + 1} is missing: the training took fewer steps")
-    elif kind == "skipped":
+    if kind == "skipped":
         yield Break(kind, f"step {step + 1} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
     else:
         text = f"is {now.values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
@@ -351,12 +350,23 @@ def _was_skipped(value: float) -> str:
 
 
 def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
-    """Return the first step whose number left its band or is missing; None without any."""
+    """Return the first step of both trainings whose number left its band; None without any."""
     values: Sequence[float] = now.values if now is not None else ()
-    for step, (value, band) in enumerate(zip(promised.values, promised.bands, strict=True)):
-        if band is not None and (step >= len(values) or not abs(values[step] - value) <= band):
+    # a shorter training is reported by `_judge_length`
+    for step, (value, band, current) in enumerate(zip(promised.values, promised.bands, values, strict=False)):
+        if band is not None and not abs(current - value) <= band:
             return step
     return None
+
+
+def _judge_length(promised: Numbers, now: Numbers) -> Iterator[Break]:
+    """Yield whether the training took fewer steps than promised."""
+    for curve in promised.curves:
+        present = now.curve(curve.name)
+        taken = len(present.values) if present is not None else 0
+        if taken < len(curve.values):
+            yield Break("steps", f"the training took {count_of(taken, 'step')}, and {len(curve.values)} were promised")
+            return
 
 
 def is_other_script(contract: Contract, now: Contract) -> bool:
