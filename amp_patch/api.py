@@ -17,9 +17,11 @@ from .functions import (
     get_original,
     half_function,
     is_patched,
+    match_function,
     promote_function,
     register_float_function,
     register_half_function,
+    register_match_function,
     register_promote_function,
 )
 from .hardware import as_device_type
@@ -44,10 +46,12 @@ __all__ = [
     "is_patched",
     "load_state_dict",
     "master_params",
+    "match_function",
     "promote_function",
     "refresh",
     "register_float_function",
     "register_half_function",
+    "register_match_function",
     "register_promote_function",
     "reset",
     "scale",
@@ -108,8 +112,7 @@ def initialize(
             overflow as a warning with the step and the parameters; every step then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
-        presets: path of a presets file to use instead of the shipped one. Default: the environment variable
-            AMP_PATCH_PRESETS.
+        presets: path of a presets file in place of the shipped one. Default: environment variable AMP_PATCH_PRESETS.
         replace: close a session that is still in use instead of raising an error.
         overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
             reduce a few numbers in each step. None: the ranks that hold shards of the models, if any. Without shards,
@@ -148,14 +151,11 @@ def initialize(
         return returned
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     if not model_list:
-        raise ModelError(
-            "initialize needs at least one model: pass it, or use amp.session(opt_level=...) for code without a model"
-        )
+        advice = "pass it, or use amp.session(opt_level=...) for code without a model"
+        raise ModelError(f"initialize needs at least one model: {advice}")
     if not isinstance(num_losses, int) or num_losses < 1:
-        raise ArgumentTypeError(
-            f"num_losses={num_losses!r} must be a whole number of at least 1: pass the number of losses, or leave it"
-            " out"
-        )
+        advice = "pass the number of losses, or leave it out"
+        raise ArgumentTypeError(f"num_losses={num_losses!r} must be a whole number of at least 1: {advice}")
     policy = choose_policy(opt_level, arguments, presets)
     options: Any = {"num_losses": num_losses, "replace": replace, "overflow_group": overflow_group}
     earlier_session = _current.state.session
@@ -244,8 +244,7 @@ def scale_loss(
     optimizer_list = as_optimizers(optimizers)
     if not optimizer_list:
         raise ArgumentTypeError(
-            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, as the"
-            " second argument"
+            "scale_loss needs the optimizers whose parameters the loss reaches: pass one, or a list of them, after it"
         )
     return current.scale_loss(loss, optimizer_list, loss_id, delay_unscale)
 

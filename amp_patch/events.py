@@ -44,6 +44,9 @@ class Watcher:
         `misuse` is a `native.Misuse`.
         """
 
+    def refused(self, misuse: Any, error: Any) -> None:
+        """Called when GradScaler has raised `error` in a script without `amp.initialize`, because of a misuse."""
+
 
 watchers: list[Watcher] = []
 

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .config import OpRule
+from .casting import Registration
+from .config import OpRule, op_arguments
 from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .session import current as _current
 
@@ -59,16 +60,49 @@ def promote_function(function: Function) -> Function:
     return _decorate(function, OpRule.PROMOTE)  # type: ignore[no-any-return]
 
 
+def match_function(like: str) -> Callable[[Function], Function]:
+    """Decorator: cast the tensors of a function to the dtype of its argument `like` while a session patches functions.
+
+    Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
+    tensors that were passed.
+
+    Raises ArgumentTypeError if `like` is no text, and OpListError if the function has no argument of this name.
+
+    Examples:
+        >>> @amp.match_function("value")
+        ... def attend(query, key, value):
+        ...     return query * key * value
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     attend(torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+    _check_like(like, "match_function")
+
+    def decorate(function: Function) -> Function:
+        decorated: Function = _decorate(function, OpRule.MATCH, like)
+        op_arguments.find_position(function, like)
+        return decorated
+
+    return decorate
+
+
 # as in `half_function` and `register_half_function`
-_NAMES = {OpRule.WHITELIST: "half", OpRule.BLACKLIST: "float", OpRule.PROMOTE: "promote"}
+_NAMES = {OpRule.WHITELIST: "half", OpRule.BLACKLIST: "float", OpRule.PROMOTE: "promote", OpRule.MATCH: "match"}
 
 
-def _decorate(function: Any, rule: OpRule) -> Any:
+def _check_like(like: object, function: str) -> None:
+    """Raise ArgumentTypeError if the name of an argument is no text. `function` is the name of the called function."""
+    if not isinstance(like, str):
+        given = getattr(like, "__name__", type(like).__name__)
+        raise ArgumentTypeError(f"{function} takes the name of an argument as text, not {given}: write like='value'")
+
+
+def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
     """Return a wrapper that runs a function under a rule while a session patches functions, else as it is."""
     if isinstance(function, staticmethod):
-        return staticmethod(_decorate(function.__func__, rule))
+        return staticmethod(_decorate(function.__func__, rule, like))
     if isinstance(function, classmethod):
-        return classmethod(_decorate(function.__func__, rule))
+        return classmethod(_decorate(function.__func__, rule, like))
     if not callable(function):
         raise ArgumentTypeError(
             f"{_NAMES[rule]}_function decorates a function, not {type(function).__name__}: pass the function itself, or"
@@ -85,7 +119,7 @@ def _decorate(function: Any, rule: OpRule) -> Any:
             return function(*args, **kwargs)
         # a wrapper belongs to one session, so make a new one if the session has changed since the last call
         if casts is not session.casts:
-            casts, cast_function = session.casts, session.casts.wrap(rule, function)
+            casts, cast_function = session.casts, session.casts.wrap(rule, function, like)
         return cast_function(*args, **kwargs)
 
     return wrapper
@@ -141,6 +175,25 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, OpRule.PROMOTE)
 
 
+def register_match_function(module: Any, name: str, like: str) -> None:
+    """Cast the tensors of `module.name` to the dtype of its argument `like` from the next `initialize` or `session` on,
+    whatever the lists say.
+
+    Raises the errors of `register_half_function`, ArgumentTypeError if `like` is no text, and OpListError if the
+    function has no argument of this name.
+
+    Examples:
+        >>> import types
+        >>> kernels = types.SimpleNamespace(attend=lambda query, key, value: query * key * value)
+        >>> amp.register_match_function(kernels, "attend", like="value")
+        >>> with amp.session(opt_level="O4", device="cpu"):
+        ...     kernels.attend(torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+    _check_like(like, "register_match_function")
+    _register(module, name, OpRule.MATCH, like)
+
+
 def check_owner(owner: Any, name: Any, function: str) -> None:
     """Raise ArgumentTypeError if `owner` is text, or if `name` is not. `function` is the name of the called function.
 
@@ -157,7 +210,7 @@ def check_owner(owner: Any, name: Any, function: str) -> None:
     raise ArgumentTypeError(f"{function} takes {expected}: write {function}({shown_owner}, {shown_name!r})")
 
 
-def _register(module: Any, name: str, rule: OpRule) -> None:
+def _register(module: Any, name: str, rule: OpRule, like: str = "") -> None:
     """Record a rule for `module.name`, in place of an earlier one. The next session applies it."""
     check_owner(module, name, f"register_{_NAMES[rule]}_function")
     owner = getattr(module, "__name__", module)
@@ -167,9 +220,11 @@ def _register(module: Any, name: str, rule: OpRule) -> None:
         )
     if not callable(getattr(module, name)):
         raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered: name a function")
+    if like:
+        op_arguments.find_position(getattr(module, name), like)
     registered = _current.state.registered
-    registered[:] = [entry for entry in registered if not (entry[0] is module and entry[1] == name)]
-    registered.append((module, name, rule))
+    registered[:] = [entry for entry in registered if not (entry.owner is module and entry.name == name)]
+    registered.append(Registration(module, name, rule, like))
 
 
 def is_patched(owner: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops.
+"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
 `native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
 All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
@@ -7,12 +7,16 @@ of `native` fail, and so do the commands that use either package.
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverload as OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -28,6 +32,20 @@ get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
 # a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
+
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+"""The module of flex_attention. torch does not import it before a script does."""
+
+FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
+"""The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
+
+Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
+"""
+
+# flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
+# Without them, these methods would round scores to 16 bits, which torch keeps in float32.
+_flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
+EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
 
 
 def restore_caller_state() -> AbstractContextManager[None]:
@@ -48,6 +66,17 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
     """
     backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
     return backward if callable(backward) else None
+
+
+def list_schema_arguments(op: Any) -> list[tuple[str, bool]]:
+    """Return the name of each argument of an op of torch.library or torch.ops, and whether it is passed by name only.
+
+    The list is empty for anything else. If torch drops an attribute, it is empty for all ops, and an entry of a list
+    could not name an argument of such an op.
+    """
+    overload = getattr(op, "_opoverload", None) or getattr(op, "default", None) or op
+    arguments = getattr(getattr(overload, "_schema", None), "arguments", ())
+    return [(argument.name, bool(argument.kwarg_only)) for argument in arguments]
 
 
 # Ops that copy a tensor, perhaps to another dtype, and ops that compute no values. If an op is missing here, its casts
@@ -88,6 +117,11 @@ def find_written(function: Any) -> frozenset[int]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.add(index)
     return frozenset(written)
+
+
+def get_argument_names(function: Any) -> list[str]:
+    """Return the names of the arguments of an op. Without the schema, reports could not name operands."""
+    return [argument.name for argument in function._schema.arguments]
 
 
 def is_mutable(function: Any) -> bool:
@@ -140,8 +174,35 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 """
 
 
+# Hides ops from all dispatch modes of this thread, and from tensor classes with a `__torch_dispatch__`.
+# Without it, `explain` would list the ops of a flight recorder that a script uses.
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+# Returns the scale of a GradScaler as a tensor on its device, None before its first use.
+# Without it, `get_scale` would have to be called, which waits for the device.
+get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
+
+
 def has_compiled() -> bool:
     """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
+    that trains in float16 without a scale.
+    """
+    queue = deque([loss.grad_fn])
+    seen = set[Any]()
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata = getattr(node, "_input_metadata", None)
+        yield node.name(), getattr(metadata[0], "dtype", None) if metadata else None
+        queue.extend(following for following, _ in node.next_functions)

@@ -421,12 +421,12 @@ def is_autocast_state_guarded(device_type: str) -> bool:
 
 @functools.cache  # torch takes one registration for each key
 def pass_keys_through() -> torch.library.Library:
-    """Let ops run in threads where `IDLE_KEYS` are set. Without it, they would raise errors. Lasts until the process
-    ends.
-    """
+    """Let all ops run in threads where `IDLE_KEYS` are set, for ever. Without it, they would raise errors."""
     library = torch.library.Library("_", "IMPL")
     for key in IDLE_KEYS:
         library.fallback(torch.library.fallthrough_kernel, key)
+        for op in torch._ops._higher_order_ops.values():  # as under vmap, and in flex_attention
+            op.fallthrough(torch._C._dispatch_key_parse(key))
     return library
 
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from amp_patch.config.list_file import BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
+from amp_patch.config.list_file import ARGUMENT, BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS, TYPE_NAME
 from amp_patch.config.op_rules import RULE_KEYS
 from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
@@ -20,6 +20,9 @@ from amp_patch.dtypes import DTYPE_WORDS
 
 REASONS = ("range", "kernel", "speed", "dtype-match", "parity")
 """Words for `why` that the shipped lists use; others are as good."""
+
+_KEYS_OF_NAMES = tuple(key for key in ENTRY_KEYS if key != "like")
+"""The keys of an entry under a rule that takes no argument."""
 
 LEVEL = {
     "description": "One line, logged by initialize.",
@@ -34,6 +37,9 @@ LEVEL = {
     "extends": "The level whose properties are taken over first.",
 }
 """The properties of a level, for a person."""
+
+_PATH_OR_VERSION = r"(\.ya?ml(@[0-9.]+)?$|[/\\]|@[0-9.]+$)"
+"""What names a list and is no shipped name: a path, or a list as it is for a version of torch."""
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
 
@@ -61,7 +67,9 @@ def make_list_schema() -> dict[str, Any]:
             },
             **_lists(),
             "ops": {"type": ["array", "null"], "items": _definition("op")},
-            "op": {"oneOf": [_definition("name"), _object(ENTRY_KEYS, _entry_keys(), required=["op"])]},
+            "op": {"oneOf": [_definition("name"), _object(_KEYS_OF_NAMES, _entry_keys(), required=["op"])]},
+            "matched_ops": {"type": ["array", "null"], "items": _definition("matched_op")},
+            "matched_op": _object(ENTRY_KEYS, _entry_keys(), required=["op", "like"]),
             "module": {
                 **_object(MODULE_KEYS, _module_keys(), required=["run"]),
                 "oneOf": [{"required": ["match"]}, {"required": ["type"]}],
@@ -117,7 +125,7 @@ def _lists() -> dict[str, Any]:
     """Return the definitions of what names a list, and of one or several of those."""
     several = {"type": "array", "items": _definition("list")}
     return {
-        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": r"(\.ya?ml$|[/\\])"}]},
+        "list": {"anyOf": [{"enum": list(shipped_names())}, {"type": "string", "pattern": _PATH_OR_VERSION}]},
         "lists": {"anyOf": [_definition("list"), several, {"type": "null"}]},
     }
 
@@ -136,13 +144,14 @@ def _keys() -> dict[str, Any]:
             "type": ["array", "null"],
             "items": _definition("module"),
         },
-        **{rule: _definition("ops", rule.meaning) for rule in RULE_KEYS},
+        **{rule: _definition("matched_ops" if rule.takes_argument else "ops", rule.meaning) for rule in RULE_KEYS},
     }
 
 
 def _entry_keys() -> dict[str, Any]:
     return {
         "op": _definition("name"),
+        "like": _string(f"^{ARGUMENT.pattern}$", "The argument of the op whose dtype the other tensors are cast to."),
         "why": _definition("why"),
         "since": _definition("version", "The first torch version the entry applies to."),
         "until": _definition("version", "The first torch version it no longer applies to."),

@@ -30,13 +30,19 @@ to_copy = torch.ops.aten._to_copy.default
 
 Key = tuple[str, str]
 
-_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
+DEVICE_TYPES = tuple(_KEYS)
+"""The device types whose autocast is known."""
 # Autocast is to cast to the one 16-bit dtype, and the tensors have the other: a kernel that runs in low or in float32
 # must cast either way.
 _LOW, _OTHER = torch.bfloat16, torch.float16
 
-# Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
-_UNSEEN: dict[str, dict[str, OpRule]] = {"cuda": {"_cudnn_rnn": OpRule.WHITELIST}, "cpu": {}}
+_UNSEEN: dict[str, dict[str, OpRule]] = {
+    # Registered by CUDA builds alone, so a build without CUDA does not see it. Casts input, state and weights to low.
+    "cuda": {"_cudnn_rnn": OpRule.WHITELIST},
+    # Builds without XPU refuse these half-way, before 2.15. They are in the macro of torch's header that CUDA has, too.
+    "xpu": {"softmax.int": OpRule.BLACKLIST, "log_softmax.int": OpRule.BLACKLIST},
+}
 # F.max_pool3d calls torch.max_pool3d, or, when asked for indices, a function that autocast leaves alone. So only the
 # former is meant.
 _NAMES = {"max_pool3d": "torch.max_pool3d"}
@@ -44,6 +50,8 @@ _NAMES = {"max_pool3d": "torch.max_pool3d"}
 # is not.
 _THROUGH = {
     # these do all their work there
+    "affine_grid": ("bmm",),
+    "affine_grid_generator": ("bmm",),
     "chain_matmul": ("mm",),
     "einsum": ("bmm",),
     "inner": ("tensordot",),
@@ -72,12 +80,16 @@ _THROUGH = {
 # Made of an op that autocast casts if an operand is sparse, and left alone if all are dense and so of one dtype. In the
 # widest dtype neither fails.
 _IF_SPARSE = ("mv",)
-# torchvision registers its own kernels for autocast, which cast to float32.
+# Higher-order ops, by the names of the functions that call them. Their kernels for autocast are written in Python, and
+# cast to low.
+_HIGHER_ORDER = {"flex_attention": torch.ops.higher_order.flex_attention}
+# torchvision registers its own kernels for autocast, which cast to float32. Known for these device types alone.
+_WITH_TORCHVISION = ("cpu", "cuda")
 _OF_TORCHVISION = ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 
 def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
-    """Return the ops of each rule, as names for a list file that does what autocast does on "cpu" or "cuda".
+    """Return the ops of each rule, as names for a list file that does what autocast does on one of `DEVICE_TYPES`.
 
     Ops are sorted; rules without ops are left out. Raises ValueError for another device type.
     """
@@ -90,8 +102,11 @@ def get_rules(device_type: str) -> dict[str, tuple[str, ...]]:
         function = next((function for function in below if function in functions), None)
         if function and not _spellings([name]) & claimed:
             rules[name] = functions[function]
+    key = getattr(torch._C.DispatchKey, _KEYS[device_type], None)
+    rules |= {name: OpRule.WHITELIST for name, op in _HIGHER_ORDER.items() if key in op.py_kernels}
     rules |= {name: OpRule.PROMOTE for name in _IF_SPARSE if not _spellings([name]) & claimed}
-    rules |= {f"torchvision.ops.{name}": OpRule.BLACKLIST for name in _OF_TORCHVISION}
+    if device_type in _WITH_TORCHVISION:
+        rules |= {f"torchvision.ops.{name}": OpRule.BLACKLIST for name in _OF_TORCHVISION}
     return {
         rule.value: ops for rule in RULE_KEYS if (ops := tuple(sorted(name for name in rules if rules[name] is rule)))
     }
@@ -101,11 +116,11 @@ def get_overload_rules(device_type: str) -> dict[str, OpRule]:
     """Return the rule of every overload that autocast has a kernel for on a device type.
 
     An example is {"pow.Tensor_Scalar": "blacklist"}. An overload whose kernel could not be understood is left out, and
-    logged. Raises ValueError for another device type than "cpu" or "cuda".
+    logged. Raises ValueError for a device type that is not one of `DEVICE_TYPES`.
     """
     if device_type not in _KEYS:
         raise ValueError(f"device type {device_type!r} is not one whose autocast is known ({', '.join(_KEYS)})")
-    rules = dict(_UNSEEN[device_type])
+    rules = dict(_UNSEEN.get(device_type, {}))
     for full_name in sorted(get_all_op_names()):
         namespace, _, name = full_name.partition("::")
         if "name" in name.partition(".")[2].lower():

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import api as api
-from ..casting import Registration, compiling
+from ..casting import Registration as Registration
 from ..casting import cast_tree as cast_tree
+from ..casting import compiling, op_patches
 from ..config import Policy as Policy
 from ..config import load_oplists, presets
 from ..config import make_policy as make_policy
-from ..patching import Patch
 from ..session import Session as Session
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
@@ -62,7 +62,7 @@ def list_names(owner: str, rule: str) -> list[str]:
 
 
 def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
-    """Register the functions `after` (owner, name, rule) for later sessions, instead of the functions `before`."""
+    """Register the functions `after` for later sessions, instead of the functions `before`."""
     registered = current.state.registered
     registered[:] = [entry for entry in registered if not any(entry is replaced for replaced in before)]
     registered.extend(after)
@@ -148,9 +148,10 @@ def patch_again(session: Session) -> None:
     """Restore the casts that `remove_casts` removed, and patch functions that were registered since."""
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()
-    for owner, name, rule in current.state.registered:
-        if session.casts is not None and not session.patcher.is_patched(owner, name):
-            session.patcher.install([Patch(owner, name, functools.partial(session.casts.wrap, rule))])
+    for known in current.state.registered:
+        if session.casts is not None and not session.patcher.is_patched(known.owner, known.name):
+            patch = op_patches.plan_op(known.owner, known.name, known.rule, session.casts, like=known.like)
+            session.patcher.install([patch])
             # code that was compiled earlier calls this function without casts
             compiling.forget_compiled_code()
 

@@ -33,7 +33,7 @@ class Autocast:
         self.low = low
         self.torch_lists = torch_lists
         spellings = () if torch_lists is None else torch_lists.spellings
-        self._torch_list_paths = frozenset(spelling.entry.path for spelling in spellings)
+        self._torch_entries = frozenset(spelling.entry for spelling in spellings)
 
     def is_here(self) -> bool:
         """Return whether this thread is in a region of autocast in which the session casts."""
@@ -42,8 +42,8 @@ class Autocast:
         return self.low is None or torch.get_autocast_dtype(self.device_type) is self.low
 
     def is_torch_rule(self, entry: op_lists.OpEntry) -> bool:
-        """Return whether an entry comes from the lists of torch's own rules, so that torch casts the op by itself."""
-        return entry.path in self._torch_list_paths
+        """Return whether an entry is one of torch's own rules, so that torch casts the op by itself."""
+        return entry in self._torch_entries
 
     def pause(self) -> bool:
         """Disable autocast in this thread, if this is a region in which the session casts. Return whether it is."""

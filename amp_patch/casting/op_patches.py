@@ -8,7 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ..dtypes import CASTABLE
 from ..errors import OpListError
 from ..patching import ImportWatch, Patch, Patcher, references
 from ..reporting import logger, warn
+from ..torch_dispatch import FLEX_ATTENTION, FLEX_CALLS
 from ..torch_private import C_NN, find_cast_inputs, get_first_weight
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
@@ -26,8 +27,17 @@ from .tensor_cast import cast_tree, make_plain_cast
 from .weight_cache import WeightCache
 from .wrappers import OpCasts
 
-Registration = tuple[Any, str, str]
-"""Owner and name of a function that the user registered, and the name of its rule."""
+
+class Registration(NamedTuple):
+    """A function that the user registered, `getattr(owner, name)`, and the name of its rule.
+
+    `like`: the argument whose dtype the others take, for a rule that needs one.
+    """
+
+    owner: Any
+    name: str
+    rule: str
+    like: str = ""
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
@@ -36,14 +46,14 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     Under torch.autocast, ops with torch's own rule get no patch, or the patch by `OpCasts.by_torch`. Other patches keep
     torch from casting ops that it lists, but the session's lists do not.
     """
-    decided = {(id(owner), name) for owner, name, _ in registered}  # names that need no other patch
+    decided = {(id(known.owner), known.name) for known in registered}  # names that need no other patch
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
-            yield plan_op(spelling.owner, spelling.name, spelling.rule, chosen, spelling.entry.location)
-    for owner, name, rule in registered:
-        if rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list, so it is not patched
-            yield plan_op(owner, name, rule, casts)
+            yield plan_spelling(spelling, spelling.owner, chosen)
+    for known in registered:
+        if known.rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list: it is not patched
+            yield plan_op(known.owner, known.name, known.rule, casts, like=known.like)
     if casts.autocast is not None and casts.autocast.torch_lists is not None:
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.torch_lists.spellings:
@@ -57,9 +67,14 @@ _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module."""
+    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module, and
+    for what flex_attention calls.
+    """
     for patch in planned:
         yield patch
+        if (getattr(patch.owner, "__name__", ""), patch.name) == (FLEX_ATTENTION, "flex_attention"):
+            for name in FLEX_CALLS:
+                yield Patch(patch.owner, name, functools.partial(_replace_call, patch=patch))
         for owner, second in _SECOND_PLACES:
             if patch.owner is not owner or patch.name not in vars(second):
                 continue
@@ -67,10 +82,35 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
                 yield Patch(second, patch.name, patch.factory, patch.note)
 
 
-def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "") -> Patch:
-    """Return the patch that makes `owner.name` follow a rule. `location`: where a list file states the rule."""
-    note = f"Patched by amp_patch until amp_patch.reset(): {rule}, {location or 'registered'}."
-    return Patch(owner, name, lambda original: casts.wrap(rule, original), note)
+def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
+    """Return the replacement of a function that flex_attention calls: the rule of `patch`, which replaces
+    flex_attention, holds.
+
+    Scripts compile flex_attention when they are imported. Such a function holds torch's own flex_attention, but finds
+    what that calls by name.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    call.__module__ = FLEX_ATTENTION  # a function of torch
+    return patch.factory(call)
+
+
+def plan_spelling(spelling: op_lists.Spelling, owner: Any, casts: OpCasts) -> Patch:
+    """Return the patch of a listed op of `owner`."""
+    entry = spelling.entry
+    return plan_op(owner, spelling.name, spelling.rule, casts, entry.location, entry.like)
+
+
+def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "", like: str = "") -> Patch:
+    """Return the patch that makes `owner.name` follow a rule.
+
+    `location`: where a list file states the rule. `like`: the argument that the rule names.
+    """
+    described = op_lists.RULES[rule].describe(like)
+    note = f"Patched by amp_patch until amp_patch.reset(): {described}, {location or 'registered'}."
+    return Patch(owner, name, lambda original: casts.wrap(rule, original, like, location), note)
 
 
 class DeferredOps:
@@ -168,7 +208,7 @@ class DeferredOps:
             if replacement is held:
                 # the module has imported a patched function under this name: restore it, or it would be wrapped twice
                 setattr(owner, name, original)
-        self._patcher.install([plan_op(owner, name, spelling.rule, casts, spelling.entry.location)])
+        self._patcher.install(with_second_places([plan_spelling(spelling, owner, casts)]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
 
 
@@ -194,6 +234,13 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
         return original(replayed, *args, **kwargs)
 
     return checkpoint
+
+
+def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
+    """Return a function of torch that runs without casts, because it is written in Python, and computes the result of
+    one op from others.
+    """
+    return run_in_region(original, Mode.OFF, switch)
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:

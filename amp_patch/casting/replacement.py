@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..torch_private import PYTHON_OP_MODULES
 from .autocast import ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .mode import Mode, Switch
@@ -159,6 +160,18 @@ def _dispatches_by_name(original: OpFunction) -> bool:
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
     return type(original) is types.MethodDescriptorType
+
+
+def supports_overrides(original: OpFunction) -> bool:
+    """Return whether a function of torch lets its arguments handle the call.
+
+    Python functions that do not, such as grouped_mm and flex_attention, call other functions, which do.
+    """
+    if type(original) is not types.FunctionType or hasattr(original, "__wrapped__"):
+        return True
+    # F.max_pool2d is a closure, which chooses between two functions by `return_indices`
+    is_choice = original.__closure__ is not None and original.__module__ in PYTHON_OP_MODULES
+    return is_choice or "handle_torch_function" in original.__code__.co_names
 
 
 # ops that take lists of tensors

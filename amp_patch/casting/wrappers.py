@@ -19,6 +19,7 @@ from ..torch_private import count_dispatch_modes
 from .autocast import Autocast, ModuleRulesSwitch
 from .compiling import is_dynamo_compiling
 from .float32_products import Float32Products
+from .followed import DtypeFinder, find_widest, follow_argument, follow_first
 from .mode import Mode, Switch
 from .replacement import (
     NEVER,
@@ -29,6 +30,7 @@ from .replacement import (
     Replacements,
     replace,
     run_in_region,
+    supports_overrides,
 )
 from .tensor_cast import (
     cast_arguments,
@@ -41,7 +43,7 @@ from .tensor_cast import (
 from .weight_cache import ValidEntry, WeightCache
 
 # Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
-_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "linear_cross_entropy", "multi_head_attention_forward"})
+_COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg", "linear_cross_entropy", "multi_head_attention_forward"})
 
 # The ops that models call most, with (input, weight, bias, ...).
 _WEIGHTED = frozenset(
@@ -54,6 +56,7 @@ _VIEW_INDEXES = (int, slice, type(None), type(Ellipsis))
 _BY_LISTS = Mode.BY_LISTS
 
 _NO_ENTRIES: Mapping[int, Any] = {}
+_NO_NAMES: dict[str, Any] = {}
 
 _LAYER_NORM, _LAYER_NORM_KERNEL = torch.nn.functional.layer_norm, torch.layer_norm
 
@@ -122,9 +125,18 @@ class OpCasts:
             return self.by_torch
         return self
 
-    def wrap(self, rule: OpRule | str, original: OpFunction) -> OpFunction:
-        """Return the replacement of `original` under a rule: the same one for every name of `original`."""
-        return self._replacements.get(rule, original, lambda: self._wrap(op_lists.RULES[rule], original))
+    def wrap(self, rule: OpRule | str, original: OpFunction, like: str = "", location: str = "") -> OpFunction:
+        """Return the replacement of `original` under a rule: the same one for every name of `original`.
+
+        Args:
+            like: the argument whose dtype the others take, for a rule with `takes_argument`.
+            location: the place of the entry, for errors.
+
+        Raises OpListError if `original` has no argument `like`.
+        """
+        chosen = op_lists.RULES[rule]
+        place = location or "registered"
+        return self._replacements.get(f"{rule} {like}", original, lambda: self._wrap(chosen, like, place, original))
 
     def let_go(self) -> None:
         """Drop all references to replacements."""
@@ -132,16 +144,30 @@ class OpCasts:
         if self.by_torch is not None:
             self.by_torch.let_go()
 
-    def _wrap(self, rule: OpRule, original: OpFunction) -> OpFunction:
+    def _wrap(self, rule: OpRule, like: str, location: str, original: OpFunction) -> OpFunction:
         is_of_torch = _is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
         name = getattr(original, "__name__", "") if is_of_torch else ""
-        public = PublicOp(name, original if is_of_torch else None, takes_lists=rule.takes_sequence)
+        overridable = original if is_of_torch and supports_overrides(original) else None
+        public = PublicOp(name, overridable, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_of_torch and rule.runs_in:
             return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
-        return public.set_replacement(self._replace(rule, original, name, public))
+        find_dtype = self._make_dtype_finder(rule, original, like, location)
+        return public.set_replacement(self._replace(rule, original, name, public, find_dtype))
 
-    def _replace(self, rule: OpRule, original: OpFunction, name: str, public: PublicOp) -> OpFunction:
+    def _make_dtype_finder(self, rule: OpRule, original: OpFunction, like: str, location: str) -> DtypeFinder | None:
+        """Return the dtype finder of a rule under which the arguments decide; None for other rules."""
+        if rule is OpRule.MATCH:
+            return follow_argument(original, like, self.device_type, location)
+        if rule is OpRule.MATCH_SELF:
+            return follow_first(self.device_type)
+        if rule in (OpRule.PROMOTE, OpRule.SEQUENCE_PROMOTE):
+            return find_widest
+        return None
+
+    def _replace(
+        self, rule: OpRule, original: OpFunction, name: str, public: PublicOp, find_dtype: DtypeFinder | None
+    ) -> OpFunction:
         """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
         op = original  # the function that replacements call, which the lines below wrap
         if self.autocast is not None:
@@ -155,17 +181,18 @@ class OpCasts:
             op = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
             op = run_in_region(op, Mode.OFF, self.switch)
-        # each rule's method, and its `no_cast_dtype` (see `replace`)
-        make_prepare, no_cast_dtype = {
-            OpRule.WHITELIST: (self._whitelist, self.low),
-            OpRule.BLACKLIST: (self._blacklist, torch.float32),
-            OpRule.PROMOTE: (self._promote, None),
-            OpRule.SEQUENCE_PROMOTE: (self._promote_sequence, None),
-            OpRule.MATCH_SELF: (self._match_self, None),
-            OpRule.BANNED: (self._banned, torch.float32),
-            OpRule.NEUTRAL: (_prepare_nothing, None),
-        }[rule]
-        general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
+        if find_dtype is not None:
+            prepare = self._follow(op, find_dtype, in_sequence=rule.takes_sequence)
+            general = replace(op, prepare, self.switch, public, None)
+        else:
+            # each rule's method, and its `no_cast_dtype` (see `replace`)
+            make_prepare, no_cast_dtype = {
+                OpRule.WHITELIST: (self._whitelist, self.low),
+                OpRule.BLACKLIST: (self._blacklist, torch.float32),
+                OpRule.BANNED: (self._banned, torch.float32),
+                OpRule.NEUTRAL: (_prepare_nothing, None),
+            }[rule]
+            general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
             return self._replace_weighted(op, general)
         if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
@@ -362,61 +389,45 @@ class OpCasts:
 
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
-    # With a float64, float8 or complex tensor, both promotion rules cast nothing: torch promotes or raises an error.
+    def _follow(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
+        """Run in the dtype that `find_dtype` finds: all tensors are cast to it. See `followed`.
 
-    def _promote(self, original: OpFunction) -> PrepareCall:
-        """Run in the widest dtype among the arguments. float16 beside bfloat16 runs in float32, as torch promotes."""
-        to_float = self.to_float
+        `in_sequence`: the arguments are the items of a sequence, which is the first argument: torch calls it `tensors`.
+        """
+        casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
+        device_type = self.device_type
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            if kwargs.get("out") is not None:
+            if kwargs and kwargs.get("out") is not None:
                 return original, args, kwargs
-            values, dtypes = [*args, *kwargs.values()], set()
-            for value in values:
-                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                    dtypes.add(value.dtype)
-            if len(dtypes) < 2 or not dtypes <= CASTABLE:
+            given: Any = args
+            named = kwargs
+            if in_sequence:
+                given, named = args[0] if args else kwargs.get("tensors"), _NO_NAMES
+                if given.__class__ is not list and given.__class__ is not tuple:
+                    return original, args, kwargs
+            target = find_dtype(given, named)
+            if target is None:
                 return original, args, kwargs
+            cast, convert = casts[target]
+            values = [*given, *named.values()]
             for index, value in enumerate(values):
-                if isinstance(value, Tensor) and value.dtype in LOW_DTYPES:
-                    values[index] = to_float(value)
+                if isinstance(value, Tensor):
+                    if value.dtype is target or value.dtype not in CASTABLE:
+                        continue
+                    # `device.type`, because Dynamo cannot call the test of `make_device_test`
+                    if value.__class__ in PLAIN_CLASSES and value.device.type == device_type:
+                        values[index] = convert(value)
+                    else:
+                        values[index] = cast(value)
+                elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
+                    values[index] = cast_nested(value, cast)
+            if in_sequence and not args:
+                return original, (), {**kwargs, "tensors": values}
+            if in_sequence:
+                return original, (values, *args[1:]), kwargs
             count = len(args)
             return original, values[:count], dict(zip(kwargs, values[count:], strict=True))
-
-        return prepare
-
-    def _promote_sequence(self, original: OpFunction) -> PrepareCall:
-        """Run in the widest dtype among the tensors of the first argument, a sequence that torch calls `tensors`."""
-        to_float = self.to_float
-
-        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            sequence = args[0] if args else kwargs.get("tensors")
-            if kwargs.get("out") is not None or (sequence.__class__ is not list and sequence.__class__ is not tuple):
-                return original, args, kwargs
-            tensors, dtypes = list(sequence), set()
-            for tensor in tensors:
-                if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                    dtypes.add(tensor.dtype)
-            if len(dtypes) < 2 or not dtypes <= CASTABLE:
-                return original, args, kwargs
-            for index, tensor in enumerate(tensors):
-                if isinstance(tensor, Tensor) and tensor.dtype in LOW_DTYPES:
-                    tensors[index] = to_float(tensor)
-            if args:
-                return original, (tensors, *args[1:]), kwargs
-            return original, (), {**kwargs, "tensors": tensors}
-
-        return prepare
-
-    def _match_self(self, original: OpFunction) -> PrepareCall:
-        """Run in place, in the dtype of the first argument: the other tensors are cast to it."""
-
-        def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            target = args[0] if args else kwargs.get("input")
-            if not isinstance(target, Tensor) or target.dtype not in CASTABLE or target.device.type != self.device_type:
-                return original, args, kwargs
-            # the target, which has that dtype, stays itself
-            return (original, *cast_arguments(args, kwargs, make_plain_cast(target.dtype, self.device_type)))
 
         return prepare
 

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write or check a contract.
 
-    Return 0 if it was written, or holds; 1 if it does not hold, or could not be written; and 2 if it could not be
-    judged, because the contract cannot be read or the script fails.
+    Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
+    judged, because the contract cannot be read, or the script fails or is not that of the contract.
     """
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")
@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> int:
+    """Measure the script, and write and print a contract."""
     from ..insight.checking import describe_contract
 
     question = _ask(arguments, None)
@@ -79,30 +80,32 @@ def _write(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    """Check the script against a contract, print and write the verdict, and return the exit code."""
     from ..insight.checking import Break, Contract, Verdict, format_verdict, is_other_script, judge, write_page
 
     contract = Contract.read(arguments.against)
     question = _ask(arguments, contract)
     try:
-        now = _measure(arguments, question, is_new=False)
+        measured = _measure(arguments, question, is_new=False)
     except NoRegionError as error:
         if not contract.about.low:
             raise
+        # the contract promises 16 bits, and the script has no mixed precision any more
         print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)))
         return 1
-    if is_other_script(contract, now):
+    if is_other_script(contract, measured):
         raise AmpError(
             f"{arguments.against} is a contract of {contract.about.script}, and {question.script} calls other ops:"
             " give its own contract, or make one with --write"
         )
-    verdict = judge(contract, now)
+    verdict = judge(contract, measured)
     print_report(format_verdict(verdict, str(arguments.against)))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         _annotate(verdict, arguments.script)
     if arguments.json is not None:
         write_file(arguments.json, json.dumps(verdict.as_json(), indent=1) + "\n")
     if arguments.html is not None:
-        write_page(arguments.html, contract, now, verdict, command=describe_command(arguments))
+        write_page(arguments.html, contract, measured, verdict, command=describe_command(arguments))
     if arguments.update:
         _update(arguments, question, contract, verdict)
         return 0
@@ -119,7 +122,10 @@ def _update(arguments: argparse.Namespace, question: "Question", contract: "Cont
 
 
 def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Question":
-    """Return what to run, from the command line, and where it says nothing, from the contract."""
+    """Return what to run: the options of the command line, or else those of the contract.
+
+    Puts the options of the contract into `arguments`, from which the runner takes them.
+    """
     from ..insight.checking import Question
 
     path = arguments.write if contract is None else arguments.against
@@ -149,15 +155,15 @@ def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Questio
 
 
 def _to_folder(name: str, folder: Path) -> str:
-    """Return an op list as a contract in `folder` names it: relative to it, or a shipped name."""
-    if name in config.shipped.shipped_names():
+    """Return the name of an op list in a contract in `folder`: a shipped name, or the path relative to `folder`."""
+    if config.list_names.is_shipped(name):
         return name
     return Path(os.path.relpath(name, folder)).as_posix()
 
 
 def _from_folder(name: str, folder: Path) -> str:
     """Return the shipped name or the absolute path of a list that a contract in `folder` names."""
-    if name in config.shipped.shipped_names():
+    if config.list_names.is_shipped(name):
         return name
     return os.path.abspath(folder / name)
 
@@ -177,16 +183,16 @@ def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: boo
 
 def _annotate(verdict: "Verdict", script: str | None) -> None:
     """Print the broken promises as commands of GitHub Actions, which shows them at their lines."""
-    for each in verdict.breaks:
+    for broken in verdict.breaks:
         place = ""
-        file, _, line = each.site.rpartition(":")
+        file, _, line = broken.site.rpartition(":")
         if script and file == Path(script).name and line.isdecimal():
             place = f"file={script},line={line},"
         # GitHub ends a message at the end of a line
-        text = f"{each.kind}: {each.text}".replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        text = f"{broken.kind}: {broken.text}".replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
         print(f"::error {place}title=amp-patch check::{text}")
 
 
 def _steps(text: str) -> int:
-    """Return a number of steps: at least two, since the ops of the second step are recorded."""
+    """Return a number of steps: at least two, because the ops of the second step are recorded."""
     return at_least(2, text)

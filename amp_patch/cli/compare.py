@@ -1,7 +1,7 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`, several times for each of the --runs: the probe that looks into
-layers would disturb the time of a step, so it watches runs of its own.
+The script runs unmodified, as under `amp-patch run`, at least twice for each of the --runs. The probe that looks into
+layers would disturb the time of a step, so it watches a run of its own.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             if level not in ("as-is", "script") and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    named = [name for run_name in [*(asked or ()), reference] for name in run_name.split("+")[1:]]
-    check_lists(arguments.parser, "--runs", *named)
+    lists = [path for run_name in [*(asked or ()), reference] for path in run_name.split("+")[1:]]
+    check_lists(arguments.parser, "--runs", *lists)
     command = describe_command(arguments)
     plan = plan_runs(asked, reference, arguments.steps, seeds, command, everywhere=arguments.everywhere)
     prefix = arguments.parser.prog
@@ -108,12 +108,12 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the runs that a text with commas names."""
+    """Return the names of runs, from a text with commas between them."""
     return [_run(part.strip()) for part in text.split(",")]
 
 
 def _run(text: str) -> str:
-    """Return the name of a run, such as `O4+my_lists.yaml` or `as-is`, checked and with absolute paths of its lists."""
+    """Return a checked name of a run, such as `O4+my_lists.yaml` or `as-is`, with absolute paths of its lists."""
     level, *lists = text.split("+")
     if level not in ("as-is", "script"):
         level = opt_level(level)

@@ -11,7 +11,7 @@ from ..errors import SettingsError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the doctor's arguments on `parser`."""
+    """Declare the arguments."""
     parser.add_argument("paths", nargs="*", type=_path, metavar="PATH", help="scripts, notebooks, or folders with them")
     for option, summary in (("--select", "follow these rules only"), ("--ignore", "leave these rules out")):
         about = f"{summary}: codes or prefixes, separated by commas"
@@ -61,7 +61,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _codes(text: str) -> list[str]:
-    """Return codes, or the beginnings of codes, from a text with commas between them."""
+    """Return codes and prefixes of codes, from a text with commas between them."""
     codes = [code.strip() for code in text.split(",") if code.strip()]
     if not codes:
         raise argparse.ArgumentTypeError(f"{text!r} names no rule: write codes or prefixes, such as AMP3,AMP501")

@@ -12,7 +12,7 @@ from ..errors import SessionError
 from ..tables import count_of
 from ..terminal import print_report
 from .ranks import name_for_node
-from .scripts import ScriptRunner, add_script, describe_command, write_all
+from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
 from .values import new_file, steps
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script and print the recording. Return 0, or 1 if the script failed. Raises AmpError if nothing ran."""
-    from ..insight import Recording, format_recording
+    """Run the script and print the recording. Return 0, or 1 if the script failed.
+
+    Raises SessionError if nothing was recorded, and KeyboardInterrupt after Ctrl-C.
+    """
+    from ..insight import Recording, format_raised, format_recording
     from ..insight.runs import Run
 
     if arguments.source is not None:
@@ -68,25 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     if watched.is_interrupted and not any(recording.ops for recording in recordings):
         raise KeyboardInterrupt
     _print_misuses(recordings[:1])
-    has_ops = bool(recordings) and bool(recordings[0].ops)
-    if not has_ops and code:
-        raise SessionError(f"nothing to explain: the script ended with exit code {code} before a step was recorded")
-    if not recordings:
-        raise SessionError("nothing to explain: the script called no model and no amp.initialize")
+    _check_ops(watched, first, last)
     if arguments.json is not None:
         write_all(recordings, arguments.json)
-    recording = recordings[0]
-    if not has_ops:
-        taken = watched.steps[0]
-        if taken > last:
-            raise SessionError(
-                f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
-                f" {taken}:{taken + 1}"
-            )
-        raise SessionError(
-            f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
-            f" {first}:{last} were to be recorded; give --steps 0:1"
-        )
+    # of several processes, the one that raised is of interest
+    recording = next((each for each in recordings if each.raised), recordings[0])
+    if not recording.ops:
+        print_report(format_raised(recording.raised[0], recording.run))
+        return 1
     print_report(format_recording(recording, arguments.by, with_all=arguments.all))
     if recording.run.script_low:
         low = recording.run.script_low
@@ -101,13 +93,45 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _write_html(recording, arguments)
     if len(recordings) > 1:
-        print(f"\nthis is the first of {len(recordings)} processes")
-    if len(recording.steps) < last - first:
+        which = "the first" if recording is recordings[0] else "one"
+        print(f"\nthis is {which} of {len(recordings)} processes")
+    if len(recording.steps) < last - first and not recording.raised:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # The steps were recorded before the script failed, so this is no error of the command, but the exit code shows it.
+    # the steps were recorded before the script failed, so only the exit code tells of the failure
     return int(code != 0)
+
+
+def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
+    """Raise SessionError, with the reason, for a run of which no op and no exception was recorded."""
+    code, recordings = watched.code, watched.recordings
+    has_ops = bool(recordings) and bool(recordings[0].ops)
+    if has_ops or any(recording.raised for recording in recordings):
+        return
+    if code:
+        raise SessionError(
+            f"nothing to explain: the script ended with exit code {code} before a step was recorded"
+            f"{_hint_at_steps(watched.steps, first)}"
+        )
+    if not recordings:
+        raise SessionError("nothing to explain: the script called no model and no amp.initialize")
+    taken = watched.steps[0]
+    if taken > last:
+        raise SessionError(
+            f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
+            f" {taken}:{taken + 1}"
+        )
+    raise SessionError(
+        f"nothing to explain: the script took {count_of(taken, 'optimizer step')}, but steps"
+        f" {first}:{last} were to be recorded; give --steps 0:1"
+    )
+
+
+def _hint_at_steps(taken: list[int], first: int) -> str:
+    """Return advice on --steps for a script that failed before the asked steps; "" if it took none, or almost all."""
+    last = max(taken, default=0)
+    return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""
 
 
 def _print_misuses(recordings: "Sequence[Recording]") -> None:

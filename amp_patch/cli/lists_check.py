@@ -25,24 +25,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the faults. Return 0 if there are none, else 1, or 2 if a list does not exist or cannot be read."""
     errors: list[config.op_lists.ListProblem] = []
     warnings: list[config.op_lists.ListProblem] = []
-    clean: list[str] = []  # a line about each list without faults
+    lines_without_faults: list[str] = []
     are_all_readable = True
     for name in arguments.lists:
         try:
-            path = config.op_lists.locate(name, Path())
+            path, version = config.op_lists.locate(name, Path()), config.op_lists.split_version(name)[1]
         except OpListError as error:
             are_all_readable = False
             errors.append(config.op_lists.ListProblem(error.message, None, None, None))
             continue
         # an unreadable file is reported as a fault below, and also changes the exit code
         are_all_readable &= os.path.isfile(path) and os.access(path, os.R_OK)
-        report = config.op_lists.check_oplists(path)
+        report = config.op_lists.check_oplists(path, version)
         errors += report.errors
-        # warnings say that an entry has no effect; a fault may be the only reason, so they would mislead
+        # a fault may be the only reason why an entry has no effect, so warnings would mislead
         if not report.errors:
             warnings += report.warnings
-            clean.append(_describe(name, report))
-    # without repetitions: two lists may extend the same file
+            lines_without_faults.append(_describe(name, report))
+    # each only once: two lists may extend the same file
     errors = list(dict.fromkeys(errors))
     warnings = list(dict.fromkeys(warnings))
     if arguments.json:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_lines(map(str, [*errors, *warnings]))
         if not errors:
-            print_lines(clean)
+            print_lines(lines_without_faults)
     if not are_all_readable:
         return 2
     return int(bool(errors))

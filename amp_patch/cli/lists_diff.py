@@ -1,18 +1,22 @@
 """`amp-patch lists diff`: prints the ops that follow different rules in two lists."""
 
 import argparse
+from collections.abc import Iterable, Iterator
 
 from .. import config
 from ..tables import align
 from .lists_printing import LIST, as_data, print_json, print_lines
 
-SUMMARY = "print the ops on which two lists differ; exit code 0 if they are equal, 1 if not, 2 if one cannot be read"
+SUMMARY = (
+    "print the ops on which two lists, or two versions of torch, differ; exit code 0 if they are equal, 1 if not, 2 if"
+    " one cannot be read"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
     for name in ("left", "right"):
-        help_text = f"{LIST}, or several separated by commas; later ones win"
+        help_text = f"{LIST}, or several separated by commas; later ones win. NAME@2.11: as it is for that torch"
         parser.add_argument(name, metavar="LISTS", help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -23,12 +27,19 @@ def run(arguments: argparse.Namespace) -> int:
         config.load_oplists(names.split(","), may_be_overlay=True) for names in (arguments.left, arguments.right)
     )
     differences = config.explain.compare(left, right)
+    missing = tuple(config.explain.compare_missing(left, right))
     if arguments.json:
-        print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, differences))})
+        in_both = [*differences, *missing]
+        print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, in_both))})
     else:
-        rows = [(row.op, f"{_describe(row.left)} -> {_describe(row.right)}") for row in differences]
-        print_lines(align(rows))
-    return int(bool(differences))
+        print_lines(align([*_list_rows(differences, ""), *_list_rows(missing, "this torch has no such op")]))
+    return int(bool(differences or missing))
+
+
+def _list_rows(differences: "Iterable[config.explain.Difference]", remark: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of a table: the op, its two rules, and a remark."""
+    for row in differences:
+        yield row.op, f"{_describe(row.left)} -> {_describe(row.right)}", remark
 
 
 def _describe(rule: str) -> str:

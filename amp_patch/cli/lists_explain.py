@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     low = arguments.dtype or _find_low(names, lists)
     explanation = config.explain.explain_op(op, lists)
     if arguments.json:
-        effects = {ruling.kind: ruling.kind.describe_effects(low) for ruling in explanation.rulings}
+        effects = {ruling.kind: ruling.describe_effects(low) for ruling in explanation.rulings}
         modules = list(map(module_as_data, lists.modules))
         print_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
         return 0
@@ -59,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the low dtype that lists are for: the shipped list that they name, or that the files among them extend.
+    """Return the low dtype that lists are for: the shipped list that they name or extend; float16 if there is none.
 
-    The list `bfloat16` extends the list `float16`, so bfloat16 is looked for first.
+    Since the list `bfloat16` extends the list `float16`, lists with an entry of the former are for bfloat16.
     """
     for name in names:
         if name in LOW_NAMES:
@@ -81,16 +81,18 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
         yield "\n" + ", ".join(ruling.spellings)
         yield from (f"  {row}" for row in align(_format_ruling(ruling, low)))
     for entry in explanation.missing:
-        yield f"\n{entry.rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
+        rule = entry.rule.describe(entry.like)
+        yield f"\n{rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
-        yield (
-            f"\n{entry.rule} by {location(entry)}, without effect:"
-            f" {bounds(entry)} keeps it out on torch {torch.__version__}"
-        )
+        rule = entry.rule.describe(entry.like)
+        # a list may be read for another version of torch, as autocast-cuda@2.11
+        is_for_running = entry.is_for(config.op_lists.get_running_torch())
+        kept_out = "in the version after @" if is_for_running else f"on torch {torch.__version__}"
+        yield f"\n{rule} by {location(entry)}, without effect: {bounds(entry)} keeps it out {kept_out}"
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    # the spellings may follow several rules; the longest tuple contains the arguments of the others
+    # the spellings may follow several rules; the longest tuple of arguments contains the shorter ones
     opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
     if opt_outs:
         arguments = " or ".join(f"{argument}=" for argument in opt_outs)
@@ -114,13 +116,16 @@ def _format_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[
         yield "rule", summary
     else:
         about_package = "not imported yet; the entry takes effect when it is"
-        yield "rule", f"{entry.rule}: {summary}"
+        yield "rule", f"{entry.rule.describe(entry.like)}: {summary}"
         yield "entry", f"{entry.op} at {location(entry)}{_reason(entry.why)}"
     for earlier in reversed(ruling.overridden):
-        yield "overrides", f"{earlier.op} on {earlier.rule} at {location(earlier)}{_reason(earlier.why)}"
+        yield (
+            "overrides",
+            f"{earlier.op} on {earlier.rule.describe(earlier.like)} at {location(earlier)}{_reason(earlier.why)}",
+        )
     if ruling.package is not None:
         yield "package", f"{ruling.package} is {about_package}"
-    effects = ruling.kind.describe_effects(low)
+    effects = ruling.describe_effects(low)
     # one row for all dtypes with the same effect
     for effect in dict.fromkeys(effects.values()):
         yield ", ".join(dtype for dtype in effects if effects[dtype] == effect), effect

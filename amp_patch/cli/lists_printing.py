@@ -1,4 +1,4 @@
-"""Functions for the output of several tasks of `amp-patch lists`."""
+"""Functions that several tasks of `amp-patch lists` use for their output."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ LIST = "a shipped list or the path of a list file"
 """The help text of an argument that names a list."""
 
 _INTERNAL = ("is_optional", "is_warning")
-"""Fields of dataclasses that are left out of JSON."""
+"""Fields of dataclasses that JSON leaves out."""
 
 
 def location(entry: "config.op_lists.OpEntry | config.ModuleRule") -> str:

@@ -49,20 +49,24 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
     for entries, title in without_effect:
         if entries:
             yield f"\n{title}"
-            rows = align((entry.op, entry.rule, entry.why, location(entry), bounds(entry)) for entry in entries)
+            rows = align(
+                (entry.op, entry.rule.describe(entry.like), entry.why, location(entry), bounds(entry))
+                for entry in entries
+            )
             yield from (f"  {row}" for row in rows)
 
 
 def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
-    """Yield each rule with its entries. After `except` come the spellings that an entry names, but that an entry of a
-    later file decides.
+    """Yield each rule with its entries.
+
+    After `except` come the spellings that an entry names, but that another entry, of a later file, decides.
     """
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
-        rows = align((entry.op, entry.why, location(entry)) for entry in entries)
+        rows = align((_with_argument(entry), entry.why, location(entry)) for entry in entries)
         for entry, row in zip(entries, rows, strict=True):
             lost = _find_lost(entry, by_entry[entry])
             if lost:
@@ -70,6 +74,11 @@ def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
             yield f"  {row}"
             if with_spellings:
                 yield f"    {', '.join(_name(spelling) for spelling in by_entry[entry])}"
+
+
+def _with_argument(entry: "config.op_lists.OpEntry") -> str:
+    """Return the op of an entry, with the argument that the entry names."""
+    return f"{entry.op} like {entry.like}" if entry.like else entry.op
 
 
 def _lists_as_data(lists: "config.OpLists") -> dict[str, object]:
@@ -100,7 +109,7 @@ def _deferred(lists: "config.OpLists") -> "tuple[config.op_lists.OpEntry, ...]":
 
 
 def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]]":
-    """Return the spellings that each entry decides, also for neutral entries."""
+    """Return the spellings that each entry decides, also for entries of the rule `neutral`."""
     by_entry: dict[config.op_lists.OpEntry, list[config.op_lists.Spelling]] = {}
     for spelling in (*lists.spellings, *lists.neutral):
         by_entry.setdefault(spelling.entry, []).append(spelling)
@@ -108,7 +117,7 @@ def _by_entry(lists: "config.OpLists") -> "dict[config.op_lists.OpEntry, list[co
 
 
 def _find_lost(entry: "config.op_lists.OpEntry", decided: "list[config.op_lists.Spelling]") -> list[str]:
-    """Return the spellings that an entry names, but that an entry of a later file decides.
+    """Return the spellings that an entry names, but that another entry, of a later file, decides.
 
     Args:
         decided: the spellings that the entry decides.

@@ -1,8 +1,9 @@
 """The `amp-patch` command: parses the command line, and runs one of `COMMANDS`. The module of a command is imported
-only when the command runs, so `--help` needs no torch.
+only if the command line names it, so `amp-patch --help` needs no torch.
 
 Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown in one line), or reports a problem; 2 the
-command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after SIGTERM.
+command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after SIGTERM. `check`, `lists` and
+`trace` also return 2 if they could not judge the script or the list.
 """
 
 import argparse
@@ -27,10 +28,11 @@ from .parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. Its module has `add_arguments(parser)`, and `run(arguments)`, which returns the exit code or None.
+    """A subcommand. Its module has `add_arguments(parser)`, and `run(arguments)`, which returns the exit code, or None
+    for 0.
 
     Attributes:
-        has_rest: arguments after `--` belong to the script. They are not parsed, and put into the list
+        has_rest: whether arguments after `--` belong to the script. They are not parsed, but put into the list
             `arguments.rest`.
     """
 
@@ -90,7 +92,7 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Split the command line at `--`, and parse the first part."""
+    """Parse the command line, for a command that runs a script up to `--`."""
     has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
     end = len(argv)
     if has_rest and "--" in argv:
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # for names that the encoding of stdout cannot express
+        # a name in the output may have characters that the encoding of stdout lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     with _terminable() as received:
         code = _run(list(argv))
@@ -164,7 +166,7 @@ def _run(argv: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the program that reads our output, such as head, has ended
         return 1
-    # a file or a disk of the command itself: the user's script runs in another process, and its errors do not come here
+    # an error of the command's own files: the script runs in another process, and its errors do not come here
     except OSError as error:
         print_error(prog, "failed", ": ".join(map(str, filter(None, (error.filename, error.strerror or error)))))
         return 1

@@ -1,4 +1,4 @@
-"""`Parser`: argparse's parser with better errors: one sentence that also says what to do."""
+"""`Parser`: argparse's parser, with errors that also say what to do."""
 
 import argparse
 import shlex
@@ -11,14 +11,14 @@ from ..terminal import print_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports unknown arguments, and suggests the option that the user may have meant.
+    """Reports unknown arguments, and suggests an option or a choice that the user may have meant.
 
     Attributes:
         rest_hint: the end of the error about unknown arguments, if no known option has a similar name.
     """
 
     rest_hint = ""
-    _given: Sequence[str] = ()
+    _given: Sequence[str] = ()  # the arguments to parse
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -1,4 +1,4 @@
-"""`Ranks`: lets the processes of a command work together if a launcher starts one for each rank, as in
+"""`Ranks`: lets the processes of a command work together if a launcher starts the command for each rank, as in
 `torchrun -m amp_patch trace train.py`.
 
 Each of these processes runs the script for its own rank. The ranks of one machine share a folder. The first of them
@@ -22,7 +22,7 @@ from ..errors import SessionError
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 30.0
-"""How long the first rank waits for the others, after one of them has failed or the run is over."""
+"""The most seconds that the first rank waits for the others if one of them has failed, or the run is over."""
 
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -51,9 +51,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def meet(self) -> Iterator[str]:
-        """Context manager: make the shared folder unless another rank has made it. The first rank removes it.
+        """Context manager: make the shared folder unless it exists. At the end, the first rank removes it.
 
-        Yields its path. Raises SessionError if another user owns the folder.
+        Yields the path of the folder. Raises SessionError if another user owns the folder.
         """
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
@@ -68,7 +68,7 @@ class Ranks:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def leave(self, code: int) -> NoReturn:
-        """Write the exit code of the script to a file for the first rank, and end this process."""
+        """Write the exit code of the script to a file for the first rank, and end this process with 0."""
         with contextlib.suppress(FileNotFoundError):  # the first rank no longer waits, and has removed the folder
             file = self.folder / f"ended-{self.local_rank}.part"
             # written under another name first, because the first rank may read it at any time
@@ -77,14 +77,14 @@ class Ranks:
         sys.exit(0)
 
     def find_code(self) -> int:
-        """Return the exit code of a script of another rank that has failed so far, or 0."""
+        """Return the exit code of the first other rank whose script has failed so far, or 0."""
         codes = (self._code_of(rank) for rank in range(1, self.count))
         return next((code for code in codes if code), 0)
 
     def wait(self, *, is_over: bool) -> None:
         """Wait until the scripts of the other ranks have ended.
 
-        If the run is over, or one of them has failed, wait at most `_PATIENCE_SECONDS`.
+        If the run is over, or once one of them has failed, the whole wait is at most `_PATIENCE_SECONDS`.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while any(self._code_of(rank) is None for rank in range(1, self.count)):
@@ -101,7 +101,7 @@ class Ranks:
 
 
 def find_ranks() -> Ranks | None:
-    """Return the ranks of this machine if a launcher has started one process for each, else None."""
+    """Return the ranks of this machine if a launcher has started several processes, one for each rank, else None."""
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         value = os.environ.get(name, "")
@@ -114,9 +114,9 @@ def find_ranks() -> Ranks | None:
 
 
 def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
-    """Report a usage error if a launcher has started this process, for a command that runs the script several times.
+    """Report a usage error if a launcher has started a command that runs the script several times.
 
-    Only the first rank prints it.
+    Only the first rank prints the error.
     """
     ranks = find_ranks()
     if ranks is None:
@@ -130,7 +130,7 @@ def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def name_for_node(path: Path) -> Path:
-    """Return the path to write to on this machine. On all but the first, the number of the machine is put into it."""
+    """Return the path to write to on this machine: on all but the first, it contains the number of the machine."""
     node = os.environ.get("GROUP_RANK", "")
     if find_ranks() is None or not node.isdecimal() or node == "0":
         return path

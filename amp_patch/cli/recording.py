@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, seed_when_imported
@@ -25,21 +25,30 @@ from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
-"""Files by which the script's process tells the command about the run. They are in the folder of the run.
+"""Names of files in the folder of the run, by which the process of the script informs the command.
 
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
-WIDENED: a note that a script which failed had got float32 where it asks for 16 bits.
+WIDENED: empty; the script failed after it got float32 where it asks for 16 bits.
 """
 
 _PROGRESS_SECONDS = 1.0
+_SPAWN = "torch.multiprocessing.spawn"
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """A probe that explains exceptions."""
+
+    def note_raised(self, error: BaseException) -> object:
+        """Explain an exception that ends the script."""
 
 
 class _ProbeStarter(events.Watcher):
     """Makes the probe when the first session is opened, and writes its recording to a file.
 
-    The recording is written once the probe has seen enough, which also ends the script with SystemExit, or else when
-    the process ends.
+    Once the probe has seen enough, it writes the recording and ends the script with SystemExit. A script that ends
+    before has its recording written at its exit.
     """
 
     def __init__(self, folder: str, run: Run) -> None:
@@ -55,12 +64,17 @@ class _ProbeStarter(events.Watcher):
             (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
     def session_opened(self, session: Any) -> None:
-        """Make the probe at the first session. From then on it receives all events itself."""
+        """Make the probe at the first session. From then on, the probe receives all events itself."""
         if self._probe is None:
             self._probe = make_probe(self._run, self._end)
             events.watch(self._probe)
             atexit.register(self._write)
-            self._probe.session_opened(session)  # it was not watching yet when this event began
+            self._probe.session_opened(session)  # this event began before the probe was watching
+
+    def note_raised(self, error: BaseException) -> None:
+        """Let the probe explain an exception that ends the script."""
+        if isinstance(self._probe, Explaining):
+            self._probe.note_raised(error)
 
     def _end(self) -> None:
         """Write the recording and end the script, because the probe has seen enough."""
@@ -69,7 +83,7 @@ class _ProbeStarter(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._probe.ends_alone and find_rank() is not None:
-            # the other ranks would wait for this one for ever, so it goes on until the command ends all of them
+            # other ranks would wait for this one for ever, so it goes on until the command ends all of them
             return
         raise SystemExit(0)
 
@@ -113,23 +127,23 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, **optio
         takeovers.append(takeover)
 
     # exit handlers run in reverse order, so this one runs after the script's own
-    atexit.register(_end, takeovers, os.getpid(), folder, is_first=is_first)
+    atexit.register(_report_no_region, takeovers, os.getpid(), folder, is_first=is_first)
     if folder is None:
         sys.excepthook = _print_error_in_short
     wrapt.when_imported("torch")(start)
 
 
 def _print_once(marker: str | None, line: str) -> None:
-    """Print a line to stderr, unless another process of the run has created the marker already.
+    """Print a line to stderr (stdout belongs to the script), unless another process of the run has printed one.
 
-    stdout belongs to the script.
+    Prints nothing without a marker, or on another rank than 0.
     """
     from ..reporting import find_rank  # imports torch
 
     if marker is None or find_rank():
         return
     with contextlib.suppress(FileExistsError):  # another process has printed
-        # If the folder was removed, or belongs to another user, there is no marker, and several processes may print.
+        # the marker cannot be made in a folder that is gone or not ours: then several processes may print
         with contextlib.suppress(PermissionError, FileNotFoundError):
             Path(marker).open("x").close()
         print(line, file=sys.stderr, flush=True)
@@ -161,11 +175,12 @@ def _make_note(folder: str) -> Callable[[str], None]:
     return note
 
 
-def _end(takeovers: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
-    """Exit with code 1 if the script has trained without any mixed precision that the command could change.
+def _report_no_region(takeovers: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
+    """Report at the exit of a script that it trained without any mixed precision that the command could change.
 
-    A script that failed has reported its own error. A Python that the script started exits with 1 only if it is a rank
-    of a launcher, or a process of multiprocessing; another program may well train in float32.
+    If the run is recorded, the error goes to the file `NO_REGION`. Otherwise it is printed, and the exit code becomes
+    1. A Python that the script started keeps its exit code, unless it is a rank of a launcher or a process of
+    multiprocessing: another program may well train in float32. A script that failed has reported its own error.
     """
     has_failed = getattr(sys, "last_value", None) is not None
     if not takeovers or os.getpid() != process_id or has_failed:
@@ -182,7 +197,7 @@ def _end(takeovers: list[Any], process_id: int, folder: str | None, *, is_first:
 
 
 def _exit_with(code: int) -> None:
-    """End the process with an exit code, which an exit handler cannot change otherwise.
+    """End the process with an exit code. An exit handler cannot set it in another way.
 
     All other exit handlers have run already, so only open files are left to be flushed.
     """
@@ -201,10 +216,11 @@ def _print_error_in_short(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
-def _make_excepthook(folder: str) -> Callable[..., None]:
+def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]:
     """Return an excepthook that prints the traceback of the script, and writes a shorter one into the file `ERROR`.
 
-    After Ctrl-C it does nothing, since the command itself prints a line.
+    The probe of `starter` then explains the exception, while its frames exist. After Ctrl-C, the excepthook does
+    nothing, because the command itself prints a line.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -212,10 +228,37 @@ def _make_excepthook(folder: str) -> Callable[..., None]:
             sys.__excepthook__(kind, error, trace)
             _note_widened(folder)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:
-                # the mode "x" keeps the error of the process that failed first: others may fail because of it
+                # the mode "x" keeps the error of the process that failed first, which may have caused the others
                 file.write(_shorten(error))
+            starter.note_raised(error)
 
     return report
+
+
+def _explain_in_processes(starter: _ProbeStarter) -> None:
+    """Let the probe explain exceptions that end a process of multiprocessing, which calls no excepthook."""
+    original = multiprocessing.process.BaseProcess.run
+
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:
+                starter.note_raised(error)
+                raise
+
+        return call
+
+    def run(process: multiprocessing.process.BaseProcess) -> None:
+        state = vars(process)
+        # torch's own target catches the exceptions of the function that it is given
+        if getattr(state.get("_target"), "__module__", "") == _SPAWN:
+            function, *more = state["_args"]
+            state["_args"] = explained(function), *more
+        explained(original)(process)
+
+    multiprocessing.process.BaseProcess.run = run  # type: ignore[assignment]
 
 
 def _note_widened(folder: str) -> None:
@@ -229,7 +272,7 @@ def _note_widened(folder: str) -> None:
 def _shorten(error: BaseException) -> str:
     """Return the traceback of an error without the frames of torch and of this package."""
     if isinstance(error, UnsuitedLevelError):
-        return str(error)  # the command is at fault, and no line of the script
+        return str(error)  # no line of the script is at fault, but the command
     packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]
     files = [package.__file__ for package in packages if package is not None and package.__file__]
     hidden = tuple(f"{os.path.dirname(file)}{os.sep}" for file in files)
@@ -246,7 +289,19 @@ def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -
         probe, options: the class of the probe, as `module:Class`, and its arguments.
         seed: the seed of random, numpy and torch; None leaves them alone.
     """
-    sys.excepthook = _make_excepthook(folder)
+    import wrapt
+
+    starter = _ProbeStarter(folder, Run(probe, options, seed=seed))
+    sys.excepthook = _make_excepthook(folder, starter)
+    _explain_in_processes(starter)
+    wrapt.when_imported("torch")(_note_casts_of_models)
     if seed is not None:
         seed_when_imported(seed)
-    events.watch(_ProbeStarter(folder, Run(probe, options, seed=seed)))
+    events.watch(starter)
+
+
+def _note_casts_of_models(_: types.ModuleType) -> None:
+    """Note the lines that cast models, from the import of torch on."""
+    from ..insight import note_casts
+
+    note_casts()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..interrupts import TerminatedError
 from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
-from . import run as runs
+from . import run as run_command
 from .ranks import find_ranks, name_for_node, refuse_ranks
 from .recording import ERROR, NO_REGION, PROGRESS, WAITING, WIDENED
 from .values import check_lists, get_level
@@ -40,8 +40,9 @@ class WatchedRun(NamedTuple):
 
     Attributes:
         code: the exit code of the script.
-        steps, recordings: the number of steps and the recording of each process that opened a session, by rank.
-        was_widened: whether the script failed, and had got float32 where it asked for 16 bits.
+        steps, recordings: the number of steps and the recording of each process that opened a session, in the order of
+            their ranks.
+        was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
     """
 
     code: int
@@ -71,7 +72,7 @@ def add_script(
         is_repeated: the command runs the script several times, so it needs --in-place.
         has_report: the command writes its own command line to a file, so it needs --with-arguments.
     """
-    runs.add_settings(parser, has_level=has_level)
+    run_command.add_settings(parser, has_level=has_level)
     parser.set_defaults(in_place=False, with_arguments=False)
     if has_report:
         parser.add_argument(
@@ -106,9 +107,10 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script that a command line names. Settings of a single run override the options of the command line.
+    """Runs the script that a command line names. The level of a single run replaces that of the command line, and its
+    lists come on top.
 
-    Reports a usage error for a script that does not exist.
+    Reports a usage error for a script that does not exist, or options that cannot be used together.
 
     Args:
         arguments: the parsed arguments that `add_script` declared.
@@ -125,11 +127,11 @@ class ScriptRunner:
             if arguments.script:
                 arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
             self._command[:0] = ["-m", arguments.module]
-        if is_quiet:
+        if is_quiet:  # all commands that run the script several times are quiet
             refuse_ranks(arguments.parser, arguments.command.name)
         if arguments.everywhere and arguments.has_level:
-            runs.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
-        runs.check_command(arguments.parser, self._command)
+            run_command.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
+        run_command.check_command(arguments.parser, self._command)
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._opt_level = arguments.opt_level
         self._lists = arguments.lists
@@ -139,16 +141,16 @@ class ScriptRunner:
         self._prog = arguments.parser.prog
         self._folders: Folders | None = None
         if is_repeated and not arguments.in_place:
-            if runs.IS_WINDOWS:
+            if run_command.IS_WINDOWS:
                 arguments.parser.error("on Windows the script writes its files where it always does: give --in-place")
             self._folders = Folders(self._prog.split()[-1])
         self._has_noted_waiting = False
         self._last_output: list[str] = []  # the traceback of a script that failed, or else its last lines
 
     def __call__(self, run: "Run") -> "Recording":
-        """Run the script, and return the recording of its first rank.
+        """Run the script, and return the recording of its first process.
 
-        Raises RunFailedError if it ends in an error or opens no session, and KeyboardInterrupt if it was interrupted.
+        Raises RunFailedError if the script fails or opens no session, and KeyboardInterrupt after Ctrl-C.
         """
         from ..insight.runs import RunFailedError
 
@@ -171,7 +173,8 @@ class ScriptRunner:
     def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> WatchedRun:
         """Run the script, and end it soon after `until` returns True for the recording of a process.
 
-        Raises NoRegionError if a level or lists were given, and the script used neither amp nor torch.autocast.
+        Under a launcher, only the first rank returns; the others end their processes. Raises NoRegionError if the
+        script trained, but never entered mixed precision that the command could change.
         """
         ranks = find_ranks()
         run_folder = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
@@ -180,7 +183,7 @@ class ScriptRunner:
             lists = [*self._lists, *run.settings.lists]
             # a run in float32 casts nothing, so it gets no region around the whole script
             has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
-            python_arguments, environment = runs.prepare(
+            python_arguments, environment = run_command.prepare(
                 self._command,
                 opt_level=level,
                 lists=lists,
@@ -209,7 +212,7 @@ class ScriptRunner:
             code = _call([sys.executable, *python_arguments], environment, is_over, log)
             if ranks is not None:
                 if not ranks.is_first:
-                    ranks.leave(code)  # does not return: only the first rank reports
+                    ranks.leave(code)  # does not return
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
             no_region, error = Path(folder, NO_REGION), Path(folder, ERROR)
@@ -218,7 +221,7 @@ class ScriptRunner:
             elif log is not None:
                 self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
-            # no error if another process of the script made a recording: one of them may well train in float32
+            # if any process made a recording, another one may well train in float32
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
         steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
@@ -226,14 +229,14 @@ class ScriptRunner:
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
-        """Context manager: make the folder for the files that a run writes, and at the end keep them there.
+        """Context manager: make the folder for the files that a run writes. They are kept if the run has a name.
 
         Yields the arguments of `scratch.redirect`, or None for a run that writes its files in place.
         """
         if self._folders is None:
             yield None
             return
-        # the files of a run without a name are removed at its end, so any name does for their folder
+        # any name does for a folder that is removed at the end of the run
         root = self._folders.begin(run.name or "thrown away")
         try:
             yield {"root": root, "shared": [*find_shared(), folder], "inductor_cache": find_inductor_cache()}
@@ -284,10 +287,10 @@ class _Progress:
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":
-    """Return the number of steps and the recording of each process that has written one, sorted by rank."""
+    """Return the number of steps and the recording of each process that has written a recording, sorted by rank."""
     from ..insight import Recording
 
-    if not os.path.isdir(folder):  # the first of several ranks removes it at its end
+    if not os.path.isdir(folder):  # the first rank has ended, and has removed it
         return []
     names = [match for path in Path(folder).iterdir() if (match := _FILE.fullmatch(path.name))]
     names.sort(key=lambda match: [int(part) for part in match.groups()])
@@ -310,7 +313,7 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
         if log is not None:
             output = {"stdout": stack.enter_context(log.open("wb")), "stderr": subprocess.STDOUT}
         process = stack.enter_context(subprocess.Popen(command, env=environment, **output))
-        stack.callback(process.terminate)  # if an interrupt comes outside of the `try` below
+        stack.callback(process.terminate)  # matters if an interrupt comes outside of the `try` below
         while True:
             try:
                 code = process.wait(_POLL_SECONDS)
@@ -333,7 +336,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
-    # success, however the script ended: the recording is complete
+    # the recording is complete, so the run succeeded however the script ended
     return 0
 
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, else 1.
 
-    After Ctrl-C, return 130 and write the best list so far.
+    After Ctrl-C, write the best list so far, if there is one, and return 130.
     """
     from ..insight import TuneOptions, Tuner
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     tuner = Tuner(runner, **options, log=_print)
     try:
         result = tuner.run()
-    except KeyboardInterrupt:  # raised only before the first list was tried; later, `run` returns a result
+    except KeyboardInterrupt:  # only in the run in float32: later, `Tuner.run` returns a result
         _print("\ninterrupted before a list was tried; nothing is written")
         raise
     finally:

@@ -36,7 +36,7 @@ def get_level(name: str) -> "config.levels.Level":
 
 
 def oplist(text: str) -> str:
-    """Return the name of a shipped list, or the absolute path of a file that exists.
+    """Return the name of a shipped list, or the absolute path of a file that exists, each with any `@version` after it.
 
     The path is absolute because scripts change their working directory. The content is checked later, by `check_lists`.
     """
@@ -44,12 +44,13 @@ def oplist(text: str) -> str:
         path = config.list_names.locate(text, Path.cwd())
     except AmpError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if text in config.shipped.shipped_names():
+    if config.list_names.is_shipped(text):
         return text
     if not path.is_file():
         beside = [file.name for file in path.parent.glob("*.y*ml")]
         raise argparse.ArgumentTypeError(f"{text!r}: no such file.{did_you_mean(path.name, beside)}")
-    return os.path.abspath(path)
+    version = text.removeprefix(os.fspath(config.list_names.split_version(text)[0]))
+    return f"{os.path.abspath(path)}{version}"
 
 
 def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> None:
@@ -65,19 +66,19 @@ def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> No
 
 
 def at_least(least: int, text: str) -> int:
-    """Return a whole number of `least` or more."""
+    """Return the whole number in a text, which must be `least` or more."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """Return a whole number of 1 or more."""
+    """Return the whole number in a text, which must be 1 or more."""
     return at_least(1, text)
 
 
 def new_file(text: str) -> Path:
-    """Return a path that may be written, in a folder that exists. The file is written at the end."""
+    """Return the absolute path of a file that the command can write at its end, in a folder that exists."""
     path = Path(text).absolute()
     try:
         check_writable(path)
@@ -90,7 +91,7 @@ def new_file(text: str) -> Path:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return the first step of a range, and the first step after it."""
+    """Return the first step of a range such as `1:3`, and the first step after the range."""
     if text.isdecimal():
         return int(text), int(text) + 1
     first, _, last = text.partition(":")

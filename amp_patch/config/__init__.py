@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from . import explain as explain
     from . import levels as levels
     from . import list_names as list_names
+    from . import op_arguments as op_arguments
     from . import op_lists as op_lists
     from . import op_names as op_names
     from . import op_rules as op_rules
@@ -29,7 +30,7 @@ _HOMES = {
     "Policy": "policy",
     "make_policy": "presets",
 }
-_MODULES = ("explain", "levels", "list_names", "op_lists", "op_names", "op_rules", "presets", "shipped")
+_MODULES = ("explain", "levels", "list_names", "op_arguments", "op_lists", "op_names", "op_rules", "presets", "shipped")
 
 
 def __getattr__(name: str) -> Any:

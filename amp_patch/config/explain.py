@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import OpListError
 from .list_file import OpEntry
+from .list_names import OLDEST_TORCH, parse_version
 from .module_rules import ModuleRule
-from .op_lists import OpLists
+from .op_lists import OpLists, load_oplists
 from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
@@ -21,7 +22,7 @@ class Ruling:
             write in place, it may differ from the rule of the entry.
         entry: the entry that decides; None if no list names the spellings.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package that is not imported yet, so that the rule has no effect yet; else None.
+        package: the package, or module of torch, that is not imported yet, so the rule has no effect yet; else None.
     """
 
     spellings: tuple[str, ...]
@@ -29,6 +30,10 @@ class Ruling:
     entry: OpEntry | None = None
     overridden: tuple[OpEntry, ...] = ()
     package: str | None = None
+
+    def describe_effects(self, low: str) -> dict[str, str]:
+        """Return the effect on an argument, by the name of its dtype. See `OpRule.describe_effects`."""
+        return self.kind.describe_effects(low, "" if self.entry is None else self.entry.like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,15 @@ class Difference:
     spellings: tuple[str, ...]
     left: str
     right: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The differences of a list between two versions of torch, `before` and `after`, such as "2.11" and "2.12"."""
+
+    before: str
+    after: str
+    differences: tuple[Difference, ...]
 
 
 _Rulings = dict[SpellingKey, Ruling]
@@ -113,6 +127,31 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     return (*differences, *_compare_modules(left.modules, right.modules))
 
 
+def find_changes(name: str) -> Iterator[Change]:
+    """Yield what each version of torch changed in a shipped list, the oldest version first."""
+    lists = load_oplists(name)
+    entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
+    bounds: set[tuple[int, int]] = set()
+    for entry in (*entries, *lists.missing, *lists.other_torch):
+        for version in filter(None, map(parse_version, (entry.since, entry.until))):
+            bounds.add((version[0], version[1]))
+    for major, minor in sorted(bounds):
+        if (major, minor) > OLDEST_TORCH:
+            before, after = f"{major}.{minor - 1}", f"{major}.{minor}"
+            left, right = load_oplists(f"{name}@{before}"), load_oplists(f"{name}@{after}")
+            yield Change(before, after, compare(left, right))
+
+
+def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
+    """Yield the ops on which two lists differ, and that the running torch lacks: lists may be read for another one."""
+    left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
+    right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
+    for op in {**left_rules, **right_rules}:
+        rules = left_rules.get(op, OpRule.UNLISTED), right_rules.get(op, OpRule.UNLISTED)
+        if rules[0] != rules[1]:
+            yield Difference(op, (), *rules)
+
+
 def _compare_modules(left: Sequence[ModuleRule], right: Sequence[ModuleRule]) -> Iterator[Difference]:
     left_runs = {rule.chooser: rule.run for rule in left}
     right_runs = {rule.chooser: rule.run for rule in right}
@@ -163,12 +202,14 @@ def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruli
             yield Difference(".".join(key), (".".join(key),), left_rule, right_rule)
 
 
-def _get_rule(key: SpellingKey, rulings: _Rulings) -> OpRule:
-    """Return the rule of a spelling. A neutral entry takes it off its list, so it counts as unlisted."""
+def _get_rule(key: SpellingKey, rulings: _Rulings) -> str:
+    """Return the rule of a spelling, with the argument that its entry names. A neutral entry takes it off its list, so
+    it counts as unlisted.
+    """
     ruling = rulings.get(key)
     if ruling is None or ruling.kind is OpRule.NEUTRAL:
         return OpRule.UNLISTED
-    return ruling.kind
+    return ruling.kind.describe("" if ruling.entry is None else ruling.entry.like)
 
 
 def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
@@ -192,7 +233,9 @@ def _find_rulings(lists: OpLists) -> _Rulings:
 
 
 def _package_of(key: SpellingKey) -> str:
-    return key[0].partition(".")[0]
+    """Return the package whose import makes a spelling known: of torch, the module."""
+    root = key[0].partition(".")[0]
+    return key[0] if root == "torch" else root
 
 
 def _is_named(op: str, entry: OpEntry) -> bool:

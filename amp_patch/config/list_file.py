@@ -5,6 +5,7 @@ store an error there and go on reading, so that a user sees all errors of a file
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from types import TracebackType
 import torch
 
 from ..errors import OpListError, did_you_mean
+from .list_names import OLDEST_TORCH, Version, locate, parse_version, split_version
 from .op_namespaces import get_op_names
 from .op_rules import RULE_KEYS, OpRule
+from .shipped import shipped_names
 from .yaml_nodes import Node
 
 _log = logging.getLogger(__name__)
@@ -32,10 +35,10 @@ _REMOVED_KEYS = {
 }
 """Keys that earlier versions had, each with the error that says what to write instead."""
 
-ENTRY_KEYS = ("op", "why", "since", "until", "optional")
+ENTRY_KEYS = ("op", "like", "why", "since", "until", "optional")
 BOOLEANS = ("true", "false")
+ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
-OLDEST_TORCH = (2, 6, 0)
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
@@ -205,6 +208,37 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
     raise error_at(f"{key} must be a list; begin a line with `- ` for each item, such as `- {item}`", path, node)
 
 
+def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Version | None]:
+    """Return the file that an item of `extends` in the file `path` names, and the version of torch that it names.
+
+    Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
+    """
+    text = read_text(node, path, "extends")
+    try:
+        base, version = locate(text, path.parent), split_version(text)[1]
+    except OpListError as error:
+        raise error_at(str(error), path, node) from None
+    if not os.path.exists(base):
+        files = (file.name for file in base.parent.glob("*.y*ml") if file.name != path.name)
+        hint = did_you_mean(base.name, files, prefix=text.removesuffix(base.name), cutoff=0.8)
+        known = ", ".join(shipped_names())
+        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
+        raise error_at(problem, path, node)
+    identity = identify(base)
+    if identity in chain:
+        shown = " -> ".join(Path(name).name for name in (*chain, identity))
+        raise error_at(f"the files extend each other: {shown}; remove one `extends`", path, node)
+    return base, version
+
+
+def identify(path: Path) -> str:
+    """Return the path without links, so that a file under two paths is recognized."""
+    try:
+        return os.path.realpath(path)
+    except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
+        return str(path)
+
+
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +254,7 @@ class OpEntry:
         since, until: the first version of torch that the entry applies to, and the first later one that it does not
             apply to; empty for no bound.
         is_optional: torch may lack the op. If False, a missing op is an error.
+        like: the argument whose dtype the others take, for a rule with `takes_argument`; else empty.
     """
 
     op: str
@@ -231,32 +266,30 @@ class OpEntry:
     since: str = ""
     until: str = ""
     is_optional: bool = False
+    like: str = ""
 
     @property
     def location(self) -> str:
         """`file:line:column` of the entry."""
         return f"{self.path}:{self.line}:{self.column}"
 
-    def is_for_this_torch(self) -> bool:
-        """Return whether the running torch is within the bounds."""
-        if not self.since and not self.until:
-            return True
-        running = _running_torch()
-        is_early = bool(self.since) and running < _parse_version(self.since)
-        is_late = bool(self.until) and running >= _parse_version(self.until)
+    def is_for(self, torch_version: Version) -> bool:
+        """Return whether a version of torch is within the bounds."""
+        is_early = bool(self.since) and torch_version < _parse_version(self.since)
+        is_late = bool(self.until) and torch_version >= _parse_version(self.until)
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
         """Return the text of a warning if the bounds exclude every supported version of torch, or None."""
         # an entry may be for a later minor version than the running one, but not for another major version
-        if self.since and _parse_version(self.since) >= (_running_torch()[0] + 1, 0, 0):
+        if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
             return f"it ends before torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}, the oldest that amp_patch supports"
         return None
 
 
-def _running_torch() -> tuple[int, ...]:
+def get_running_torch() -> Version:
     """Return the three numbers of the running torch's version."""
     return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
 
@@ -275,7 +308,10 @@ def read_entries(keys: dict[str, Node], path: Path, diagnostics: Diagnostics) ->
 def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) -> OpEntry:
     """Return an entry that is written as a name alone (`- softmax`) or as a mapping (`- {op: softmax, ...}`)."""
     if not isinstance(node.value, dict):
-        return OpEntry(_read_name(node, rule, path), rule, "", str(path), node.line, node.column)
+        name = _read_name(node, rule, path)
+        if rule.takes_argument:
+            raise error_at(_explain_like(rule, name), path, node)
+        return OpEntry(name, rule, "", str(path), node.line, node.column)
     for key in node.value:
         if "." in key or key in get_op_names():  # a common mistake: `- softmax: range`, or `- linear: float32`
             problem = (
@@ -298,11 +334,35 @@ def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) 
         raise error_at(f"an entry of {rule} needs the key 'op'; write {{op: softmax}}, or the name alone", path, node)
     op = fields["op"]
     name, is_optional = _read_name(op, rule, path), values["optional"] == "true"
-    return OpEntry(name, rule, values["why"], str(path), op.line, op.column, since, until, is_optional)
+    like = ""
+    if "like" in fields:
+        like = _read_like(fields["like"], rule, path)
+    elif rule.takes_argument:
+        raise error_at(_explain_like(rule, name), path, node)
+    return OpEntry(name, rule, values["why"], str(path), op.line, op.column, since, until, is_optional, like)
+
+
+def _explain_like(rule: OpRule, name: str) -> str:
+    """Return the error for an entry that has to name an argument, and does not."""
+    return (
+        f"an entry of {rule} needs the key 'like', the argument whose dtype the others take; write"
+        f" {{op: {name}, like: value}}"
+    )
+
+
+def _read_like(node: Node, rule: OpRule, path: Path) -> str:
+    """Return the argument that an entry names. Whether the op has it is checked later."""
+    if not rule.takes_argument:
+        problem = f"like is a key of entries under match, and this one is under {rule}; take it out, or move the entry"
+        raise error_at(problem, path, node)
+    text = read_text(node, path, "like")
+    if not ARGUMENT.fullmatch(text):
+        raise error_at(f"like is {text!r}; give the name of one argument of the op, such as value", path, node)
+    return text
 
 
 def _read_field(name: str, node: Node, path: Path) -> str:
-    """Return the value of any key of an entry except `op`."""
+    """Return the value of any key of an entry except `op` and `like`."""
     if name == "why":
         return read_text(node, path, name)
     if name == "optional":
@@ -338,7 +398,8 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     return name
 
 
-def _parse_version(text: str) -> tuple[int, ...]:
-    """Return the three numbers of a version; missing ones are 0."""
-    parts = [int(part) for part in text.split(".")]
-    return (*parts, 0, 0, 0)[:3]
+def _parse_version(text: str) -> Version:
+    """Return the three numbers of a version that has been checked."""
+    version = parse_version(text)
+    assert version is not None
+    return version

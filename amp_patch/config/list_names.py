@@ -1,6 +1,7 @@
-"""Finds the file of an op list by its name or path. Imports no torch."""
+"""Finds the file of an op list by its name or path, and the version of torch that it is read for. Imports no torch."""
 
 import os
+import re
 from pathlib import Path
 
 from ..errors import OpListError, did_you_mean
@@ -8,16 +9,56 @@ from .levels import read_levels
 from .look_alikes import find_look_alike
 from .shipped import lists_dir, shipped_names
 
+Version = tuple[int, ...]
+"""The three numbers of a version of torch."""
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 6, 0), (2, 15, 0)
+"""The versions of torch whose rules the shipped lists know. amp_patch supports none before."""
+
+_WITH_VERSION = re.compile(r"(?P<list>.+)@(?P<version>[0-9][0-9.]*)")
+
+
+def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], Version | None]:
+    """Return a list as it is named, and the version of torch after an `@`: `autocast-cuda@2.11` names the rules that
+    the list has for torch 2.11. None: the list is read for the running torch.
+
+    Raises OpListError, without a location, for a version that the lists do not know.
+    """
+    named = _WITH_VERSION.fullmatch(str(os.fspath(spec)))
+    if named is None:
+        return spec, None
+    version = parse_version(named["version"])
+    if version is None or not OLDEST_TORCH <= version < (NEWEST_TORCH[0], NEWEST_TORCH[1] + 1, 0):
+        oldest, newest = (".".join(map(str, known[:2])) for known in (OLDEST_TORCH, NEWEST_TORCH))
+        known_name = f"{named['list']}@{newest}"
+        raise OpListError(f"the lists know torch {oldest} to {newest}, not {named['version']}; give {known_name}")
+    return named["list"], version
+
+
+def is_shipped(spec: str) -> bool:
+    """Return whether a text names a shipped list, perhaps for a version of torch, and not a path."""
+    named = _WITH_VERSION.fullmatch(spec)
+    return (spec if named is None else named["list"]) in shipped_names()
+
+
+def parse_version(text: str) -> Version | None:
+    """Return the three numbers of a version such as `2.12`; missing ones are 0. Return None for anything else."""
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}", text):
+        return None
+    parts = [int(part) for part in text.split(".")]
+    return (*parts, 0, 0, 0)[:3]
+
 
 def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     """Return the file that a user means by a list: a shipped list by its name, or a path relative to `base`.
 
     The path need not exist. Raises OpListError, without a location, for text that is neither.
     """
-    text = str(os.fspath(spec))
+    named, _ = split_version(spec)
+    text = str(os.fspath(named))
     separators = tuple(filter(None, (os.sep, os.altsep)))
     is_path = text.endswith((".yaml", ".yml")) or any(separator in text for separator in separators)
-    if is_path or isinstance(spec, os.PathLike):
+    if is_path or isinstance(named, os.PathLike):
         return base / text
     known = shipped_names()
     if text in known:

@@ -6,6 +6,7 @@ too. Reading a list imports no package and runs no code of one. docs/lists.md de
 """
 
 import hashlib
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,17 @@ from typing import Any
 
 import torch
 
-from ..errors import OpListError, did_you_mean
+from ..errors import OpListError
 from .list_file import Diagnostics as Diagnostics
 from .list_file import ListProblem as ListProblem
 from .list_file import OpEntry as OpEntry
-from .list_file import error_at, get_items, is_null, read_entries, read_keys, read_text
+from .list_file import find_base, get_items, identify, is_null, read_entries, read_keys, read_text
+from .list_file import get_running_torch as get_running_torch
+from .list_names import Version
 from .list_names import locate as locate
+from .list_names import split_version as split_version
 from .module_rules import ModuleRule, read_module_rule
+from .op_arguments import find_position as find_position
 from .op_names import (
     SpellingKey,
     find_deferred,
@@ -61,6 +66,10 @@ class Spelling:
     rule: OpRule
     entry: OpEntry
     overridden: tuple[OpEntry, ...] = ()
+
+    def describe_rule(self) -> str:
+        """Return the rule with the argument that its entry names, such as "match v"."""
+        return self.rule.describe(self.entry.like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +123,11 @@ def load_oplists(
         known = ", ".join(shipped_names())
         raise OpListError(f"op lists {spec!r}: give a shipped name ({known}), a path, or a non-empty list of those")
     names = tuple(str(os.fspath(name)) for name in specs)
-    paths = tuple(map(_locate, specs))
-    key = (names, tuple(map(str, paths)), torch.__version__, may_be_overlay)
+    sources = tuple(map(_locate, specs))
+    key = (names, sources, torch.__version__, may_be_overlay)
     cached = _cache.pop(key, None)
     if cached is None or not cached.is_current():
-        cached = _CachedLists(names, paths, may_be_overlay=may_be_overlay)
+        cached = _CachedLists(names, sources, may_be_overlay=may_be_overlay)
     if not cached.has_warned:  # lists with a warning are loaded each time, so the user sees the warning each time
         _cache[key] = cached
     while len(_cache) > MAX_CACHED:
@@ -126,9 +135,13 @@ def load_oplists(
     return cached.lists
 
 
-def _locate(spec: str | os.PathLike[str]) -> Path:
+_Source = tuple[Path, Version | None]
+"""A file, and the version of torch that it is read for; None for the running one."""
+
+
+def _locate(spec: str | os.PathLike[str]) -> _Source:
     try:
-        return locate(spec, Path())
+        return locate(spec, Path()), split_version(spec)[1]
     except OpListError as error:
         raise OpListError(f"op list {os.fspath(spec)!r}: {error}") from None
 
@@ -136,11 +149,11 @@ def _locate(spec: str | os.PathLike[str]) -> Path:
 class _CachedLists:
     """Merged lists, with everything that they were made from: the files, and the names in torch's namespaces."""
 
-    def __init__(self, names: tuple[str, ...], paths: Sequence[Path], *, may_be_overlay: bool) -> None:
+    def __init__(self, names: tuple[str, ...], sources: Sequence[_Source], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
         overlay = Overlay(diagnostics, may_be_overlay=may_be_overlay)
-        for path in paths:
-            overlay.read_file(path)
+        for path, version in sources:
+            overlay.read_file(path, version)
         self.lists = overlay.resolve(names)
         self.has_warned = diagnostics.has_warned
         self._files = diagnostics.files
@@ -171,24 +184,26 @@ def _get_names_of_torch() -> list[list[str]]:
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name still has the same owner. Owners in torch do not change.
+    """Return whether a name still has the same owner. The owners in torch's namespaces do not change.
 
     Notebooks replace other owners: they reload modules, and run cells that define classes again.
     """
     if spelling.owner_name in NAMESPACES:
         return True
     owners = find_spellings(spelling.entry.op, may_be_missing=True)
-    return owners == {(spelling.owner_name, spelling.name): spelling.owner}
+    return owners.get((spelling.owner_name, spelling.name), "missing") is spelling.owner
 
 
 _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
 
 
-def check_oplists(path: Path) -> Diagnostics:
-    """Return all errors and warnings about a list file and the files that it extends. Raises no OpListError."""
+def check_oplists(path: Path, version: Version | None = None) -> Diagnostics:
+    """Return all errors and warnings about a list file and the files that it extends, read for a version of torch. None
+    stands for the running torch. Raises no OpListError.
+    """
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
-        Overlay(diagnostics, may_be_overlay=True).read_file(path)
+        Overlay(diagnostics, may_be_overlay=True).read_file(path, version)
     return diagnostics
 
 
@@ -199,9 +214,24 @@ def find_owner(spelling: Spelling) -> object | None:
     """
     entry = spelling.entry
     try:
-        return find_deferred(entry.op)
+        owner = find_deferred(spelling.owner_name, spelling.name)
+        if owner is not None:
+            _check_argument(entry, owner, (spelling.owner_name, spelling.name))
+        return owner
     except OpListError as error:
         raise _error_of(entry, str(error)) from None
+
+
+def _check_argument(entry: OpEntry, owner: object, key: SpellingKey) -> None:
+    """Raise OpListError, without a location, if the function of a spelling lacks the argument that an entry names."""
+    if not entry.rule.takes_argument:
+        return
+    try:
+        find_position(inspect.getattr_static(owner, key[1]), entry.like)
+    except OpListError as error:
+        if "." in entry.op:
+            raise
+        raise OpListError(f"{entry.op!r} also means {'.'.join(key)}: {error}") from None
 
 
 # ---- merging files ---------------------------------------------------------------------------------------------------
@@ -224,20 +254,22 @@ class Overlay:
         self._clear(is_whole=False)
 
     def _clear(self, *, is_whole: bool) -> None:
-        self._files_read: set[str] = set()
+        self._files_read: set[tuple[str, Version | None]] = set()
         self._spellings: dict[SpellingKey, Spelling] = {}
         self._missing: dict[str, OpEntry] = {}
         self._modules: list[ModuleRule] = []
         self._other_torch: list[OpEntry] = []
         self._is_whole = is_whole
 
-    def read_file(self, path: Path, chain: tuple[str, ...] = ()) -> None:
+    def read_file(self, path: Path, version: Version | None = None, chain: tuple[str, ...] = ()) -> None:
         """Read the files that a file extends, then the file itself. Do nothing if it was read before.
 
-        `chain`: the files whose `extends` led to this one, so that a circle is noticed.
+        Args:
+            version: the version of torch for which entries are read; None for the running one.
+            chain: the files whose `extends` led to this one, so that a circle is noticed.
         """
-        identity = _identify(path)
-        if identity in self._files_read:
+        identity = identify(path)
+        if (identity, version) in self._files_read:
             return
         content = self._diagnostics.files[path] = read_bytes(path, OpListError)
         keys = read_keys(load_mapping(path, OpListError, content), path, self._diagnostics)
@@ -248,10 +280,12 @@ class Overlay:
             extends = None
         for node in get_items(extends, path, "extends"):
             with self._diagnostics:
-                self.read_file(_find_base(node, path, (*chain, identity)), (*chain, identity))
-        self._files_read.add(identity)
+                base, base_version = find_base(node, path, (*chain, identity))
+                self.read_file(base, base_version or version, (*chain, identity))
+        self._files_read.add((identity, version))
         self._read_settings(keys, path)
-        self._merge(read_entries(keys, path, self._diagnostics), is_shipped=Path(identity).parent == lists_dir())
+        entries = read_entries(keys, path, self._diagnostics)
+        self._merge(entries, version or get_running_torch(), is_shipped=Path(identity).parent == lists_dir())
 
     def _read_settings(self, keys: Mapping[str, Node], path: Path) -> None:
         """Read the keys of a file that are not rules for ops."""
@@ -264,12 +298,12 @@ class Overlay:
                 if rule is not None:
                     self._modules.append(rule)
 
-    def _merge(self, entries: Iterable[OpEntry], is_shipped: bool) -> None:
-        """Add the entries of one file. They override the entries of earlier files."""
+    def _merge(self, entries: Iterable[OpEntry], version: Version, is_shipped: bool) -> None:
+        """Add the entries of one file for a version of torch. They override the entries of earlier files."""
         named: dict[SpellingKey, Spelling] = {}  # by this file
         missing: dict[SpellingKey, OpEntry] = {}
         for entry in entries:
-            if not entry.is_for_this_torch():
+            if not entry.is_for(version):
                 self._other_torch.append(entry)
                 self._warn_of_version(entry, is_shipped)
                 continue
@@ -301,6 +335,9 @@ class Overlay:
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
+            for key, owner in owners.items():
+                if owner is not None:
+                    _check_argument(entry, owner, key)
         except OpListError as error:
             raise _error_of(entry, str(error)) from None
         # a file may not name an op twice; an op that torch lacks has no spelling, so its name is compared
@@ -362,7 +399,7 @@ class Overlay:
 
     def _digest(self, spellings: Iterable[Spelling]) -> str:
         # the order of module rules matters, the order of op rules does not
-        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.rule}" for spelling in spellings)
+        lines = sorted(f"{spelling.owner_name}.{spelling.name} {spelling.describe_rule()}" for spelling in spellings)
         lines += [f"{rule.chooser} {rule.run}" for rule in self._modules]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -402,14 +439,15 @@ class Overlay:
         for key, spelling in named.items():
             by_entry.setdefault(spelling.entry, []).append(key)
         for entry, keys in by_entry.items():
-            reasons = [self._explain_redundant(key, entry.rule, named) for key in keys]
+            reasons = [self._explain_redundant(key, entry, named) for key in keys]
             if None not in reasons:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
-    def _explain_redundant(self, key: SpellingKey, rule: OpRule, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return why a spelling would follow a rule without its entry in this file, or None if it would not."""
+    def _explain_redundant(self, key: SpellingKey, entry: OpEntry, named: Mapping[SpellingKey, Spelling]) -> str | None:
+        """Return why a spelling would follow the rule of its entry in this file without it, or None if it would not."""
+        rule, like = entry.rule, entry.like
         earlier = self._spellings.get(key)
-        if earlier and earlier.entry.rule is not rule:
+        if earlier and (earlier.entry.rule is not rule or earlier.entry.like != like):
             return None
         if earlier:
             return f"by {earlier.entry.op!r} at {earlier.entry.location}"
@@ -433,37 +471,6 @@ def _find_rule(name: str, rule: OpRule) -> OpRule:
     if writes and not rule.covers_writes:
         return OpRule.MATCH_SELF
     return rule
-
-
-def _find_base(node: Node, path: Path, chain: tuple[str, ...]) -> Path:
-    """Return the file that an item of `extends` in the file `path` names.
-
-    Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
-    """
-    text = read_text(node, path, "extends")
-    try:
-        base = locate(text, path.parent)
-    except OpListError as error:
-        raise error_at(str(error), path, node) from None
-    if not os.path.exists(base):
-        files = (file.name for file in base.parent.glob("*.y*ml") if file.name != path.name)
-        hint = did_you_mean(base.name, files, prefix=text.removesuffix(base.name), cutoff=0.8)
-        known = ", ".join(shipped_names())
-        problem = f"extends names {text!r}, and there is no such file; give a shipped list ({known}), or a path.{hint}"
-        raise error_at(problem, path, node)
-    identity = _identify(base)
-    if identity in chain:
-        shown = " -> ".join(Path(name).name for name in (*chain, identity))
-        raise error_at(f"the files extend each other: {shown}; remove one `extends`", path, node)
-    return base
-
-
-def _identify(path: Path) -> str:
-    """Return the path without links, so that a file under two paths is recognized."""
-    try:
-        return os.path.realpath(path)
-    except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
-        return str(path)
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:

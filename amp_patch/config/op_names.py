@@ -3,7 +3,8 @@
 A *spelling* is one attribute that holds an op. A bare name (`softmax`) means every spelling of the op:
 `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`, `torch.special.softmax`, and the spellings of
 its aliases. A dotted name (`torch.softmax`) means one spelling. Names are looked up as attributes of torch's
-namespaces, and of packages that are imported already. A look-up imports nothing and runs no code of a package.
+namespaces, of its other modules (`torch_modules`), and of packages that are imported already. A look-up imports nothing
+and runs no code of a package.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import types
 import torch
 
 from ..errors import OpListError, did_you_mean
+from . import torch_modules
 from .op_namespaces import (
     ACCESSORS,
     ALIASES_OF,
@@ -54,8 +56,10 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
         op = f"{SHORT[first]}.{rest}"
     owner_name, _, name = op.rpartition(".")
     _check_that_it_may_be_listed(op, owner_name, name, may_be_missing)
+    if owner_name == "torch.functional":  # the module that defines some functions of `torch`
+        owner_name = "torch"
     if owner_name and owner_name not in NAMESPACES:
-        return _find_outside_torch(op, owner_name, name, may_be_missing)
+        return _find_elsewhere(op, owner_name, name, may_be_missing)
     owners: dict[SpellingKey, object | None] = {}
     reasons: list[str] = []
     for key, owner in _candidates(owner_name, name):
@@ -69,6 +73,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
             owners[key] = owner
     if reasons and not owners:
         raise OpListError(f"{op!r} is {reasons[0]}, so no rule can apply to it; name a function")
+    if not owners and not owner_name and not name.startswith("__"):
+        owners = torch_modules.find_short_name(name)
     if not owners and not may_be_missing:
         raise OpListError(f"torch {torch.__version__} has no op {op!r}.{_suggest_op(op, name)}")
     return owners
@@ -158,11 +164,15 @@ def get_names(op: str) -> tuple[str, ...]:
 def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
 
-    Operators have none.
+    Operators have none. A twin that ends with `_out` takes the tensor that it writes to as an additional argument.
     """
     owner_name, name = key
-    if owner_name not in NAMESPACES or name.endswith("_"):
+    if name.endswith("_") or owner_name.partition(".")[0] != "torch":
         return ()
+    if owner_name not in NAMESPACES:
+        return tuple(
+            (owner_name, twin) for twin in (f"{name}_", f"{name}_out") if torch_modules.has_op(owner_name, twin)
+        )
     twins: list[SpellingKey] = []
     for twin in get_names(f"{name}_"):
         value = getattr(NAMESPACES[owner_name], twin, None)
@@ -175,7 +185,7 @@ def get_name_of_op(name: str) -> str:
     """Return the name of the op whose in-place twin may have this name: `exp` for `exp_`, and for `exp` itself."""
     if name == SET_ITEM:
         name = "index_put_"
-    return name.removesuffix("_")
+    return name.removesuffix("_").removesuffix("_out")
 
 
 def get_op(key: SpellingKey) -> str:
@@ -205,7 +215,7 @@ def find_or_none(op: str) -> dict[SpellingKey, object | None]:
 
 def is_inplace(name: str) -> bool:
     """Return whether an op of this name always writes to its first argument. Augmented operators only may."""
-    return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
+    return name == SET_ITEM or name.endswith("_out") or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:
@@ -216,26 +226,32 @@ def is_augmented(name: str) -> bool:
 # ---- other packages --------------------------------------------------------------------------------------------------
 
 
-def _find_outside_torch(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Do as `find_spellings`, for a name in a package other than torch."""
-    if owner_name.partition(".")[0] == "torch":
-        hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
-        raise OpListError(f"{owner_name!r} is not a namespace of ops; allowed are {', '.join(NAMESPACES)}.{hint}")
+def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
+    """Do as `find_spellings`, for a name in a package other than torch, or in a module of torch beside `NAMESPACES`."""
     try:
+        if owner_name.partition(".")[0] == "torch":
+            return {(owner_name, name): torch_modules.find_in_module(op, owner_name, name)}
         return {(owner_name, name): _find_owner(op, owner_name.split("."), name)}
-    except OpListError:
+    except LookupError as error:
         if may_be_missing:
+            return {}
+        hint = did_you_mean(owner_name, NAMESPACES, cutoff=0.8)
+        raise OpListError(f"{op!r} is not an op: {error}{hint}") from None
+    except OpListError:
+        if may_be_missing and owner_name.partition(".")[0] != "torch":
             return {}
         raise
 
 
-def find_deferred(op: str) -> object | None:
-    """Return the owner of an op in a package outside torch, or None if a later import may define the op.
+def find_deferred(owner_name: str, name: str) -> object | None:
+    """Return the owner of a deferred op; None if a later import may define the op.
 
     Raises OpListError, without a location, if no import can define it any more. Imports nothing.
     """
-    owner_name, _, name = op.rpartition(".")
+    op = f"{owner_name}.{name}"
     path = owner_name.split(".")
+    if path[0] == "torch":
+        return _find_elsewhere(op, owner_name, name, may_be_missing=False)[owner_name, name]
     owner = _find_owner(op, path, name)
     if owner is None:
         check_that_it_may_come(path)

@@ -51,6 +51,7 @@ ALIAS_GROUPS = (
     "matmul __matmul__ __rmatmul__",
     "mm spmm dsmm",
     "hspmm hsmm",
+    "grouped_mm _grouped_mm",
     "sspaddmm saddmm",
     # comparison
     "eq __eq__",
@@ -105,19 +106,30 @@ _ACCESSORS = (
 ACCESSORS = frozenset(name for row in _ACCESSORS for name in row.split())
 
 
+# Functions that create tensors, and take none. They have no dtype to cast.
+_FACTORIES = (
+    "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye from_file",
+    "from_numpy frombuffer full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn",
+    "randperm range scalar_tensor tensor tril_indices triu_indices zeros",
+)
+FACTORIES = frozenset(name for row in _FACTORIES for name in row.split())
+
+
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def explain_non_op(value: Any, name: str) -> str | None:
+def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | None:
     """Return why an attribute of a namespace of torch is not an op, such as "a class", or None if it is an op.
 
-    `value` may also be the replacement of an op, which amp_patch or another package has installed.
+    Args:
+        value: may also be the replacement of an op, which amp_patch or another package has installed.
+        module_name: a module of torch, beside the namespaces, whose own Python functions may be ops.
     """
     if isinstance(value, type):
         return "a class"
     if isinstance(value, types.ModuleType):
         return "a module"
-    if not callable(value):
+    if not callable(value) or type(value).__module__ == "typing":
         return "not a function"
     if isinstance(value, types.FunctionType):
         # the original of a replacement: a replacement has the `__module__` of its original, but is never a builtin
@@ -131,9 +143,13 @@ def explain_non_op(value: Any, name: str) -> str | None:
         home = value.__globals__.get("__name__") or ""
         if home.partition(".")[0] == "amp_patch":
             module = home  # a replacement of amp_patch that cannot be unwrapped: its `__module__` is the original's
-        is_helper = module.partition(".")[0] == "torch" and module not in torch_private.PYTHON_OP_MODULES
+        is_at_home = bool(module_name) and f"{module}.".startswith(f"{module_name}.")
+        has_ops = is_at_home or module in torch_private.PYTHON_OP_MODULES
+        is_helper = module.partition(".")[0] == "torch" and not has_ops
     if is_helper or module == torch_private.C_MODULE or name in NEVER_LISTED:
         return "not an op"
+    if name in FACTORIES:
+        return "a function that creates tensors"
     return None
 
 

@@ -30,6 +30,7 @@ class _Row:
     covers_twins: bool = False
     covers_writes: bool = False
     takes_sequence: bool = False
+    takes_argument: bool = False
     may_run_low: bool = False
 
 
@@ -47,6 +48,7 @@ class OpRule(StrEnum):
         covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
             `match_self` in its place, because a cast of the first argument would make the op write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
+        takes_argument: an entry names an argument of the op (`like`), whose dtype the other arguments take.
         may_run_low: the rule may be the reason why an op runs in 16 bits. Taking the op off the list may then help
             against a fault.
     """
@@ -59,6 +61,7 @@ class OpRule(StrEnum):
     covers_twins: bool
     covers_writes: bool
     takes_sequence: bool
+    takes_argument: bool
     may_run_low: bool
     _effects: Mapping[str, str]
 
@@ -105,6 +108,17 @@ class OpRule(StrEnum):
         opt_outs=("out",),
         takes_sequence=True,
     )
+    MATCH = _Row(
+        name="match",
+        summary="runs in the dtype of one of its arguments, which the entry names by `like`",
+        meaning="Ops whose tensors are cast to the dtype of one argument.",
+        example="{op: flash_attn.flash_attn_func, like: v}",
+        effects=dict.fromkeys(_CASTABLE, "cast to the dtype of {like}"),
+        opt_outs=("out",),
+        covers_twins=True,
+        takes_argument=True,
+        may_run_low=True,
+    )
     BANNED = _Row(
         name="banned",
         summary="refuses 16-bit arguments",
@@ -124,7 +138,7 @@ class OpRule(StrEnum):
     MATCH_SELF = _Row(
         name="match_self",
         summary="writes to its first argument, in the dtype of that argument",
-        effects=dict.fromkeys(_CASTABLE, "cast to the dtype of the first argument"),
+        effects=dict.fromkeys(_CASTABLE, "cast to the dtype of {like}"),
         covers_writes=True,
     )
     UNLISTED = _Row(name="unlisted", summary="on no list, so it runs in the dtype it is given")
@@ -140,6 +154,7 @@ class OpRule(StrEnum):
         member.covers_twins = row.covers_twins
         member.covers_writes = row.covers_writes
         member.takes_sequence = row.takes_sequence
+        member.takes_argument = row.takes_argument
         member.may_run_low = row.may_run_low
         member._effects = row.effects
         return member
@@ -152,14 +167,25 @@ class OpRule(StrEnum):
         """Whether the rule changes or refuses any argument."""
         return bool(self._effects)
 
-    def describe_effects(self, low: str) -> dict[str, str]:
+    def describe(self, like: str = "") -> str:
+        """Return the name of the rule, with the argument that an entry names, such as "match v"."""
+        if like and self.takes_argument:
+            return f"{self} {like}"
+        return str(self)
+
+    def describe_effects(self, low: str, like: str = "") -> dict[str, str]:
         """Return the effect of the rule on a float16, a bfloat16 and a float32 argument, by the name of the dtype.
 
-        `low` is the name of the low dtype.
+        Args:
+            low: the name of the low dtype.
+            like: the argument that the entry names, for a rule with `takes_argument`.
         """
+        followed = "the first argument"
+        if self.takes_argument:
+            followed = like or "the argument that the entry names"
         described = {}
         for dtype in _CASTABLE:
-            effect = self._effects.get(dtype, AS_IT_IS).format(low=low)
+            effect = self._effects.get(dtype, AS_IT_IS).format(low=low, like=followed)
             if effect == f"cast to {dtype}":  # a cast to its own dtype
                 effect = AS_IT_IS
             described[dtype] = effect

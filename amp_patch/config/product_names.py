@@ -11,7 +11,7 @@ from .op_names import find_spellings, get_names, inplace_twins
 PRODUCTS = (
     *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
     *("torch.convolution", "bilinear", "matmul", "mm", "mv", "bmm", "dot", "vdot", "vecdot", "inner", "tensordot"),
-    *("addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "einsum"),
+    *("addmm", "addmv", "addr", "addbmm", "baddbmm", "chain_matmul", "multi_dot", "einsum", "grouped_mm"),
     *("torch.sparse.mm", "torch.sparse.addmm"),
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),

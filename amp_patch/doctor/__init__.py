@@ -1,8 +1,8 @@
 """The doctor: finds faults in training scripts that use amp, without running or importing the scripts.
 
-It parses a file into a `Script`. Each of the `RULES` yields *faults*: nodes of the script, with a message. A *finding*
-is a fault with its file, line and code, as the report shows it. The comment `# amp-patch: ignore[CODE]` on a line
-silences a rule there.
+It parses each file into a `Script`. A *rule* yields *faults*: nodes of the script, each with a message. A *finding* is
+an entry of the report: a fault with its file, line and code, a file that cannot be read, or a fact about the machine.
+The comment `# amp-patch: ignore[CODE]` on a line silences a rule there.
 """
 
 from .machine import get_advice as get_advice

@@ -1,4 +1,4 @@
-"""Rules of the doctor about amp's state in checkpoints."""
+"""Rules of the doctor about the state of amp, and of a GradScaler, in checkpoints."""
 
 import ast
 from collections.abc import Iterator
@@ -21,9 +21,10 @@ from .tree import function_of, text_of
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
-    # without a call such as torch.save, the state may be for something else than a checkpoint
+    # without a call such as torch.save, the state may serve another purpose than a checkpoint
     if any("save" in function_of(call) for call in script.calls):
-        for call in _calls_without_amp(script, "state_dict"):
+        call = _find_call_without_amp(script, "state_dict")
+        if call is not None:
             message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
             yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
 
@@ -42,23 +43,24 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
 )
 def loads_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
-    for call in _calls_without_amp(script, "load_state_dict"):
+    call = _find_call_without_amp(script, "load_state_dict")
+    if call is not None:
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
         yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
 
 
-def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
-    """Return the first call of an optimizer's `method` in a script that saves or loads no loss scale, or an empty list.
+def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
+    """Return the first call of an optimizer's `method` in a script that trains with amp, but loses its loss scale.
 
-    Only a dynamic loss scale is lost. The script keeps it if it calls amp's function of the same name, or uses the
-    scalers itself.
+    Returns None if there is no such call. Only a dynamic loss scale can be lost. The script keeps it if it calls amp's
+    function of the same name, or uses the loss scalers itself.
     """
     keeps_scale = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_training = bool(script.initializations or script.blocks)
     if keeps_scale or not is_training or not script.uses_amp or not script.expected.skips:
-        return []
+        return None
     if any(function_of(call).startswith("FP16_Optimizer") for call in script.calls):
-        return []  # Apex's FP16_Optimizer has a loss scale of its own in its state
+        return None  # Apex's FP16_Optimizer has a loss scale of its own in its state
     for call, receiver in script.method_calls(method):
         if not script.is_optimizer(receiver) or script.is_without_amp(call):
             continue
@@ -68,8 +70,8 @@ def _calls_without_amp(script: Script, method: str) -> list[ast.Call]:
         values = script.values_of(text_of(receiver))
         # an object that was loaded from a file is not an optimizer of this run
         if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
-            return [call]
-    return []
+            return call
+    return None
 
 
 @rule(
@@ -122,7 +124,8 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
 def saves_without_scaler(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
     if any("save" in function_of(call) for call in script.calls):
-        for call in _calls_without_scaler(script, "state_dict"):
+        call = _find_call_without_scaler(script, "state_dict")
+        if call is not None:
             message = "the checkpoint has the optimizer's state but not the GradScaler's: a resumed run skips steps"
             yield Fault(call, _grade(script), message, 'Save `"scaler": scaler.state_dict()` as well.')
 
@@ -153,33 +156,35 @@ def saves_without_scaler(script: Script) -> Iterator[Fault]:
 )
 def loads_without_scaler(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
-    for call in _calls_without_scaler(script, "load_state_dict"):
+    call = _find_call_without_scaler(script, "load_state_dict")
+    if call is not None:
         message = "the optimizer's state is loaded but not the GradScaler's: the run skips steps until its scale fits"
         yield Fault(call, _grade(script), message, 'Call `scaler.load_state_dict(checkpoint["scaler"])` as well.')
 
 
 def _grade(script: Script) -> Severity:
-    """Return "note" if the GradScaler may be disabled, as it is for bfloat16: it has no state then."""
-    return "warning" if ScalerFlow(script).is_sure else "note"
+    """Return "note" if the GradScaler may be disabled, as scripts do for bfloat16: it has no state then."""
+    return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
-def _calls_without_scaler(script: Script, method: str) -> list[ast.Call]:
-    """Return the first call of a stepped optimizer's `method`, if the script makes a GradScaler and never calls that
-    method of it. Otherwise return an empty list.
+def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
+    """Return the first call of an optimizer's `method`, if a GradScaler steps it and its own `method` is never called.
+
+    Returns None if there is no such call.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps:
-        return []
+        return None
     if any(flow.is_scaler(receiver) for _, receiver in script.method_calls(method)):
-        return []
+        return None
     stepped = {text_of(step.args[0]) for step in flow.steps}
-    # a function may save or load all that it is given
+    # a function that is given the scaler may save or load its state
     passed = {text_of(argument) for call in script.calls for argument in call.args if call not in flow.steps}
-    if any("scaler" in text.rpartition(".")[2].lower() and "." not in text[:-1] for text in passed):
-        return []
+    if any("scaler" in text.lower() and "." not in text for text in passed):
+        return None
     for call, receiver in script.method_calls(method):
         # a copy of a state in memory is no checkpoint
         is_copy = any(isinstance(value, ast.Call) and function_of(value) == "state_dict" for value in call.args)
         if text_of(receiver) in stepped and not is_copy:
-            return [call]
-    return []
+            return call
+    return None

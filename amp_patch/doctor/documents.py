@@ -1,4 +1,4 @@
-"""`Document`: the text of a Python file, or of a notebook, whose code cells are joined into one script."""
+"""`Document`: the code of a Python file, or of a notebook, whose code cells are joined into one script."""
 
 import ast
 import io
@@ -14,8 +14,16 @@ _MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$"
 A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
 """
 
+_COMMANDS = re.compile(
+    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+)
+"""A command that IPython runs without `%` or `!`, such as `cd ..`, unless a variable has that name."""
+
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
-"""The beginning of a Python cell: no magic for the whole cell, as `%%bash` is, or one that runs the cell as Python."""
+"""The beginning of a cell that holds Python: no magic for the whole cell, or one that runs the cell as Python.
+
+`%%bash`, for example, does not.
+"""
 
 
 class Document:
@@ -26,12 +34,12 @@ class Document:
 
     Attributes:
         text: the code.
-        faults: the cells that cannot be parsed, each with its number and error. They are left out of the text.
+        unparsed_cells: the cells that cannot be parsed, each with its number and error. The text leaves them out.
     """
 
     def __init__(self, path: Path) -> None:
         self._cells: list[tuple[int, int]] = []  # for each line of the text: the number of its cell, and its line there
-        self.faults: list[tuple[int, SyntaxError]] = []
+        self.unparsed_cells: list[tuple[int, SyntaxError]] = []
         data = path.read_bytes()
         if path.suffix == ".ipynb":
             self.text = self._read_notebook(data)
@@ -49,7 +57,7 @@ class Document:
         return self._cells[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
-        """Return the code of a notebook, with `pass` in place of magics. Cells that cannot be parsed are left out."""
+        """Return the code of a notebook, with `pass` in place of magics, and without cells that are no Python."""
         try:
             code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
             # the source is one text, or a list of lines
@@ -66,7 +74,7 @@ class Document:
                     warnings.simplefilter("ignore")  # Python warns about invalid escapes in the user's strings
                     ast.parse("\n".join(code))
             except SyntaxError as error:
-                self.faults.append((number, error))
+                self.unparsed_cells.append((number, error))
                 continue
             lines += code
             self._cells += [(number, line) for line in range(1, len(code) + 1)]
@@ -77,11 +85,12 @@ def _without_magics(text: str) -> list[str]:
     """Return the lines of a cell, with `pass` in place of magics."""
     lines = []
     is_continued = False
-    for line in text.split("\n"):
+    for line in _dedent(text).split("\n"):
         # the rest of a magic that goes over several lines; an empty line keeps the line numbers right
         if is_continued:
             lines.append("")
-        elif _MAGIC.match(line):
+        # a command without an argument, such as `ls`, may be a variable
+        elif _MAGIC.match(line) or (_COMMANDS.match(line) and " " in line.strip()):
             indent = len(line) - len(line.lstrip())
             lines.append(line[:indent] + "pass")
         else:
@@ -89,3 +98,12 @@ def _without_magics(text: str) -> list[str]:
             continue
         is_continued = line.endswith("\\")
     return lines
+
+
+def _dedent(text: str) -> str:
+    """Return a cell without the indent of its first line, which IPython removes from all lines."""
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip())]
+    if not indent:
+        return text
+    return "\n".join(line.removeprefix(indent) for line in text.split("\n"))

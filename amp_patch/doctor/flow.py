@@ -10,18 +10,20 @@ from .tree import argument_of, end, function_of, position, text_of
 
 LOW = frozenset({"float16", "bfloat16"})
 
-_SPELLINGS = {
+_DTYPE_SPELLINGS = {
     **dict.fromkeys(("float16", "half", "fp16", "torch.float16", "torch.half"), "float16"),
     **dict.fromkeys(("bfloat16", "bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("float32", "float", "fp32", "torch.float32", "torch.float"), "float32"),
     **dict.fromkeys(("float64", "double", "torch.float64", "torch.double"), "float64"),
 }
-"""How scripts and configurations spell a dtype."""
+"""The dtype that each spelling in scripts and configurations means."""
 
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
 """Methods of tensors and modules that cast to one dtype."""
 
 _CASTS_TO = ("to", "type", "astype")
+"""Methods that cast to the dtype they are given."""
+
 _SAME_DTYPE = (
     "cuda",
     "cpu",
@@ -34,7 +36,7 @@ _SAME_DTYPE = (
     "share_memory",
     "copy",
 )
-"""Methods whose result has the dtype of their object."""
+"""Methods whose result has the dtype of the tensor or module."""
 
 _WRAPPERS = {
     *("compile", "deepcopy", "AveragedModel", "DistributedDataParallel", "DDP", "DataParallel"),
@@ -46,7 +48,7 @@ _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 _DEEPEST = 6
-"""Names and calls that are followed in a row."""
+"""The number of names and calls that a `Flow` follows in a row."""
 
 
 class Origin(NamedTuple):
@@ -57,7 +59,7 @@ class Origin(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The 16-bit dtype that a value has, the node that gave it, and whether it has another dtype in other runs."""
+    """A 16-bit dtype that a value may have, the node that gave it, and whether it has a 16-bit dtype in every run."""
 
     dtype: str
     node: ast.AST
@@ -88,12 +90,12 @@ class Flow:
                 self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
-        """Return the 16-bit dtype that a value may have at the node `at`, or None."""
+        """Return the verdict on the value of `node` at the node `at`; None if it seems to have no 16-bit dtype."""
         origins = self._find_origins(node, at, 0)
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
             return None
-        # bfloat16 first, which loses more
+        # bfloat16 comes first, because it loses more
         low.sort(key=lambda origin: origin.dtype != "bfloat16")
         return Verdict(low[0].dtype, low[0].node, is_certain=len(low) == len(origins))
 
@@ -102,12 +104,12 @@ class Flow:
     def find_dtypes(self, node: ast.expr | None, depth: int = 0) -> list[str]:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
-        "" stands for a value that the text does not tell. The list is empty for other expressions, such as a device.
+        "" stands for a dtype that the text does not tell. The list is empty for other expressions, such as a device.
         """
         if node is None or depth > _DEEPEST:
             return []
         if isinstance(node, ast.Constant):
-            return [_SPELLINGS[node.value]] if node.value in _SPELLINGS else []
+            return [_DTYPE_SPELLINGS[node.value]] if node.value in _DTYPE_SPELLINGS else []
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._find_in_name(node, depth)
         if isinstance(node, ast.IfExp):
@@ -119,23 +121,23 @@ class Flow:
         return []
 
     def _find_in_name(self, node: ast.Name | ast.Attribute, depth: int) -> list[str]:
-        """Return the dtypes that a name may mean: of torch, or by its values."""
+        """Return the dtypes that a name may mean: as a name of torch, or by its values in the script."""
         values: list[ast.expr] = []
-        spelled = [_SPELLINGS[name] for name in self._script.names.resolve(node) if name in _SPELLINGS]
+        spelled = [_DTYPE_SPELLINGS[name] for name in self._script.names.resolve(node) if name in _DTYPE_SPELLINGS]
         if isinstance(node, ast.Name) or not spelled:
             values = self._values_of(node)
         if not values:
             # an argument of a function is not the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else spelled
-        found = [self.find_dtypes(value, depth + 1) for value in values]
-        known = [dtype for dtypes in found for dtype in dtypes]
-        # a value that is no dtype, such as the result of a function, may be any dtype
-        if known and not all(found):
-            known.append("")
-        return known
+        dtypes_of_values = [self.find_dtypes(value, depth + 1) for value in values]
+        dtypes = [dtype for of_value in dtypes_of_values for dtype in of_value]
+        # a value without a known dtype, such as the result of a function, may be any dtype
+        if dtypes and not all(dtypes_of_values):
+            dtypes.append("")
+        return dtypes
 
     def _find_in_table(self, node: ast.Subscript, depth: int) -> list[str]:
-        """Return the dtypes of `{"bf16": torch.bfloat16, ...}[key]`: the one of a constant key, or all."""
+        """Return the dtypes of `{"bf16": torch.bfloat16, ...}[key]`: of the value at a constant key, or all."""
         dtypes = []
         for table in [node.value, *self._values_of(node.value)]:
             if not isinstance(table, ast.Dict):
@@ -147,7 +149,7 @@ class Flow:
         return dtypes
 
     def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
-        """Return the dtypes that a call is given by keyword, also in `**options`, or at any position."""
+        """Return the dtypes that a call is given by keyword or in `**options`, and if asked, at any position."""
         given: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg in _DTYPE_ARGUMENTS]
         for keyword in call.keywords:
             if keyword.arg is None:
@@ -157,7 +159,7 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the dtype in a dict of options: a display, a call of `dict`, or a name of either."""
+        """Yield the dtypes in a dict of options: `{"dtype": ...}`, `dict(dtype=...)`, or a name of either."""
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
@@ -169,7 +171,7 @@ class Flow:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def _scope_of(self, name: ast.expr) -> ast.AST | None:
-        """Return the function or module that binds a name; None for attributes, which are one in the whole script."""
+        """Return the function, lambda or module that binds a name; None for an attribute, which has no scope."""
         if not isinstance(name, ast.Name):
             return None
         frame = self._script.frame(name)
@@ -178,7 +180,7 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values of a name: what is assigned to it, the default of an argument, and what callers pass."""
+        """Return the values of a name: assigned ones, the default of an argument, and those that callers pass."""
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
         scope = self._scope_of(node)
@@ -204,7 +206,7 @@ class Flow:
         for call in self._calls.get("add_argument", ()):
             flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
-                # a user may choose another
+                # the flag itself is no dtype: it stands for the unknown choice of a user
                 yield from (argument_of(call, "default") or flag, flag)
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
@@ -224,18 +226,20 @@ class Flow:
         if name not in names and name not in defaults:
             return
         index = names.index(name) if name in names else None
-        called, holder = function.name, self._script.parent(function)
-        if called == "__init__" and isinstance(holder, ast.ClassDef):
-            called = holder.name
-        passed = [argument_of(call, name, index) for call in self._calls.get(called, ())]
+        # a call of a class calls its `__init__`
+        called_name, holder = function.name, self._script.parent(function)
+        if called_name == "__init__" and isinstance(holder, ast.ClassDef):
+            called_name = holder.name
+        passed = [argument_of(call, name, index) for call in self._calls.get(called_name, ())]
         yield from (value for value in passed if value is not None)
-        # without a call in the script, or for a call that leaves it out
+        # the default counts without a call in the script, or if a call leaves the argument out
         if name in defaults and not (passed and all(passed)):
             yield defaults[name]
 
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
     def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
+        """Return the dtypes that an expression may have at the node `at`; one unknown origin if the text tells none."""
         unknown = [Origin("", node)]
         if depth > _DEEPEST:
             return unknown
@@ -243,7 +247,7 @@ class Flow:
             return [*self._find_origins(node.body, at, depth + 1), *self._find_origins(node.orelse, at, depth + 1)]
         if isinstance(node, (ast.Name, ast.Attribute)):
             origins = self._follow_name(node, at, depth)
-            # a part of a model has its dtype
+            # `model.head` has the dtype of `model`
             if not origins and isinstance(node, ast.Attribute):
                 return self._find_origins(node.value, at, depth + 1)
             return origins or unknown
@@ -252,6 +256,7 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
+        """Return the dtypes that the result of a call may have; an empty list if the text tells none."""
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -265,8 +270,8 @@ class Flow:
         function = self._functions.get(name)
         if function is not None:
             returns = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None)
-            own = [node for node in returns if self._script.frame(node) is function]
-            return [origin for node in own for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
+            own_returns = [node for node in returns if self._script.frame(node) is function]
+            return [origin for node in own_returns for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
         return self._find_default(call)
 
     def _find_cast(self, call: ast.Call) -> list[str] | None:
@@ -279,7 +284,7 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the dtype of `torch.set_default_dtype` in force where a call makes a model or tensor."""
+        """Return the default dtypes (`torch.set_default_dtype`) that may hold where a call makes a model or tensor."""
         origins: list[Origin] = []
         for call in self._script.calls_of("torch.set_default_dtype"):
             is_here = self._script.frame(call) is self._script.frame(maker)
@@ -294,7 +299,8 @@ class Flow:
     def _follow_name(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
         """Return the origins of the value that a name has at the node `at`.
 
-        In each function, the last event before `at` counts, and the earlier ones if it is not sure to happen.
+        An event is an assignment to the name, or a cast in place. In each function, the last event counts; in the
+        function of `at`, the last one before it. If that event may not happen, earlier ones count, too.
         """
         frames: dict[ast.AST, list[ast.expr]] = {}
         for event in sorted(self._find_events(node), key=position):
@@ -303,7 +309,8 @@ class Flow:
         here = self._script.frame(at)
         for frame, events in frames.items():
             for event in reversed(events):
-                if frame is here and not self._script.is_before(event, at):
+                leads_to_node = self._script.is_before(event, at) and not self._script.leaves(event, at)
+                if frame is here and not leads_to_node:
                     continue
                 origins += self._follow_event(node, event, depth)
                 if not self._is_conditional(event, at):
@@ -315,7 +322,7 @@ class Flow:
         return origins
 
     def _follow_event(self, node: ast.expr, event: ast.expr, depth: int) -> list[Origin]:
-        """Return the origins of a name after an assignment of `event`, or after a cast in place."""
+        """Return the origins of a name after an event: the assigned value, or the call that casts in place."""
         if isinstance(event, ast.Call) and isinstance(self._script.parent(event), ast.Expr):
             return self._follow_call(event, event, depth + 1)
         # model, optimizer = accelerator.prepare(model, optimizer)
@@ -326,7 +333,7 @@ class Flow:
         return self._find_origins(event, event, depth + 1)
 
     def _find_events(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values that are assigned to a name, and the statements that cast it in place (`model.half()`)."""
+        """Yield the values that are assigned to a name, and the calls that cast it in place (`model.half()`)."""
         name, scope = text_of(node), self._scope_of(node)
         yield from self._find_assigned(name, scope)
         for call, chain in self._casts_in_place:
@@ -350,7 +357,7 @@ class Flow:
         return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
-        """Return whether an event may not happen before `at`: it is on an arm that does not hold `at`."""
+        """Return whether an event may not happen before `at`, because it is on an arm that does not hold `at`."""
         for outer, field in self._script.around(event):
             is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
             if is_arm and not position(outer) <= position(at) < end(outer):
@@ -361,6 +368,6 @@ class Flow:
 
 
 def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Sequence[ast.arg]:
-    given = function.args
-    extra = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
-    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *extra]
+    declared = function.args
+    starred = [argument for argument in (declared.vararg, declared.kwarg) if argument is not None]
+    return [*declared.posonlyargs, *declared.args, *declared.kwonlyargs, *starred]

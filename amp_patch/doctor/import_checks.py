@@ -69,7 +69,7 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
             continue  # a part of a longer chain, which is looked up as a whole
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        # a name with several meanings has a fallback: it is imported in `try`, and again in `except ImportError`
+        # a name with several meanings has a fallback: `try` imports it, and `except ImportError` imports another
         if len(names) != 1 or any(f"{name}.".startswith(f"{known}.") for known in reported):
             continue
         root, _, rest = name.partition(".")
@@ -119,13 +119,12 @@ def _absent(node: ast.AST, name: str) -> Fault:
 def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
     """Return the first part of a name, such as `apex.optimizers.FusedAdam`, that the stand-in does not have.
 
-    Returns it with the names that there are instead, or None if the stand-in has the whole name.
+    Returns it with the names that exist in its place, or None if the stand-in has the name. The search ends at the
+    first object that is not a module, because its attributes are known only when the script runs.
 
     Args:
-        is_imported: the name comes from an import statement. For an import, a module of that name counts even if an
-            attribute hides it. A chain of attributes ends at the first object that is not a module, such as
-            `amp._amp_state`, even if there is a module of that name: the attributes of such an object are known only
-            when the script runs.
+        is_imported: the name is in an import statement, which finds the module `amp._amp_state` although an object of
+            the same name hides it from other code.
     """
     module = importlib.import_module(_STAND_IN)
     if dotted == "apex":
@@ -136,8 +135,9 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
             return None  # every module has a __dict__ and a __name__
         submodule = _import(f"{module.__name__}.{part}")
         value = getattr(module, part, None)
-        if value is not None and value is not submodule and (submodule is None or not is_imported):
-            return None
+        is_no_module = value is not None and value is not submodule
+        if is_no_module and (submodule is None or not is_imported):
+            return None  # the attributes of such an object are not known
         if submodule is None:
             return part, [name for name in dir(module) if not name.startswith("_")]
         module = submodule
@@ -155,7 +155,7 @@ def _import(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # another name is missing: the module exists, and imports a module that does not
+        # the module exists, but a module that it imports does not
         if error.name not in (name, None):
             raise
         return None

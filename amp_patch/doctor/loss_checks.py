@@ -1,4 +1,4 @@
-"""Rules of the doctor about losses and `scale_loss` blocks."""
+"""Rules of the doctor about losses, `scale_loss` blocks, and training without mixed precision."""
 
 import ast
 import re
@@ -14,13 +14,13 @@ CLIPPERS = tuple(
     for module in ("torch.nn.utils", "apex.contrib.clip_grad", "apex.fp16_utils")
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 )
-_OTHER_AMP = re.compile(
+_MIXED_PRECISION = re.compile(
     r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
-"""Words in scripts that use mixed precision by other means than amp, or through a library."""
+"""Words in scripts that use mixed precision, by amp, by other means, or through a library."""
 
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
-"""Methods that are called on a loss in order to log it, and not before a backward pass."""
+"""Methods that scripts call on a loss to log it, and not to run a backward pass."""
 
 
 @rule(
@@ -44,7 +44,7 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
     scaled = {text_of(node) for node in script.nodes if script.names.resolve(node) & {"amp.scale_loss", "amp.scale"}}
     for block in script.blocks:
         scaled |= {block.name, text_of(block.call.func)}
-    for assignment in script.assignments:  # in the order of the text, so that a value of a value is found too
+    for assignment in script.assignments:  # in the order of the text, so that values of values are found, too
         if names_in(assignment.value) & scaled:
             scaled.add(assignment.target)
 
@@ -120,13 +120,14 @@ def logged_scaled_losses(script: Script) -> Iterator[Fault]:
 
 
 def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
-    """Return the expression that reads a scaled loss for a log, such as `scaled_loss.item()`.
+    """Return the expression that logs a scaled loss, such as `scaled_loss.item()`.
 
-    Returns None if the loss is not logged, or is logged as a scaled loss, or is perhaps divided by the scale.
+    Returns None if the loss is not logged, is logged under a name with "scale", or is computed with, perhaps divided by
+    the scale.
     """
     for node in ast.walk(script.parent_statement(name)):
         if isinstance(node, ast.Constant) and "scale" in str(node.value):
-            return None  # a text in the statement names it as scaled
+            return None  # a string in the statement says that it is scaled
     if any(isinstance(outer, ast.BinOp) for outer, _ in script.around(name)):
         return None
     outer = script.parent(name)
@@ -162,7 +163,7 @@ def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
 )
 def trains_in_float32(script: Script) -> Iterator[Fault]:
     """A script without mixed precision trains in the dtype of its weights, usually float32."""
-    if "torch" not in script.text or _OTHER_AMP.search(script.text):
+    if "torch" not in script.text or _MIXED_PRECISION.search(script.text):
         return
     steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))
     first = next((call for call, _ in script.method_calls("backward")), None)

@@ -1,4 +1,4 @@
-"""Examines the machine: versions of packages, devices, the 16-bit dtypes that are fast on them, the package `apex`.
+"""Examines the machine: the versions of packages, the devices, the speed of 16-bit dtypes on them, and `apex`.
 
 torch is imported only when devices are examined, because the doctor reads scripts without it.
 """
@@ -18,7 +18,7 @@ from .rules import Finding
 
 LOW_DTYPES = ("float16", "bfloat16")
 _FOLDERS_OF_NVIDIA = ("multi_tensor_apply", "contrib", "optimizers", "transformer")
-"""Folders that show that an installed package `apex` is NVIDIA's."""
+"""Folders of NVIDIA's package `apex`. One of them is enough to recognize it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The section of the report about the machine. `malloc` is advice on the C library; empty for none."""
+    """The section of the report about the machine. `malloc` is advice on the C library, or ""."""
 
     python: str
     amp_patch: str
@@ -107,9 +107,9 @@ def get_devices() -> Iterator[Device]:
 
 
 def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return how fast each 16-bit dtype is on an NVIDIA GPU of a compute capability. For other GPUs, pass None.
+    """Return how fast each 16-bit dtype is on an NVIDIA GPU of a compute capability; None: another accelerator.
 
-    NVIDIA's matrix units (tensor cores) take float16 from 7.0 on, and bfloat16 from 8.0 on.
+    NVIDIA's matrix units (tensor cores) compute in float16 from 7.0 on, and in bfloat16 from 8.0 on.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
@@ -127,7 +127,7 @@ def rate_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype,
     """Return how fast each 16-bit dtype is on a CPU.
 
     Args:
-        flags: the names of its instructions for 16 bits.
+        flags: the names of the 16-bit instructions that it has.
         multiplied: the dtypes whose products it computes with such instructions.
     """
     instructions = ", ".join(flags) or "no instructions for 16 bits"
@@ -141,7 +141,7 @@ def rate_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype,
 
 
 def get_advice(device_type: str = "") -> str:
-    """Return advice on the fastest level for the first device, or for the first device of a type."""
+    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu"."""
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
@@ -167,14 +167,14 @@ def recommend(device: Device) -> str:
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
     """Return advice on how glibc handles freed memory, or "" if the device, the library or the environment needs none.
 
-    Only tensors on a CPU are in the memory of the C library. Measured with the advice (torch 2.13.0, AVX512_BF16): a
-    step of a small network takes 0.7 to 0.95 of the time, with amp and without.
+    Only tensors on a CPU use the memory of the C library. With both variables, a step of a small network takes 0.7 to
+    0.95 of the time, with amp and without (measured with torch 2.13.0 on a CPU with AVX512_BF16).
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""
     return (
         "glibc returns freed memory to the system; MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_MAX_=0 in"
-        " the environment avoids that, and saves a tenth to a third of a small step, with amp and without"
+        " the environment avoids that, and saves 5 to 30 % of a small step, with amp and without"
     )
 
 
@@ -182,19 +182,20 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
 
 
 def find_apex() -> ApexInstall:
-    """Return the package that `import apex` would find. Looks at its files and metadata, and does not import it."""
+    """Return the package that `import apex` would find, by its files and metadata. Does not import it."""
     try:
         spec = importlib.util.find_spec("apex")
-    except (ValueError, ImportError):  # a module without a spec, which a program has made in memory
+    except (ValueError, ImportError):  # a program has put a module without a spec into sys.modules
         return ApexInstall("other", None, None)
     if spec is None:
         return ApexInstall("none", None, None)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     location = str(folders[0]) if folders else spec.origin
-    return ApexInstall(_kind(folders), location, _version("apex"))
+    return ApexInstall(_kind_of_package(folders), location, _version("apex"))
 
 
-def _kind(folders: Sequence[Path]) -> str:
+def _kind_of_package(folders: Sequence[Path]) -> str:
+    """Return the `kind` of an `ApexInstall` from the folders of the package."""
     if any(Path(amp_patch.__file__).parent in folder.parents for folder in folders):
         return "stand-in"
     if any((folder / "amp" / "__init__.py").is_file() for folder in folders):

@@ -4,7 +4,7 @@
 
 import ast
 
-_SPELLINGS = (
+_PREFIXES = (
     ("amp_patch.apex.", "apex."),
     ("amp_patch.amp.", "amp."),
     ("amp_patch.", "amp."),
@@ -15,23 +15,23 @@ _SPELLINGS = (
 )
 """Prefixes of dotted names, each with its replacement in the spelling of the doctor's rules.
 
-`canonical` replaces until no prefix fits. The first that fits counts, so the longer ones come first. The functions of
-Apex's amp and of amp_patch both become `amp.name`.
+`canonical` replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter one. The
+functions of Apex's amp and of amp_patch both become `amp.name`.
 """
 
 
 def canonical(dotted: str) -> str:
     """Return a dotted name in the spelling of the doctor's rules."""
-    for prefix, spelling in _SPELLINGS:
+    for prefix, spelling in _PREFIXES:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
     return dotted
 
 
 class Names:
-    """The imports and aliases of one script. Scopes are not told apart.
+    """The imports and aliases of one script, without regard to scopes.
 
-    A name may mean several dotted names: scripts import one in `try`, and another in `except ImportError`.
+    A name may mean several dotted names: scripts import one thing in `try`, and another in `except ImportError`.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -48,7 +48,7 @@ class Names:
                     self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
-        # imports first: an alias in one function may stand above the import that it uses in another
+        # after all imports: an alias in one function may stand above the import in another that it uses
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 

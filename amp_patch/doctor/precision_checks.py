@@ -1,4 +1,4 @@
-"""Rules about values in 16 bits that lose what a training adds to them, and about regions of torch.autocast."""
+"""Rules of the doctor about weights in 16 bits, and averages of weights."""
 
 import ast
 import re
@@ -12,21 +12,18 @@ from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
 _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
-"""A script without these words has nothing in 16 bits of its own making."""
+"""A script without these words makes no value in 16 bits itself."""
 
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
     r"|stochastic_round|FP16_?Optimizer|Float16Optimizer"
-    r"|get_peft_model|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
+    r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
-"""Names in scripts whose optimizer steps on float32 weights beside 16-bit ones, or makes up for rounding."""
+"""Names in scripts that keep float32 weights beside 16-bit ones, make up for rounding, or train a few new weights."""
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
 """Trainers whose optimizer is AdamW of torch, on the weights as they are."""
-
-_LARGEST = {"float16": 2048, "bfloat16": 256}
-"""The number up to which a dtype holds all whole numbers."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
@@ -34,12 +31,13 @@ _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)}
 
 
-def _may_be_low(script: Script) -> bool:
+def may_be_low(script: Script) -> bool:
+    """Return whether a script may make values in 16 bits itself."""
     return "torch" in script.text and _MAY_BE_LOW.search(script.text) is not None
 
 
-def _grade(verdict: Verdict, message: str) -> tuple[Severity, str]:
-    """Return severity and message: a dtype that only some runs have makes a note with an "if"."""
+def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
+    """Return severity and message: a note that begins with "if" for a dtype that only some runs have."""
     if verdict.is_certain:
         return "warning", message
     return "note", f"if the dtype is {verdict.dtype}: {message}"
@@ -72,24 +70,24 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
     """torch's optimizers round each update to the dtype of the weight. bfloat16 loses every update below 0.2 % of the
     weight, float16 below 0.02 %. A fine-tuning learns less than in float32, or nothing, and no message says so.
     """
-    if not _may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
+    if not may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
         return
     yield from _find_true_precisions(script)
     flow = Flow(script)
     scalers = ScalerFlow(script)
     has_scaler = scalers.is_used and bool(scalers.steps or scalers.unscales)
-    told = set[ast.AST]()
-    for who, trainer, models in find_trainers(script):
+    reported = set[ast.AST]()
+    for stepper, trainer, models in find_trainers(script):
         for model in models:
             verdict = flow.judge(model, trainer)
-            if verdict is None or verdict.node in told or is_kept(script, flow, model):
+            if verdict is None or verdict.node in reported or may_train_only_float32(script, flow, model):
                 continue
             if verdict.dtype == "float16" and verdict.is_certain and has_scaler:
                 continue  # GradScaler refuses such weights: AMP707
-            told.add(verdict.node)
-            message = f"{who} steps on the {verdict.dtype} weights of {text_of(model)}"
+            reported.add(verdict.node)
+            message = f"{stepper} steps on the {verdict.dtype} weights of {text_of(model)}"
             message += f": updates below {_LOST_SHARE[verdict.dtype]} of a weight are lost"
-            severity, message = _grade(verdict, message)
+            severity, message = grade_by(verdict, message)
             level = _LEVELS[verdict.dtype]
             advice = f'Leave the model in float32, and call amp.initialize at "{level}", or use torch.autocast.'
             yield Fault(verdict.node, severity, message, advice)
@@ -101,6 +99,8 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
             continue
+        if function_of(call) == "Fabric" and not _may_train(script, call):
+            continue
         if precision.value in ("bf16-true", "16-true"):
             message = f"precision={precision.value!r} trains 16-bit weights without float32 masters"
             mixed = str(precision.value).replace("true", "mixed")
@@ -108,10 +108,29 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
             yield Fault(call, "warning", f"{message}: small updates are lost", advice)
 
 
-def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
-    """Yield the name of each optimizer of torch.optim, its last step, and the models that it may train.
+def _may_train(script: Script, fabric: ast.Call) -> bool:
+    """Return whether a Fabric may train.
 
-    Also yields each trainer of transformers or trl that trains: it makes such an optimizer itself.
+    It may if it is an attribute, or if its function runs a backward pass, passes it on, or launches another function.
+    """
+    frame = script.frame(fabric)
+    here = [call for call in script.calls if script.frame(call) is frame]
+    names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
+    is_attribute = any("." in name for name in names)
+    return is_attribute or any(
+        function_of(call) == "backward"
+        or names & {name for argument in call.args for name in names_in(argument)}
+        # fabric.launch(main, ...)
+        or (function_of(call) == "launch" and call.args)
+        for call in here
+    )
+
+
+def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
+    """Yield each optimizer of torch.optim: the name of its class, its last step, and the models that it may train.
+
+    Also yields the class, the call and the model of each trainer of transformers or trl that trains, because it makes
+    such an optimizer itself. Leaves out optimizers that are passed to `initialize`.
     """
     trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
     for call in script.calls:
@@ -128,7 +147,7 @@ def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]
 
 
 def _class_of(script: Script, call: ast.Call) -> str:
-    """Return the name of the class of torch.optim that a call makes an optimizer of, or ""."""
+    """Return the name of the optimizer of torch.optim that a call makes, or ""."""
     for name in sorted(script.names.resolve(call.func)):
         module, _, kind = name.rpartition(".")
         is_of_torch = module.startswith("torch.optim") and not module.endswith(("lr_scheduler", "swa_utils"))
@@ -138,16 +157,16 @@ def _class_of(script: Script, call: ast.Call) -> str:
 
 
 def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
-    """Return whether an optimizer is passed to `initialize`, which makes masters or warns itself."""
+    """Return whether an optimizer is passed to `initialize`. Then amp makes masters, or warns."""
     targets = {assignment.target for assignment in script.assignments if assignment.value is optimizer}
     given = {name for call in script.initializations for name in names_in(call)}
     return bool(targets & given)
 
 
 def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> Iterator[ast.expr]:
-    """Yield the models whose parameters an optimizer is given, through names and functions that group them.
+    """Yield the models whose parameters an optimizer is given, also through names and functions that group them.
 
-    Float32 copies of parameters end the search.
+    Yields none for copies of parameters, which may be float32.
     """
     if params is None or depth > 3:
         return
@@ -167,15 +186,15 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 
 
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
-    """Return the last step in the function that makes the optimizer, or the call that makes it."""
+    """Return the last step in the function that makes the optimizer; without one, the call that makes it."""
     frame = script.frame(optimizer)
-    # a model that is cast after its training, to be served, is trained in float32
+    # a later cast does not matter: it prepares the trained model for its use
     steps = [call for call, _ in script.method_calls("step") if script.frame(call) is frame]
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
-def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether a model is frozen, or a part of it is float32: the optimizer may hold no 16-bit weight."""
+def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
+    """Return whether the optimizer of a model may hold no 16-bit weight: a part is frozen or in float32."""
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
         part = text_of(receiver)
@@ -214,17 +233,16 @@ def is_kept(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """An average moves by a thousandth of a difference. 16 bits round that to nothing, and the average stays what
-    it was at the start.
+    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round that to nothing,
+    and the average keeps its first value.
     """
-    if not _may_be_low(script):
+    if not may_be_low(script):
         return
     flow = Flow(script)
     for target, value in script.assignments:
         makers = {function_of(node) for node in ast.walk(value) if isinstance(node, ast.Call)}
-        averages = "AveragedModel" in makers
-        is_moved = averages or ("deepcopy" in makers and _is_averaged(script, target))
-        if not is_moved:
+        is_average = "AveragedModel" in makers or ("deepcopy" in makers and _is_averaged(script, target))
+        if not is_average:
             continue
         # casts in place may follow the copy
         casts = [
@@ -236,7 +254,7 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
                 verdict = flow.judge(cast, cast)
         if verdict is not None:
             message = f"{target} averages weights in {verdict.dtype}, which is too coarse for the steps of an average"
-            severity, message = _grade(verdict, message)
+            severity, message = grade_by(verdict, message)
             yield Fault(verdict.node, severity, message, f"Keep the average in float32: `{target}.float()`.")
 
 
@@ -244,7 +262,7 @@ _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")
 
 
 def _is_averaged(script: Script, name: str) -> bool:
-    """Return whether a loop, or a call of torch._foreach_*, moves the parameters of a copy."""
+    """Return whether a loop over a copy of a model, or `torch._foreach_*`, changes it as averages are changed."""
     for node in script.nodes:
         if isinstance(node, (ast.For, ast.AsyncFor)) and name in names_in(node.iter):
             moved = (part for part in ast.walk(node.target) if isinstance(part, ast.Name))
@@ -252,14 +270,14 @@ def _is_averaged(script: Script, name: str) -> bool:
             if any(_moves(inner, names) for inner in ast.walk(node)):
                 return True
         elif isinstance(node, ast.Call) and node.args and function_of(node).startswith("_foreach_"):
-            is_own = name in names_in(node.args[0])
-            if is_own:
+            is_moved = name in names_in(node.args[0])
+            if is_moved:
                 return True
     return False
 
 
 def _moves(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node changes a tensor of these names by a part of another."""
+    """Return whether a node changes a tensor with one of these names as averages are changed."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         # also in a chain: average.mul_(decay).add_(parameter)
         is_own = bool(names_in(node.func.value) & names)
@@ -271,184 +289,3 @@ def _moves(node: ast.AST, names: set[str]) -> bool:
 
 def _is_sum(arguments: list[ast.expr]) -> bool:
     return bool(arguments) and isinstance(arguments[0], ast.BinOp)
-
-
-# ---- values that grow, and values that number something --------------------------------------------------------------
-
-_FACTORIES = tuple(f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like"))
-_GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
-
-
-@rule(
-    "AMP604",
-    "a running value in 16 bits",
-    bad="""
-        total = torch.zeros((), dtype=torch.bfloat16)  # AMP604
-        for batch in batches:
-            total += loss_of(batch).detach()
-    """,
-    good="""
-        total = torch.zeros(())
-        for batch in batches:
-            total += loss_of(batch).detach()
-    """,
-)
-def grows_in_low(script: Script) -> Iterator[Fault]:
-    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop when
-    what is added is small beside them.
-    """
-    if not _may_be_low(script):
-        return
-    flow = Flow(script)
-    for target, value in _find_made(script):
-        verdict = flow.judge(value, value)
-        if verdict is not None and _grows(script, target, value):
-            message = f"{target} grows in {verdict.dtype}, where counting by one stops at {_LARGEST[verdict.dtype]}"
-            severity, message = _grade(verdict, message)
-            yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
-
-
-def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that is assigned a tensor of a factory, and each buffer that is registered with one."""
-    for target, value in script.assignments:
-        if _is_from(script, value, _FACTORIES):
-            yield target, value
-    for call, receiver in script.method_calls("register_buffer"):
-        name, tensor = argument_of(call, "name", 0), argument_of(call, "tensor", 1)
-        if isinstance(name, ast.Constant) and tensor is not None and _is_from(script, tensor, _FACTORIES):
-            yield f"{text_of(receiver)}.{name.value!s}", tensor
-
-
-def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
-    """Return whether an expression is a call of one of these functions, with any methods called on its result."""
-    while isinstance(value, ast.Call):
-        if not script.names.resolve(value.func).isdisjoint(factories):
-            return True
-        if not isinstance(value.func, ast.Attribute):
-            return False
-        value = value.func.value
-    return False
-
-
-def _grows(script: Script, target: str, made: ast.expr) -> bool:
-    """Return whether a loop, or for an attribute another function, adds to a tensor."""
-    for node in script.nodes:
-        if isinstance(node, ast.AugAssign):
-            grows = isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
-        elif isinstance(node, ast.Assign):
-            grows = text_of(node.targets[0]) == target and _is_increment(node.value, target)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            grows = node.func.attr in _GROWING and _root(node.func.value) == target
-        else:
-            continue
-        is_same_function = script.frame(node) is script.frame(made)
-        is_attribute = "." in target
-        if not grows or not (is_same_function or is_attribute):
-            continue
-        # in another function, an attribute outlives each call
-        if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
-            return True
-    return False
-
-
-def _root(node: ast.expr) -> str:
-    """Return the name of a tensor that is indexed, or whose method of the same data is called: `x[i]`, `x.mul_(2)`."""
-    while True:
-        if isinstance(node, ast.Subscript):
-            node = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
-            node = node.func.value
-        else:
-            return text_of(node)
-
-
-def _is_increment(value: ast.expr, target: str) -> bool:
-    """Return whether a value is `target + x` where `x` is not computed from the target, as a state of a network is."""
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Add, ast.Sub)):
-        return False
-    return text_of(value.left) == target and target not in names_in(value.right)
-
-
-_POSITIONS = re.compile(r"(?:\w+_)?(?:time_?steps?|positions?|position_ids|pos_ids)$")
-_COUNTING = ("torch.arange",)
-
-
-@rule(
-    "AMP605",
-    "positions or timesteps in 16 bits",
-    bad="""
-        positions = torch.arange(length).to(torch.bfloat16)  # AMP605
-        loss = model(x, positions)
-    """,
-    good="""
-        positions = torch.arange(length).float()
-        loss = model(x, positions)
-    """,
-)
-def positions_in_low(script: Script) -> Iterator[Fault]:
-    """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Of larger ones, several become the same number:
-    256 and 257, or the timesteps 998 to 1002 in bfloat16. Tables of sines and rotary angles made of them repeat.
-    """
-    if not _may_be_low(script):
-        return
-    flow = Flow(script)
-    for call in script.calls:
-        is_made = not script.names.resolve(call.func).isdisjoint(_COUNTING)
-        counted: ast.expr = call
-        if not is_made:
-            if not isinstance(call.func, ast.Attribute) or function_of(call) not in ("to", "half", "bfloat16", "type"):
-                continue
-            counted = call.func.value
-            if not _counts(script, counted, call):
-                continue
-        verdict = flow.judge(call, call)
-        if verdict is None or verdict.node is not call or _is_small(script, counted, _LARGEST[verdict.dtype]):
-            continue
-        what = "torch.arange" if is_made else text_of(counted)
-        severity, message = _grade(
-            verdict, f"{what} in {verdict.dtype}: whole numbers above {_LARGEST[verdict.dtype]} become equal"
-        )
-        yield Fault(call, severity, message, "Keep it in an integer dtype or float32, and cast what is computed of it.")
-
-
-def _counts(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether an expression numbers something: by its name, by the name of the result, or made by arange."""
-    parent = script.parent(cast)
-    names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
-    if isinstance(node, (ast.Name, ast.Attribute)):
-        names.append(text_of(node))
-    if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
-        # timesteps from 0 to 1 are no whole numbers
-        if _is_scaled_down(script, node):
-            return False
-        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _COUNTING)
-    return any(_is_from(script, value, _COUNTING) for value in (node, *_own_values(script, node)))
-
-
-def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a name is divided, or subtracted from another value, as timesteps from 0 to 1 are."""
-    parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
-    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
-        return True
-    changes = (part for part in script.nodes if isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div))
-    return any(text_of(change.target) == text_of(node) for change in changes)
-
-
-def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values that the function around a name assigns to it."""
-    return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
-
-
-def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether arange surely stays below a number."""
-    for value in (node, *_own_values(script, node)):
-        while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_COUNTING):
-            value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
-        if isinstance(value, ast.Call):
-            # arange(end), or arange(start, end, step)
-            ends = value.args[:2] if len(value.args) > 1 else value.args
-            numbers = [
-                end.value for end in ends if isinstance(end, ast.Constant) and isinstance(end.value, (int, float))
-            ]
-            return bool(ends) and len(numbers) == len(ends) and max(numbers) <= largest + 1
-    return False

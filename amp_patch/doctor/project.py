@@ -1,4 +1,4 @@
-"""`Project`: the files of one run of the doctor, which are read together, and the findings in them."""
+"""`Project`: the files of one run of the doctor, and the findings in them."""
 
 import io
 import os
@@ -10,12 +10,15 @@ from pathlib import Path
 
 from . import (  # noqa: F401 - registers their rules
     checkpoint_checks,
+    gradient_checks,
     import_checks,
     loss_checks,
     precision_checks,
     region_checks,
     scaler_checks,
     setup_checks,
+    update_checks,
+    value_checks,
 )
 from .documents import Document
 from .rules import RULES, Finding, Selection
@@ -57,8 +60,8 @@ def _is_of_interest(folder: Path) -> bool:
 class Project:
     """Files that are read together, and neither run nor imported.
 
-    A file without a call of `initialize` belongs to a script that calls it in another file. So its rules assume that
-    any call of `initialize` in these files may apply to it.
+    A file without a call of `initialize` may be imported by a file with one. So rules assume that each call of
+    `initialize` in the other files may apply to it.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -72,7 +75,7 @@ class Project:
         for script in self._scripts:
             script.expected = expected_of_all
         for script in amp_users:
-            # for a file with calls of its own, the calls in other files do not count
+            # only its own calls apply to a file that has any
             if script.initializations:
                 script.expected = expect([script])
 
@@ -94,14 +97,14 @@ class Project:
         except (ValueError, LookupError, RecursionError, MemoryError) as error:
             self._unreadable.append(_unreadable(shown, f"is not Python source: {error}"))
         if document is not None:
-            for cell, fault in document.faults:
-                self._unreadable.append(_unparsed(shown, fault, cell))
+            for cell, syntax_error in document.unparsed_cells:
+                self._unreadable.append(_unparsed(shown, syntax_error, cell))
 
     def diagnose(self, selection: Selection) -> list[Finding]:
-        """Return the findings in all files, in order."""
+        """Return the findings in all files, each once, by file and position."""
         findings = [finding for finding in self._unreadable if selection.has(finding.code)]
         for script, document in self._documents:
-            # saves time: most files of a folder have nothing to do with amp
+            # most files of a folder have nothing to do with amp, and rules take time
             if not _MAY_HAVE_FAULTS.search(script.text):
                 continue
             try:
@@ -118,7 +121,7 @@ class Project:
                 continue
             for fault in rule.find(script):
                 line, column = script.location_of(fault.node)
-                # the comment may be on any line of an expression that has several lines
+                # the comment may be on any line of the node
                 last_line = getattr(fault.node, "end_lineno", line)
                 ignored = set[str]().union(*(ignored_by_line.get(number, ()) for number in range(line, last_line + 1)))
                 if rule.code not in ignored and _EVERY_CODE not in ignored:

@@ -1,4 +1,4 @@
-"""Rules about regions of torch.autocast."""
+"""Rules of the doctor about regions of torch.autocast."""
 
 import ast
 import re
@@ -15,8 +15,12 @@ _OLD_REGIONS = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cp
 """Regions that have a device in their name: their arguments are `enabled, dtype, cache_enabled`."""
 
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
-_DEFAULTS = {"cuda": "float16", "cpu": "bfloat16"}
+_DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
+"""The dtype of a region that names only its device."""
+
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
+"""Words in scripts that scale losses, or use a library that does."""
+
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
 
 
@@ -41,8 +45,16 @@ def find_regions(script: Script) -> Iterator[Region]:
 
 
 def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
-    """Yield each `with` and each decorated function that a call of autocast, or the name of its result, opens."""
-    names = {assignment.target for assignment in script.assignments if assignment.value is call}
+    """Yield each `with` block and each decorated function that a region, made by a call of autocast, encloses."""
+    # the call may be an arm of `autocast(...) if use_amp else nullcontext()`
+    choice = script.parent(call)
+    values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
+    names = {assignment.target for assignment in script.assignments if assignment.value in values}
+    # a function may return it: `with make_region():`
+    makers = set[str]()
+    frame, statement = script.frame(call), script.parent_statement(call)
+    if isinstance(frame, ast.FunctionDef) and isinstance(statement, ast.Return) and statement.value in values:
+        makers.add(frame.name)
     for node in script.nodes:
         if isinstance(node, (ast.With, ast.AsyncWith)):
             opened = [item.context_expr for item in node.items]
@@ -50,11 +62,16 @@ def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
             opened = node.decorator_list
         else:
             continue
-        if any(part is call or text_of(part) in names for part in opened):
+        if any(part in values or text_of(part) in names or _is_call_of(part, makers) for part in opened):
             yield node
 
 
+def _is_call_of(node: ast.expr, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and function_of(node) in names
+
+
 def _is_old(script: Script, call: ast.Call) -> bool:
+    """Return whether a call of autocast is one of `_OLD_REGIONS`, whose arguments have other positions."""
     return not script.names.resolve(call.func).isdisjoint(_OLD_REGIONS)
 
 
@@ -84,14 +101,16 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
     """float16 has no numbers below 6e-8. Gradients below that become zero unless the loss is scaled, and their weights
     are not trained.
     """
-    has_dead_scaler = _has_dead_scaler(script)
-    if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_dead_scaler):
+    has_disabled_scaler = _has_disabled_scaler(script)
+    if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_disabled_scaler):
         return
     flow = Flow(script)
     for region in find_regions(script):
         loss = _find_backward(script, region)
-        if loss is None or (_is_scaled(script, loss) and not has_dead_scaler):
+        if loss is None or (_is_scaled(script, loss) and not has_disabled_scaler):
             continue
+        if script.frame(loss) is script.tree and not any(script.method_calls("step")):
+            continue  # a script that never steps only measures the time of a backward pass
         dtypes = dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
             continue
@@ -103,15 +122,18 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
             yield Fault(region.call, "note", f"if the dtype is float16: {message}", advice)
 
 
-def _has_dead_scaler(script: Script) -> bool:
-    """Return whether each GradScaler of the script is made with `enabled=False`, and there is one."""
+def _has_disabled_scaler(script: Script) -> bool:
+    """Return whether the script makes GradScalers, each with `enabled=False`."""
     scalers = [call for call in script.calls if function_of(call).endswith("GradScaler")]
     enabled = [argument_of(call, "enabled") for call in scalers]
     return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
 
 
 def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
-    """Return the dtypes of a region: given, or the default of a device that the text names."""
+    """Return the dtypes that a region may have: the given ones, or the default of its device.
+
+    Returns an empty list if the text tells neither.
+    """
     dtype = argument_of(call, "dtype", 1)
     if dtype is not None:
         return flow.find_dtypes(dtype)
@@ -121,12 +143,12 @@ def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
     device = argument_of(call, "device_type", 0)
     if not devices and isinstance(device, ast.Constant):
         devices = [str(device.value)]
-    return [_DEFAULTS[name] for name in devices if name in _DEFAULTS]
+    return [_DEFAULT_DTYPES[name] for name in devices if name in _DEFAULT_DTYPES]
 
 
 def _find_backward(script: Script, region: Region) -> ast.expr | None:
     """Return a loss that goes backward in the function of a region, or in one that calls that function; or None."""
-    if _is_without_gradients(script, region.body):
+    if _is_without_gradients(script, region.body) or _holds_no_gradients(script, region.body):
         return None
     frames = {script.frame(region.body)}
     function = region.body if isinstance(region.body, ast.FunctionDef) else script.frame(region.body)
@@ -144,7 +166,7 @@ def _find_backward(script: Script, region: Region) -> ast.expr | None:
 
 
 def _is_without_gradients(script: Script, node: ast.AST) -> bool:
-    """Return whether a node runs in a block, or in a function, without gradients."""
+    """Return whether a node is, or is in, a block or function without gradients, such as one under `no_grad`."""
     opened: list[ast.expr] = []
     for outer in (node, *(outer for outer, _ in script.around(node))):
         if isinstance(outer, (ast.With, ast.AsyncWith)):
@@ -156,8 +178,17 @@ def _is_without_gradients(script: Script, node: ast.AST) -> bool:
     return not names.isdisjoint(_WITHOUT_GRADIENTS)
 
 
+def _holds_no_gradients(script: Script, body: ast.AST) -> bool:
+    """Return whether every statement of a region is a block without gradients."""
+    statements = body.body if isinstance(body, (ast.With, ast.AsyncWith)) else []
+    blocks = (ast.With, ast.AsyncWith)
+    return bool(statements) and all(
+        isinstance(statement, blocks) and _is_without_gradients(script, statement) for statement in statements
+    )
+
+
 def _is_scaled(script: Script, loss: ast.expr) -> bool:
-    """Return whether a loss is multiplied by a factor of more than 1, or by a name of a scale."""
+    """Return whether a loss is multiplied by a number above 1 or a name with "scale", or is passed to a `scale`."""
     for value in (loss, *script.values_of(text_of(loss))):
         for product in ast.walk(value):
             if isinstance(product, ast.Call) and function_of(product) == "scale":
@@ -165,9 +196,9 @@ def _is_scaled(script: Script, loss: ast.expr) -> bool:
             if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult):
                 continue
             for factor in (product.left, product.right):
-                is_large = isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float))
+                is_number = isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float))
                 # a smaller factor is the weight of a term, and no scale
-                if is_large and factor.value > 1:  # type: ignore[attr-defined]
+                if is_number and factor.value > 1:  # type: ignore[attr-defined]
                     return True
                 if any("scale" in name.lower() for name in names_in(factor)):
                     return True
@@ -196,14 +227,16 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
     """torch keeps 16-bit copies of the weights until the outermost region ends. Inside it, steps change the weights but
     not the copies, and the loss stands still.
     """
-    told = set[ast.Call]()
+    reported = set[ast.Call]()
     for region in find_regions(script):
+        if _is_without_gradients(script, region.body):
+            continue
         index = 2 if _is_old(script, region.call) else 3
         keeps = argument_of(region.call, "cache_enabled", index)
-        if region.call in told or (isinstance(keeps, ast.Constant) and not keeps.value):
+        if region.call in reported or (isinstance(keeps, ast.Constant) and not keeps.value):
             continue
         if _has_training_loop(script, region.body):
-            told.add(region.call)
+            reported.add(region.call)
             message = "a training loop in one region of autocast: steps do not reach the 16-bit copies of the weights"
             advice = "Put the region inside the loop, around the model and the loss."
             yield Fault(region.call, "warning", message, advice)
@@ -215,9 +248,29 @@ def _has_training_loop(script: Script, body: ast.AST) -> bool:
     if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
     # with autocast(...): train()
-    called = {function_of(call) for call in ast.walk(body) if isinstance(call, ast.Call)}
-    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef) and node.name in called]
-    return any(_is_in_loop_within(script, step, function) for step in steps for function in functions)
+    calls = [call for call in ast.walk(body) if isinstance(call, ast.Call)]
+    functions = [node for node in script.nodes if isinstance(node, ast.FunctionDef)]
+    return any(
+        _may_call(script, call, function) and _is_in_loop_within(script, step, function)
+        for function in functions
+        for step in steps
+        for call in calls
+    )
+
+
+def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool:
+    """Return whether a call may run a function of the script: by its name, or as a method of its class."""
+    if function_of(call) != function.name:
+        return False
+    holder = script.parent(function)
+    if not isinstance(call.func, ast.Attribute):
+        return not isinstance(holder, ast.ClassDef)
+    if not isinstance(holder, ast.ClassDef):
+        return False
+    if text_of(call.func.value) in ("self", "cls"):
+        return any(outer is holder for outer, _ in script.around(call))
+    # `inputs.update(...)` is more likely a method of a dict
+    return function.name not in dir(dict)
 
 
 def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
@@ -258,8 +311,8 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
     """,
 )
 def goes_backward_in_region(script: Script) -> Iterator[Fault]:
-    """Each op of a backward pass runs in the dtype of its forward op by itself. Inside the region, autocast also casts
-    the ops of autograd functions and of hooks that a script defines, and torch advises against it.
+    """A backward pass outside of the region runs each op in the dtype of its forward op. Inside of it, autocast also
+    casts the ops of autograd functions and of hooks that a script defines. torch advises against it.
     """
     for region in find_regions(script):
         if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _has_training_loop(script, region.body):
@@ -272,6 +325,7 @@ def goes_backward_in_region(script: Script) -> Iterator[Fault]:
             yield Fault(call, "note", message, "Leave the region before backward().")
 
 
+_CASTS = ("float", "double", "to", "type")
 _LOSSES = re.compile(r"(?:cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|\w*criterion|loss_f\w*|\w*_loss|\w*Loss)$")
 
 
@@ -308,25 +362,41 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
         outputs = {
             assignment.target
             for assignment in script.assignments
-            if isinstance(assignment.value, ast.Call) and script.parent(assignment.value) in region.body.body
+            if isinstance(assignment.value, ast.Call)
+            and script.parent(assignment.value) in region.body.body
+            and function_of(assignment.value) not in _CASTS
         }
+        outputs |= set(_find_returned(script, region.body))
         for call in script.calls:
             if not call.args or not _LOSSES.match(function_of(call)) or text_of(call.args[0]) not in outputs:
                 continue
+            # a function of a loss, such as log_loss(loss), computes none
+            if "loss" in text_of(call.args[0]).lower():
+                continue
             values = script.values_of(text_of(call.args[0]))
-            # it may be cast, or made elsewhere, in between
-            is_only_value = all(script.parent(value) in region.body.body for value in values)
-            if not is_only_value or not scalers.are_in_order(region.body, call):
+            # in another function, the only value of the name is the result of the function with the region
+            is_returned = len(values) == 1 and script.frame(call) is not script.frame(region.body)
+            # in the same function, each value is assigned in the region: another one may be cast
+            is_from_region = all(script.parent(value) in region.body.body for value in values)
+            if not is_returned and not (is_from_region and scalers.are_in_order(region.body, call)):
                 continue
-            if any(body is not region.body and _holds(script, body, call) for body in _bodies(script)):
-                continue
+            other_bodies = [other.body for other in find_regions(script) if other.body is not region.body]
+            if any(outer in other_bodies for outer, _ in script.around(call)):
+                continue  # it is in another region
             message = f"{text_of(call.args[0])} may be in 16 bits, and the loss is computed outside of the region"
             yield Fault(call, "note", message, "Compute the loss inside the region, or of `output.float()`.")
 
 
-def _bodies(script: Script) -> list[ast.AST]:
-    return [region.body for region in find_regions(script)]
-
-
-def _holds(script: Script, body: ast.AST, node: ast.AST) -> bool:
-    return any(outer is body for outer, _ in script.around(node))
+def _find_returned(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
+    """Yield the names that get the result of a function whose region ends by returning the output of a model."""
+    function, last = script.frame(body), body.body[-1]
+    returned = last.value if isinstance(last, ast.Return) else None
+    if not isinstance(function, ast.FunctionDef) or not isinstance(returned, ast.Call):
+        return
+    if function_of(returned) in _CASTS or _LOSSES.match(function_of(returned)):
+        return
+    for target, value in script.assignments:
+        if isinstance(value, ast.Call) and function_of(value) == function.name:
+            is_own = not isinstance(value.func, ast.Attribute) or text_of(value.func.value) == "self"
+            if is_own and script.frame(value) is not function:
+                yield target

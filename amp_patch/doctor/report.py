@@ -10,7 +10,7 @@ from ..tables import align, count_of
 from .machine import Machine, recommend
 from .rules import SEVERITIES, Finding
 
-# what the report says about each `kind` of `ApexInstall`
+# the text of the report for each `kind` of `ApexInstall`
 _APEX = {
     "none": "not installed",
     "with amp": "NVIDIA's, with amp",
@@ -22,16 +22,16 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in `file_count` files, and the machine if it was examined."""
+    """The findings in `file_count` files, and a description of the machine if it was examined."""
 
     findings: Sequence[Finding]
     file_count: int
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return the lines about the machine, the findings in order, and a summary.
+        """Return the lines about the machine, the findings, and a summary.
 
-        Without `with_notes`, notes are counted and not shown.
+        Without `with_notes`, notes are only counted.
         """
         lines: list[str] = []
         if self.machine is not None:

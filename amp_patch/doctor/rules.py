@@ -2,7 +2,7 @@
 
 To add a rule, write a generator of faults with the decorator `rule`, and the reason as its docstring. The examples are
 its test: it must report the lines of `bad` that end in its code, and nothing in `good`. Codes never change, because
-users select them, and silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules; do
+users select them, and silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules. Do
 not use them again.
 """
 
@@ -25,7 +25,7 @@ knowing.
 
 
 class Fault(NamedTuple):
-    """A fault that a rule has found at a node of a script."""
+    """A fault that a rule found at a node of a script."""
 
     node: ast.AST
     severity: Severity
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: a fault with its code and location.
+    """An entry of the report: a message and advice, with the code of the rule and the location.
 
     Attributes:
         line, column: counted from 1, in characters; None for a finding about the machine.
@@ -64,7 +64,7 @@ Find = Callable[[Script], Iterator[Fault]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule. If `find` is None, other code reports its findings: when it reads a file, or examines the machine."""
+    """A rule. If `find` is None, its findings are reported by other code, which reads files or examines the machine."""
 
     code: str
     summary: str
@@ -78,7 +78,7 @@ RULES: dict[str, Rule] = {
     rule.code: rule
     for rule in (
         Rule("AMP001", "a file that cannot be read or parsed", "What cannot be parsed is not checked."),
-        Rule("AMP901", "another package under the name apex", "`from apex import amp` would fail, or find it."),
+        Rule("AMP901", "another package under the name apex", "`from apex import amp` fails, or finds that package."),
     )
 }
 
@@ -108,13 +108,17 @@ def explain_rule(code: str) -> str:
     parts = [f"{code}: {rule.summary}", rule.why]
     if rule.bad:
         parts += [f"Bad:\n{indent(rule.bad, '    ')}", f"Good:\n{indent(rule.good, '    ')}"]
-    return "\n\n".join([*parts, f"Silence it on a line with `# amp-patch: ignore[{code}]`."])
+    if rule.find is None:
+        parts.append(f"No comment silences it; leave it out with --ignore {code}.")
+    else:
+        parts.append(f"Silence it on a line with `# amp-patch: ignore[{code}]`.")
+    return "\n\n".join(parts)
 
 
 class Selection:
-    """The rules to apply, by prefixes of their codes to select and to ignore.
+    """The rules to apply: those whose code begins with a prefix to select, and not with one to ignore.
 
-    If prefixes of both kinds fit a code, the longest decides; of two equally long ones, the one to ignore. Raises
+    If prefixes of both kinds fit a code, the longest decides; if both are equally long, the rule is ignored. Raises
     SettingsError for a prefix that fits no code.
     """
 

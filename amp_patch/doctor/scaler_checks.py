@@ -4,73 +4,12 @@ import ast
 from collections.abc import Iterator
 
 from .flow import Flow
-from .loss_checks import CLIPPERS
-from .precision_checks import find_trainers, is_kept
+from .precision_checks import find_trainers, may_train_only_float32
 from .region_checks import dtypes_of, find_regions
-from .rules import Fault, Severity, rule
-from .scaler_flow import ScalerFlow
+from .rules import Fault, rule
+from .scaler_flow import ScalerFlow, grade
 from .script import Script
-from .tree import argument_of, function_of, names_in, text_of
-
-_UPDATE = "Call scaler.update() once per iteration, after the scaler.step of every optimizer."
-
-
-def _grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of what fails, or computes wrong numbers, while the scaler is enabled."""
-    return "error" if flow.is_sure else "warning"
-
-
-@rule(
-    "AMP701",
-    "clipping before unscale_",
-    bad="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # AMP701
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-    good="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    """,
-)
-def clips_scaled(script: Script) -> Iterator[Fault]:
-    """After `scaler.scale(loss).backward()`, gradients are multiplied by the loss scale until `scaler.unscale_` or
-    `scaler.step`. A norm of 1 is then a limit of 1 / 65536, and almost every step is far too small.
-    """
-    flow = ScalerFlow(script)
-    if not flow.is_used:
-        return
-    for call in script.calls_of(*CLIPPERS):
-        limit = argument_of(call, "max_norm", 1) or argument_of(call, "clip_value", 1)
-        if limit is not None and any(word in text_of(limit).lower() for word in ("scal", "inf")):
-            continue
-        if _is_on_scaled(flow, call):
-            message = "the gradients are clipped while they are multiplied by the loss scale"
-            yield Fault(call, _grade(flow), message, "Call scaler.unscale_(optimizer) before the clipping.")
-
-
-def _is_on_scaled(flow: ScalerFlow, node: ast.AST) -> bool:
-    """Return whether a node runs after a scaled backward pass and before the step, and nothing unscales before it."""
-    for loss in flow.scaled_backwards:
-        for step in flow.steps:
-            if not flow.are_in_order(loss, node, step) or flow.unscales_before(loss, node):
-                continue
-            # an update or a step between them ends the iteration of the loss
-            if any(flow.between([*flow.updates, *flow.steps, *flow.zeroings], loss, node)):
-                continue
-            if not flow.may_be_without_scale(node, loss, step):
-                return True
-    return False
+from .tree import names_in, text_of
 
 
 @rule(
@@ -104,23 +43,17 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
         for step in flow.steps:
             if not flow.are_in_order(loss, step) or flow.may_be_without_scale(loss, step):
                 continue
-            # the loss may belong to an optimizer that steps by itself
+            # the loss may belong to a step in between, or its gradients are zeroed
             if any(flow.between([*flow.own_steps, *flow.steps, *flow.zeroings], loss, step)):
                 continue
             if flow.may_be_without_scale(step, loss) or not flow.surely_runs(loss, step):
                 continue
-            if _loop_around(script, loss) is not _loop_around(script, step):
+            if script.loop_around(loss) is not script.loop_around(step):
                 continue  # a pass before the training
             message = f"{text_of(loss.func).removesuffix('.backward')} goes backward without a scale"
             message += ", and scaler.step divides its gradients by the scale"
-            yield Fault(loss, _grade(flow), message, "Write `scaler.scale(loss).backward()`.")
+            yield Fault(loss, grade(flow), message, "Write `scaler.scale(loss).backward()`.")
             break
-
-
-def _loop_around(script: Script, node: ast.AST) -> ast.AST | None:
-    """Return the innermost loop around a node."""
-    loops = (outer for outer, _ in script.around(node) if isinstance(outer, (ast.For, ast.AsyncFor, ast.While)))
-    return next(loops, None)
 
 
 @rule(
@@ -144,8 +77,8 @@ def _loop_around(script: Script, node: ast.AST) -> ast.AST | None:
     """,
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
-    """Only `scaler.step` divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's
-    own step uses gradients that are 65536 times too large, and inf.
+    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's own
+    step uses gradients that are still multiplied by the scale, which starts at 65536, and inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -157,18 +90,17 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
             others = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
             if any(flow.between(others, loss, step)) or not flow.surely_runs(loss, step):
                 continue
-            if flow.may_be_without_scale(step, loss) or any(_stands_in_scaler(script, flow, step)):
+            if flow.may_be_without_scale(step, loss) or _is_in_own_scaler(script, step):
                 continue
             message = f"{text_of(step.func)}() uses gradients that are multiplied by the loss scale"
-            yield Fault(step, _grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
+            yield Fault(step, grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
             break
 
 
-def _stands_in_scaler(script: Script, flow: ScalerFlow, step: ast.Call) -> Iterator[bool]:
-    """Yield True if a class around a step is a scaler of the script's own."""
-    for outer, _ in script.around(step):
-        if isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower():
-            yield True
+def _is_in_own_scaler(script: Script, step: ast.Call) -> bool:
+    """Return whether a step is in a class of the script that is a scaler by its name."""
+    around = (outer for outer, _ in script.around(step))
+    return any(isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower() for outer in around)
 
 
 @rule(
@@ -200,117 +132,25 @@ def _stands_in_scaler(script: Script, flow: ScalerFlow, step: ast.Call) -> Itera
 )
 def unscales_twice(script: Script) -> Iterator[Fault]:
     """The second call raises RuntimeError: "unscale_() has already been called on this optimizer since the last
-    update()".
+    update()". Under gradient accumulation, call it only in iterations that step.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
         return
     for second in flow.unscales:
+        updates = [call for call in flow.updates if script.frame(call) is script.frame(second)]
+        if updates and all(flow.is_rarer(update, second) for update in updates):
+            message = f"{text_of(second)} runs in each iteration, and scaler.update() only in some"
+            advice = "Call it in the same `if` as scaler.step, before the clipping."
+            yield Fault(second, grade(flow), f"{message}: this raises RuntimeError", advice)
+            continue
         for first in flow.unscales:
             if text_of(first) != text_of(second) or not flow.are_in_order(first, second):
                 continue
             if flow.surely_runs(first, second) and not any(flow.between(flow.updates, first, second)):
                 message = f"{text_of(second)} is called a second time before scaler.update(): this raises RuntimeError"
-                yield Fault(second, _grade(flow), message, "Call it once per step, after the last backward pass.")
+                yield Fault(second, grade(flow), message, "Call it once per step, after the last backward pass.")
                 break
-
-
-@rule(
-    "AMP705",
-    "no scaler.update",
-    bad="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        for batch in loader:
-            scaler.scale(loss_of(batch)).backward()
-            scaler.step(optimizer)  # AMP705
-    """,
-    good="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        for batch in loader:
-            scaler.scale(loss_of(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    """,
-)
-def never_updates(script: Script) -> Iterator[Fault]:
-    """Without `scaler.update`, the second step raises RuntimeError: "step() has already been called since the last
-    update()".
-    """
-    flow = ScalerFlow(script)
-    if not flow.is_used or not flow.makers or not flow.steps or flow.updates:
-        return
-    if any(function_of(call) == "update" and not call.args for call in script.calls):
-        return
-    # another file may call it, if the scaler is passed on
-    step = flow.steps[0]
-    scaler = step.func.value if isinstance(step.func, ast.Attribute) else step
-    if any(text_of(scaler) in names_in(argument) for call in script.calls for argument in _arguments_of(call)):
-        return
-    if isinstance(scaler, ast.Name) and script.is_in_loop(step):
-        message = "nothing calls scaler.update(): the second step raises RuntimeError"
-        yield Fault(step, _grade(flow), message, "Call scaler.update() after it, once per iteration.")
-
-
-def _arguments_of(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
-@rule(
-    "AMP706",
-    "scaler.update between a loss and its step",
-    bad="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss_a + loss_b).backward()
-        scaler.step(optimizer_a)
-        scaler.update()
-        scaler.step(optimizer_b)  # AMP706
-        scaler.update()
-    """,
-    good="""
-        import torch
-
-        scaler = torch.amp.GradScaler()
-        scaler.scale(loss_a + loss_b).backward()
-        scaler.step(optimizer_a)
-        scaler.step(optimizer_b)
-        scaler.update()
-    """,
-)
-def updates_too_early(script: Script) -> Iterator[Fault]:
-    """`scaler.update` may change the scale. A later `scaler.step` divides gradients of the old scale by the new one,
-    and they are wrong by a factor of 2. After an `unscale_` of its own, the optimizer is unscaled a second time.
-    """
-    flow = ScalerFlow(script)
-    if not flow.is_used:
-        return
-    for step in flow.steps:
-        update = next((call for call in reversed(flow.updates) if flow.are_in_order(call, step)), None)
-        if update is None:
-            continue
-        losses = [*flow.scaled_backwards, *flow.plain_backwards]
-        before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, update)]
-        has_other_loss = any(flow.between(losses, update, step)) or _may_train(flow, script, update, step)
-        if not before or has_other_loss or not flow.surely_runs(update, step):
-            continue
-        if text_of(step) in {text_of(other) for other in flow.between(flow.steps, before[-1], update)}:
-            continue  # a second step of one optimizer, perhaps with gradients of its own
-        message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
-        yield Fault(step, "warning", message, _UPDATE)
-
-
-def _may_train(flow: ScalerFlow, script: Script, first: ast.AST, last: ast.AST) -> bool:
-    """Return whether a function that is called between two nodes may run a backward pass."""
-    for call in flow.between(script.calls, first, last):
-        name = function_of(call).lower()
-        if any(word in name for word in ("backward", "loss", "train", "update_", "optimize", "manual")):
-            return True
-    return False
 
 
 @rule(
@@ -341,7 +181,7 @@ def _may_train(flow: ScalerFlow, script: Script, first: ast.AST, last: ast.AST) 
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
     """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights,
-    which torch.autocast casts where it pays.
+    which torch.autocast casts for the ops that gain from it.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
@@ -353,12 +193,12 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
             verdict = values.judge(model, trainer)
             if verdict is None or verdict.dtype != "float16" or not verdict.is_certain:
                 continue
-            if is_kept(script, values, model):
+            if may_train_only_float32(script, values, model):
                 continue
             line, _ = script.location_of(verdict.node)
             message = f"{text_of(model)} has float16 weights (line {line}), whose gradients GradScaler refuses"
             advice = "Keep the weights in float32 and use torch.autocast, or cast the trained ones back by .float()."
-            yield Fault(first, _grade(flow), message, advice)
+            yield Fault(first, grade(flow), message, advice)
             return
 
 
@@ -395,16 +235,21 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
     for zeroing in flow.zeroings:
         owner = text_of(zeroing.func).rpartition(".")[0]
         for step in flow.steps:
-            if text_of(step.args[0]) != owner or not flow.are_in_order(zeroing, step):
+            is_of_model = f"{owner}.parameters" in {
+                name for value in script.values_of(text_of(step.args[0])) for name in names_in(value)
+            }
+            if text_of(step.args[0]) != owner and not is_of_model:
+                continue
+            if not flow.are_in_order(zeroing, step):
                 continue
             before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
-            is_refilled = any(flow.between(losses, zeroing, step)) or _may_train(flow, script, zeroing, step)
+            is_refilled = any(flow.between(losses, zeroing, step)) or flow.may_train_between(zeroing, step)
             if not before or is_refilled or not flow.surely_runs(zeroing, step):
                 continue
-            # a step between them has used the gradients already
-            if not any(flow.between(flow.steps, before[-1], zeroing)):
-                message = f"{owner}.zero_grad() removes the gradients that scaler.step({owner}) needs"
-                yield Fault(zeroing, _grade(flow), message, "Call it before the backward pass, or after the step.")
+            # no such error after a step or `unscale_` before the zeroing, which has already checked the gradients
+            if not any(flow.between([*flow.steps, *flow.unscales], before[-1], zeroing)):
+                message = f"{owner}.zero_grad() removes the gradients that {text_of(step)} needs"
+                yield Fault(zeroing, grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
 
 
@@ -438,7 +283,7 @@ def scales_bfloat16(script: Script) -> Iterator[Fault]:
     device, and skips steps whose gradients would have fitted.
     """
     flow = ScalerFlow(script)
-    if not flow.is_used or not flow.is_sure or not flow.scaled_backwards:
+    if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:
         return
     values = Flow(script)
     regions = list(find_regions(script))
@@ -482,11 +327,12 @@ def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
     if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
         return
     for call, receiver in script.method_calls("step"):
-        if "sched" not in text_of(receiver).lower():
+        # with an argument, an epoch or a metric decides, and the number of calls does not
+        if "sched" not in text_of(receiver).lower() or call.args or call.keywords:
             continue
         for step in flow.steps:
-            loop = _loop_around(script, step)
-            if loop is None or loop is not _loop_around(script, call) or not flow.are_in_order(step, call):
+            loop = script.loop_around(step)
+            if loop is None or loop is not script.loop_around(call) or not flow.are_in_order(step, call):
                 continue
             message = "the scheduler also counts steps that the GradScaler skips"
             yield Fault(call, "note", message, "Call it only if scaler.get_scale() has not fallen in scaler.update().")

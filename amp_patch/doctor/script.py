@@ -11,7 +11,7 @@ from ..config import DEFAULT_LEVEL
 from .names import Names
 from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
-# The names of functions of amp, in the spelling of the rules. `_TRAINING` is called where a script trains with amp.
+# Functions of amp, in the spelling of the rules. A script that trains with amp calls one of `_TRAINING`.
 _TRAINING = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_TRAINING, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
@@ -25,7 +25,7 @@ class BlockStatement(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A `target = value`, with the target as text."""
+    """An assignment `target = value`, with the target as text."""
 
     target: str
     value: ast.expr
@@ -39,8 +39,8 @@ class Script(Tree):
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
 
     Attributes:
-        expected: whether the loss may be scaled and steps may be skipped in it. `Project` sets it from the calls of
-            `initialize` in the script, or in other files. Until then, both are possible.
+        expected: whether amp may scale the loss and skip steps. `Project` sets it from the calls of `initialize` in the
+            script, or in other files. Until then, both count as possible.
     """
 
     def __init__(self, path: str, text: str) -> None:
@@ -51,7 +51,7 @@ class Script(Tree):
             warnings.simplefilter("ignore")  # Python warns about invalid escapes in the user's strings
             super().__init__(ast.parse(text))
 
-    # The properties below are computed at their first use and cached, because most files need none of them.
+    # The properties below are computed at their first use and kept, because most files need none of them.
 
     @cached_property
     def names(self) -> Names:
@@ -76,6 +76,7 @@ class Script(Tree):
 
     @cached_property
     def _resolved_calls(self) -> list[tuple[ast.Call, frozenset[str]]]:
+        """Every call, with the dotted names that its function may have."""
         return [(call, self.names.resolve(call.func)) for call in self.calls]
 
     def calls_of(self, *names: str) -> list[ast.Call]:
@@ -85,7 +86,7 @@ class Script(Tree):
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield each call of a method with one of these names, and the expression whose method it is.
 
-        Calls of a function in an imported module, such as `torch.save()`, are left out.
+        Leaves out calls on an imported name, such as `torch.save()`.
         """
         for call in self.calls:
             function = call.func
@@ -94,7 +95,7 @@ class Script(Tree):
 
     @cached_property
     def identifiers(self) -> str:
-        """The names, attributes, imports and keywords in the code, a line each. Comments and texts are left out."""
+        """The names, attributes, arguments and imports in the code, a line each. Comments and strings are left out."""
         words = set[str]()
         for node in self.nodes:
             if isinstance(node, ast.Name):
@@ -166,7 +167,7 @@ class Script(Tree):
 
     @cached_property
     def assignments(self) -> list[Assignment]:
-        """Every assignment to a single target. `a, b = x, y` counts as `a = x` and `b = y`."""
+        """Every assignment by `=`, to one target each. `a, b = x, y` counts as `a = x` and `b = y`."""
         assignments: list[Assignment] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -181,14 +182,14 @@ class Script(Tree):
         return [assignment.value for assignment in self.assignments if assignment.target == name]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Return whether a node runs only without amp: a call of amp is on another arm of the same `if`."""
+        """Return whether a node runs only without amp: a call of amp is on another arm of an `if`, `try` or `match`."""
         return any(self.are_exclusive(node, call) for call in self.calls_of(*_TRAINING))
 
 
 def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
-    """Yield the assignments to the single targets of one statement.
+    """Yield one assignment for each target of a statement.
 
-    If a tuple of targets cannot be matched with a tuple of values, each target gets the whole value.
+    For `a, b = f()`, which has no value for each target, every target gets the whole value.
     """
     if not isinstance(target, (ast.Tuple, ast.List)):
         yield Assignment(text_of(target), value)
@@ -204,7 +205,7 @@ def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
 
 
 class Expected(NamedTuple):
-    """The effects that amp may have on a training, at any of the levels that it may run at.
+    """The effects that amp may have on a training, at the levels at which it may run.
 
     Attributes:
         scales: the loss may be multiplied by a scale other than 1.
@@ -216,7 +217,7 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return the effects that amp may have after the calls of `initialize` in these scripts; all, without a call."""
+    """Return the effects that amp may have after the calls of `initialize` in these scripts; both, if there is none."""
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
         return Expected(scales=True, skips=True)
@@ -228,7 +229,7 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
-    # `*args` or `**kwargs` may contain a loss scale or a level
+    # `*args` or `**kwargs` may hold a loss scale or a level
     has_stars = any(isinstance(given, ast.Starred) for given in call.args)
     has_stars = has_stars or not all(keyword.arg for keyword in call.keywords)
     if enabled is False:
@@ -243,7 +244,7 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
     """Return the value of a constant, or of a name whose only value is a constant; else the text of the expression.
 
-    Returns `default` for None, an argument that is not given.
+    Returns `default` if `node` is None: the argument is not given.
     """
     if node is None:
         return default

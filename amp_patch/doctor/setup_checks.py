@@ -25,7 +25,7 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
 def models_moved_late(script: Script) -> Iterator[Fault]:
     """`initialize` prepares casts for the device of the model. `scale_loss` refuses a loss on another device."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
-        return  # models are made on their device, and a later move changes nothing
+        return  # models are made on their device, so a later move changes nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
         for model in parts_of(argument_of(call, "models", 0)):
@@ -35,7 +35,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
             of_model = [move for move, receiver in moves if name in names_in(receiver)]
             late = [move for move in of_model if script.is_before(call, move)]
             if late and not any(script.is_before(move, call) for move in of_model):
-                message = f"{name} moves to its device after amp.initialize, which prepared it for the one it was on"
+                message = f"{name} moves to its device after amp.initialize, which prepared it for its old device"
                 yield Fault(late[0], "error", message, "Move the model first, then call amp.initialize.")
 
 
@@ -52,7 +52,7 @@ def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
-    """Return whether a call of `cuda` or `to` moves a model to a device that is perhaps not the CPU."""
+    """Return whether a call of `cuda` or `to` moves a model, perhaps away from the CPU."""
     if function_of(call) == "cuda":
         return True
     device = argument_of(call, "device", 0)

@@ -1,12 +1,13 @@
-"""`Tree`: a syntax tree with parents. It knows which of two nodes runs first, and which nodes never run in one pass."""
+"""`Tree`: a syntax tree with parents. It tells which of two nodes runs first, and which exclude each other."""
 
 import ast
 from collections.abc import Iterator
 from functools import cached_property
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (*_FUNCTIONS, ast.ClassDef)
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
@@ -34,7 +35,10 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def parts_of(node: ast.expr | None) -> list[ast.expr]:
-    """Return the elements of a list or tuple, or else the expression itself in a list; an empty list for None."""
+    """Return the elements of a list or tuple; of another expression, a list with only it.
+
+    Returns an empty list for a missing argument and for the constant None.
+    """
     if node is None or (isinstance(node, ast.Constant) and node.value is None):
         return []
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -43,7 +47,7 @@ def parts_of(node: ast.expr | None) -> list[ast.expr]:
 
 
 def function_of(call: ast.Call) -> str:
-    """Return the last part of the name of the function or method that is called."""
+    """Return the last part of the name of the called function or method, such as `step`."""
     return text_of(call.func).rpartition(".")[2]
 
 
@@ -58,12 +62,12 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. Nodes that never run, as under `if False`, are removed."""
+    """The nodes of a module, with their parents. The arm that never runs of an `if` with a constant test is removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and isinstance(node.test, ast.Constant):
-                setattr(node, "orelse" if node.test.value else "body", [])  # this arm never runs
+                setattr(node, "orelse" if node.test.value else "body", [])
         self.tree = tree
 
     @cached_property
@@ -87,9 +91,9 @@ class Tree:
         return self._parents.get(node, (None, ""))[0]
 
     def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-        """Yield the nodes that contain this one, the innermost first, each with the field of it that this one is in.
+        """Yield the nodes that contain this one, the innermost first, each with its field that holds this one.
 
-        The field of an `if`, for example, is "test", "body" or "orelse".
+        The fields of an `if`, for example, are "test", "body" and "orelse".
         """
         while node in self._parents:
             node, field = self._parents[node]
@@ -102,9 +106,9 @@ class Tree:
         return node
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function, or the module, whose call runs a node.
+        """Return the innermost function or lambda whose body holds a node, or else the module.
 
-        A class does not count, because its body runs at once.
+        A class does not count, because its body runs where it is defined. So do decorators and defaults of a function.
         """
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":
@@ -112,21 +116,39 @@ class Tree:
         return self.tree
 
     def is_in_loop(self, node: ast.AST) -> bool:
-        """Return whether a node is in the body of a loop in its own function."""
+        """Return whether a node is in the body of a loop, in the same function or class."""
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False
-            if isinstance(outer, _LOOPS) and field == "body":
+            if isinstance(outer, LOOPS) and field == "body":
                 return True
         return False
+
+    def loop_around(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost loop around a node, even outside of its function, or None."""
+        return next((outer for outer, _ in self.around(node) if isinstance(outer, LOOPS)), None)
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether `first` ends before `second` begins in one pass through the same function or module."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
 
+    def leaves(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether the first node is in a block without the second that `return`, `continue` or the like ends."""
+        around_second = {outer for outer, _ in self.around(second)}
+        for outer, field in self.around(first):
+            if outer in around_second:
+                return False
+            body = getattr(outer, field, None)
+            if isinstance(body, list) and body and isinstance(body[-1], _LEAVES):
+                return True
+        return False
+
     def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether two nodes are on different arms of an `if`, `try` or `match`, so that no pass runs both."""
+        """Return whether two nodes are on different arms of an `if`, `try` or `match`.
+
+        The body of a `try` and its handlers count as different arms, although one pass may run a part of both.
+        """
         arms_of_second = dict(self._arms(second))
         return any(branch in arms_of_second and arms_of_second[branch] != arm for branch, arm in self._arms(first))
 

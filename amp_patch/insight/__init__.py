@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .flight.flight_recorder import FlightRecorder as FlightRecorder
+    from .flight_record import FlightRecord as FlightRecord
     from .misuse_record import MisuseRecord as MisuseRecord
     from .misuse_record import format_misuses as format_misuses
+    from .module_casts import note_casts as note_casts
     from .quiet_record import QuietRecord as QuietRecord
     from .quiet_text import find_level as find_level
     from .quiet_text import format_quiet as format_quiet
+    from .raised_record import RaisedRecord as RaisedRecord
+    from .raised_text import find_base as find_base
+    from .raised_text import format_raised as format_raised
     from .recorder import explain as explain
     from .recorder import recording as recording
     from .recordings import Recording as Recording
@@ -37,8 +43,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "FaultRecord": "fault_record",
+    "FlightRecord": "flight_record",
+    "FlightRecorder": "flight.flight_recorder",
     "MisuseRecord": "misuse_record",
     "QuietRecord": "quiet_record",
+    "RaisedRecord": "raised_record",
     "Recording": "recordings",
     "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
@@ -47,12 +56,15 @@ _HOMES = {
     "describe_further": "fault_text",
     "describe_search": "fault_text",
     "explain": "recorder",
+    "find_base": "raised_text",
     "find_level": "quiet_text",
     "find_remedy": "causes",
     "format_fault": "fault_text",
     "format_misuses": "misuse_record",
     "format_quiet": "quiet_text",
+    "format_raised": "raised_text",
     "format_recording": "text",
+    "note_casts": "module_casts",
     "recording": "recorder",
     "trace": "tracer",
     "tune": "tuning.tuner",

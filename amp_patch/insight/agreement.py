@@ -1,4 +1,4 @@
-"""Whether a repaired training trains as float32 does. Its values may all be finite, and its loss may still not move."""
+"""Compares the losses of a repaired training with float32: even if all values are finite, the loss may not move."""
 
 import math
 from statistics import median
@@ -7,7 +7,7 @@ from .recordings import Recording
 from .records import CurveRecord
 
 _FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of it
-_SHARE = 0.2  # of the way that the loss of float32 has moved
+_SHARE = 0.2  # the last losses may also differ by this share of the range of the losses in float32
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:

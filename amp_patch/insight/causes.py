@@ -37,7 +37,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def applies(self, fault: FaultRecord, course: Course) -> bool:
-        """Return whether this is the cause of a fault, which none of the diagnoses before this one explains."""
+        """Return whether this is the cause of a fault. No diagnosis before this one in `DIAGNOSES` applies to it."""
 
     @abc.abstractmethod
     def describe(self, fault: FaultRecord) -> str:
@@ -45,7 +45,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return the remedy. Without the run, its list extends the shipped one."""
+        """Return the remedy. Its list extends the last list of the run, else a shipped one."""
 
 
 class _CameIn(Diagnosis):
@@ -75,7 +75,7 @@ class _CameIn(Diagnosis):
 
 
 class _Divergence(Diagnosis):
-    """Losses or weights have grown without bound: a wider range would only put the end off."""
+    """Losses or weights have grown without bound. A dtype of wider range would only delay the end."""
 
     cause = Cause.DIVERGENCE
 
@@ -84,10 +84,10 @@ class _Divergence(Diagnosis):
         if fault.value is Value.ZERO or fault.is_in_backward:
             return False
         if fault.phase is not Phase.STEP and origin.out == "bf16" and evidence.fits_in_float32:
-            # Beyond bfloat16 is nearly beyond float32, so no rounding made it. A constant, such as the least number of
-            # float32 in a mask, was cast and is no sign of growth.
-            is_beyond_bfloat16 = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
-            if is_beyond_bfloat16 and origin.aten not in CASTS:
+            # A value that bfloat16 does not hold is nearly too large for float32. But a cast may be given a constant,
+            # such as the least number of float32 for a mask, which is no sign of growth.
+            is_huge = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
+            if is_huge and origin.aten not in CASTS:
                 return True
         if fault.step == 0:  # nothing has grown yet
             return False
@@ -127,7 +127,7 @@ class _Step(Diagnosis):
 
 
 class _Precision(Diagnosis):
-    """float32 holds the result of the op for these inputs."""
+    """16 bits are the reason: float32 holds the result, or the gradients fit once the faulty ops run in float32."""
 
     cause = Cause.PRECISION
 
@@ -214,12 +214,12 @@ def describe_cause(fault: FaultRecord) -> str:
 
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy for a fault. Without the run, its list extends the shipped one."""
+    """Return the remedy for a fault. Its list extends the last list of the run, else a shipped one."""
     return _BY_CAUSE[fault.cause].find_remedy(fault, run)
 
 
 def _format_share(fault: FaultRecord) -> str:
-    """Return which share of the values does not fit."""
+    """Return the share of the values that do not fit, as text."""
     share = fault.origin.share
     if share is None:
         return str(fault.value)

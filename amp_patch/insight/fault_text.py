@@ -8,6 +8,7 @@ from .causes import describe_cause, find_remedy
 from .fault_record import FaultRecord, Phase, Reach, Value
 from .misuse_record import format_misuse
 from .quiet_text import format_quiet
+from .raised_text import format_raised
 from .recordings import Recording
 from .records import RunRecord
 from .remedies import format_scale
@@ -19,15 +20,19 @@ _SKIPPED = {None: "", True: "; the step was skipped", False: "; the step was tak
 
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
-    """Return a fault as text. `run` names the lists that the suggested list extends; None: the shipped list."""
+    """Return a fault as text. A suggested list extends the last list of `run`; without the run, the shipped list."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the faults of a traced run, or how many steps had none, the quiet losses, and misuses."""
+    """Return the report of a traced run: its first fault, and a line for each further one; or how many steps had none.
+
+    Quiet losses, exceptions and misuses follow.
+    """
     faults, searches = recording.faults, recording.searches
     quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
+    quiet += [format_raised(raised, recording.run) for raised in recording.raised]
     quiet += map(format_misuse, recording.misuses)
     if faults:
         return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *quiet])
@@ -36,13 +41,16 @@ def format_faults(recording: Recording) -> str:
     fitting = len(recording.steps) - max(skipped, len(searches))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
-    elif not searches:
+    elif not searches and not recording.raised:
         lines.append("no fault, and no step of an optimizer")
     return "\n".join([*lines, *quiet])
 
 
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
-    """Return a report of steps, perhaps all, that were skipped while a dynamic loss scale came down."""
+    """Return the report of the steps that were skipped while a dynamic loss scale came down.
+
+    `faults` has one fault of each. `is_all`: whether they are all steps of the run.
+    """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
     text = f"no fault: {steps} skipped as the dynamic loss scale came down from {scale}"
@@ -118,7 +126,7 @@ def _describe_op(fault: FaultRecord) -> str:
 
 
 def _describe_call(fault: FaultRecord) -> str:
-    """Return which call of the script ran an op, where, and in which module."""
+    """Return the call of the script that ran an op, with its line and module."""
     origin = fault.origin
     call = (origin.op or "").removeprefix("aten.")  # an op on no list has no other name
     if call == "_to_copy":
@@ -156,7 +164,7 @@ def _describe_reach(fault: FaultRecord) -> str:
 
 
 def _describe_gradients(names: Sequence[str], total: int) -> str:
-    """Return which gradients are not finite, of all parameters that have one."""
+    """Return the gradients that are not finite, by number and by the first names."""
     shown = list(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         shown.append("...")

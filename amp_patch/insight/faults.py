@@ -168,7 +168,7 @@ class FaultFinder:
         is_bad = not all(math.isfinite(written.largest) for written in made)
         if is_bad or self._underflow is not None or self.repair.is_under_way:
             with current.without_casts():  # the ops below read values, and no list may act on them
-                # Before the checks: it would drop the twin of an output that a check has just made.
+                # Before the checks, since it drops twins of outputs, and a check may make one.
                 self.repair.follow(op, call, made, forward)
                 for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
                     self._check(_Output(op, index, tensor, written, forward), call)
@@ -188,12 +188,12 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note that a line gives inf in other modules, too, although these have not run."""
+        """Note that the line of an op gives inf in these modules, too, although the script may end before they run."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
     def enter_let_in(self, tensors: Iterable[Tensor]) -> None:
-        """Enter faults for values that came in and have reached some tensors: these values are no mask."""
+        """Enter faults for values that came in, seemed to be masks, and have reached these tensors."""
         for tensor in tensors:
             known = self.storages.find(tensor)
             if known is not None and known.let_in is not None and not known.is_known:
@@ -204,7 +204,7 @@ class FaultFinder:
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
-            # Nothing is known of the gradient that begins a backward pass.
+            # The gradient that begins a backward pass has no parents, and is taken to carry the loss scale.
             written.is_scaled = not parents or any(map(is_of_scaled, parents))
             return written
         is_low = output.dtype in LOW_DTYPES
@@ -252,8 +252,8 @@ class FaultFinder:
             return
         if call is None or self._is_accepted(output, call):
             return
-        # An input that no op made is a stranger, unless it looks like a mask. A mask is kept as `let_in`: if it reaches
-        # the loss or becomes NaN, it was none.
+        # An input that no op made is a stranger. One that looks like a mask is kept as `let_in`: if it reaches the loss
+        # or becomes NaN, it was none.
         strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
         for given in strangers:
             if not self._is_mask(given):
@@ -268,7 +268,7 @@ class FaultFinder:
             self._enter_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
-        """Return whether an op is ignored, or (not in a backward pass) was given the very number that it gives."""
+        """Return whether an op is ignored, or, in a forward pass, has the inf or NaN that it gives as an argument."""
         if self._is_ignored(output.op, call):
             return True
         return call.phase != "backward" and _has_such_number(output.op, output.written.largest)
@@ -284,7 +284,7 @@ class FaultFinder:
         return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
     def _inherit_let_in(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
-        """Note the fault that an output would be if the masks that it is made from turn out to be none."""
+        """Note the fault that an output belongs to if the masks among its inputs turn out to be none."""
         for given, source in bad:
             if source is None or not _is_from_op(source):
                 output.written.let_in = self._make_let_in(output, call, given)
@@ -328,7 +328,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs the op again that has given a fault in the forward pass. Its op needs no second entry.
+            # A checkpoint runs ops of the forward pass again. An op with a fault there needs no second entry.
             is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_seen_in_forward:
                 wanted.insert(0, written)
@@ -349,7 +349,7 @@ class FaultFinder:
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
         """Compute an op in float32 if it ran in 16 bits, and then also without the rounding of the ops before it.
 
-        `exact` is None if float32 is finite nowhere that the output is not.
+        `exact` is None if float32 makes none of the values finite that are not.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -360,7 +360,7 @@ class FaultFinder:
             return blame
         if exact is not None and not bool((exact.isfinite() & ~output.tensor.isfinite()).any()):
             exact = None
-        return Blame(exact)  # a later op may mask the values that are not finite
+        return Blame(exact)  # if only some are finite, a later op may mask the rest
 
     def _check_zeros(self, output: _Output, call: OpCall, underflow: float) -> None:
         """Enter a fault if a larger share of an output than `underflow` is zero, and is not zero in float32."""
@@ -464,7 +464,7 @@ def _compute_exact(output: _Output) -> Tensor | None:
 
 
 def name_value(is_nan: bool) -> Value:
-    """Return the word of records for a value that is not finite."""
+    """Return the word that records have for a value that is not finite."""
     return Value.NAN if is_nan else Value.INF
 
 
@@ -474,6 +474,7 @@ def none_if_inf(largest: float) -> float | None:
 
 
 def _by_fit(value: float) -> float:
+    """Return a magnitude as a key to sort by: NaN is as large as inf."""
     return math.inf if math.isnan(value) else value
 
 

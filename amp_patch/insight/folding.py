@@ -18,15 +18,17 @@ class OpCall:
         op: the spelling that was called, or `aten.` and the name of the op.
         module: the name of the innermost module that runs.
         site: the line of the script.
-        phase: as in `OpRecord`; so are `rule`, `entry`, `region`, `given`, `out`, `ran` and `casts`.
+        phase, rule, entry, region, given, out, ran, casts: as in `OpRecord`.
         listed: the name of the op in the lists; "" for an op on no list.
         target: the dtype that the rule asks for, or None.
-        sources: addresses of the tensors that have to be cast for the call.
+        sources: addresses of the tensors that are not in this dtype, and so have to be cast.
         copied: addresses of the tensors that were cast.
         cast_dtypes: pairs of the dtypes from and to which tensors were cast.
+        widened: the call that cast 16-bit arguments to float32, and whose result this call has used: itself, or an
+            earlier one, after which only unlisted ops ran. None if there is none.
         is_reached: whether lists and rules for modules act where it runs.
         names_dtype: whether it is a cast of the script to a dtype that its line names, not to the dtype of a tensor.
-        constants: as in `OpRecord`, of this call.
+        constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 
     op: str
@@ -45,9 +47,14 @@ class OpCall:
     sources: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
     cast_dtypes: set[tuple[str, str]] = field(default_factory=set)
+    widened: "OpCall | None" = None
     is_reached: bool = True
     names_dtype: bool = False
     constants: tuple[str, ...] = ()
+
+    def has_widened(self) -> bool:
+        """Return whether the call has cast an argument of 16 bits to float32."""
+        return any(target == "f32" and source in ("f16", "bf16") for source, target in self.cast_dtypes)
 
 
 @dataclass(slots=True)
@@ -74,10 +81,10 @@ class _Counts:
 
 
 class Folding:
-    """The records so far, each in the place of its first call. Any thread may add calls.
+    """Counts calls by record, in the order of first calls. Any thread may add calls.
 
     Args:
-        keeps_ops: whether anything is recorded.
+        keeps_ops: whether to count at all.
     """
 
     def __init__(self, *, keeps_ops: bool = True) -> None:

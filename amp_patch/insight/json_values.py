@@ -1,4 +1,4 @@
-"""Records as lines of JSON, and back.
+"""Writes records as JSON, and reads them back.
 
 A field whose type is a dataclass is a part of its record. Its own fields are keys of the record in JSON. A field that
 `absent` declares is None in Python and has another value in JSON.
@@ -24,13 +24,14 @@ MAX_LINE = 1 << 26
 """Bytes of a line. A longer line is refused, so that a file without line ends is never read into memory."""
 
 MAX_INT = 1 << 63
+"""Integers in a file have smaller magnitudes."""
 
 
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
-    """Yield the data of each line of a file, and its record; None for a kind that only a later version knows.
+    """Yield the data of each line of a file, and its record; None for a kind that `kinds` does not have.
 
-    `kinds` has the class of each kind. The file need not be trusted: values have the types of their fields, and texts
-    have no control characters, which a terminal would execute. Raises RecordError for any other file.
+    `kinds` has the class of each kind. The file need not be trusted: each value has the type of its field, and control
+    characters in texts, which a terminal would execute, are escaped. Raises RecordError for a file of other lines.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end
@@ -62,7 +63,7 @@ def _read_stream(
 
 
 def read_array(path: Path, kinds: Mapping[str, type[R]], name: str) -> list[R | None]:
-    """Return the records of a file that holds one JSON array of them; None for a kind that only a later version knows.
+    """Return the records of a file that holds one JSON array of them; None for a kind that `kinds` does not have.
 
     The file need not be trusted: see `read_lines`. Raises RecordError, with `name`, for any other file.
     """
@@ -121,7 +122,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
 
 
 def to_type(value: Any, kind: Any, name: str) -> Any:
-    """Return a value of JSON as the type of a field: lists become tuples, and the names of inf and NaN floats.
+    """Return a value of JSON as the type of a field: lists become tuples, and "inf", "-inf" and "nan" floats.
 
     Raises TypeError, with the name of the field, for a value of another type.
     """
@@ -174,7 +175,7 @@ def flatten(record: Any) -> dict[str, Any]:
 
 
 def is_stored(declared: Field[Any]) -> bool:
-    """Return whether a field is written to files. Its metadata says so if it is not."""
+    """Return whether a field is written to files: all are whose metadata does not say `is_stored: False`."""
     return bool(declared.metadata.get("is_stored", True))
 
 

@@ -1,4 +1,4 @@
-"""`MisuseRecord`: a wrong use of GradScaler or autocast by a script, as `native` has noticed it."""
+"""`MisuseRecord`: a wrong use of GradScaler or autocast that `native` has noticed in a script."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MisuseRecord:
-    """A wrong use of GradScaler or autocast. Each kind is recorded once.
+    """A wrong use of GradScaler or autocast.
 
     Attributes:
         cause: the kind, such as "scaled gradients are clipped".
         step: the number of the step in which it was noticed, from 0.
         site: the line of the script.
-        effect: what happens.
-        edit: what to write instead.
+        effect: what happens because of it.
+        edit: what the script should do instead.
     """
 
     kind: ClassVar[str] = "misuse"

@@ -1,4 +1,4 @@
-"""The names of modules, parameters and buffers, and which modules are running."""
+"""Names modules, parameters and buffers, and keeps the modules that are running."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +49,11 @@ class ModuleStack:
         running = self._find_running()
         return running[-1][1] if running else ""
 
+    def find_name(self, module: object) -> str | None:
+        """Return the name of a module of the models; None for another object."""
+        known = self._names.get(id(module))
+        return known[1] if known is not None and known[0] is module else None
+
     def module_here(self) -> nn.Module | None:
         """Return the innermost module that is running in this thread."""
         running = self._find_running()
@@ -63,7 +68,8 @@ class ModuleStack:
         """Return the modules that are running in this thread, innermost first."""
         return [module for module, _ in reversed(self._find_running())]
 
-    def _running(self) -> list[tuple[nn.Module, str]]:
+    def _entered(self) -> list[tuple[nn.Module, str]]:
+        """Return the modules that the hooks have entered in this thread, innermost last, each with its name."""
         return self._local.modules
 
     def _find_running(self) -> list[tuple[nn.Module, str]]:
@@ -71,7 +77,7 @@ class ModuleStack:
 
         While a checkpoint recomputes during backward, no hook runs: then this returns the module that is recomputed.
         """
-        running = self._running()
+        running = self._entered()
         if not running and get_current_node() is not None:
             known = self._names.get(id(find_recomputed()))
             if known is not None:
@@ -79,14 +85,14 @@ class ModuleStack:
         return running
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        running = self._running()
+        running = self._entered()
         if not running and id(module) not in self._names:  # models may have been added
             self._names = dict(name_modules(self._get_models()))
         running.append((module, self._name(module, running)))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = self._running()
-        # until its entry: torch calls no forward hook of a module whose forward a KeyboardInterrupt has ended
+        running = self._entered()
+        # Modules inside may still be on the stack: torch calls no hook after a forward that a KeyboardInterrupt ended.
         while running and running.pop()[0] is not module:
             pass
 
@@ -94,7 +100,7 @@ class ModuleStack:
         known = self._names.get(id(module))
         if known is not None:
             return known[1]
-        if running:  # a replica or copy is named after its caller and the attribute that holds it there
+        if running:  # a replica or copy: it has the name of its caller, with the attribute that holds it there
             outer, name = running[-1]
             for key, child in outer.named_children():
                 if child is module:

@@ -1,4 +1,4 @@
-"""The numbers of a run that a contract promises: of its modules, its optimizers and its steps. Needs no torch."""
+"""Records of the modules, optimizers and steps of a run, from which contracts are made. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,16 +27,17 @@ class OptimizerRecord:
 class ModuleNumbersRecord:
     """Numbers of a module that has parameters of its own, or no submodules.
 
-    A sketch has `SKETCH` values, whose norm estimates the L2 norm of a tensor, and whose differences estimate the norms
-    of differences: each is a sum of elements with signs that depend on the shape alone. () if there was no tensor.
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with signs that depend on the shape alone.
+    The norm of a sketch estimates the L2 norm of the tensors, and the norm of the difference of two sketches that of
+    the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
         module, type: the qualified name, and the name of the class.
         weights: the sketch of the parameters before the first step.
         output, dtype: the sketch of the first floating tensor in the output of the first call, and its dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.
-        update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None if
-            they were not changed.
+        update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None
+            without such a step.
         last_gradient: the L2 norm of the unscaled gradients in the last step; None without any.
     """
 

@@ -9,7 +9,7 @@ No tensor is kept or read, so a recorded run computes the same results as withou
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from .folding import Folding, OpCall
 from .naming import ModuleStack
 from .op_constants import find_constants
 from .ops import Op, compute_in_float32, find_overload
+from .origins import Origins
 from .quiet.watch import QuietWatch
 from .rules import RuleFinder, short, spelled
 from .sites import Site, find_site, is_backward_of_user, is_under_checkpoint, names_dtype
@@ -53,6 +54,18 @@ class _ThreadState(threading.local):
         self.calls: list[OpCall] = []
         self.is_below = self.is_paused = False
         self.nodes: int | None = None
+
+
+class FailedIn(NamedTuple):
+    """Where an op ran that raised an exception.
+
+    Attributes:
+        forward: the call of the forward pass whose backward pass ran; None in a forward pass.
+        is_reached: whether lists and rules for modules act there.
+    """
+
+    forward: OpCall | None
+    is_reached: bool
 
 
 class Observer:
@@ -85,11 +98,13 @@ class Observer:
         self._local = _ThreadState()
         self._by_node: dict[int, OpCall] = {}
         self._writers: dict[int, OpCall] = {}  # by the address of a storage: the call that wrote it last
+        self.origins = Origins()
         self._below = _Below(self)
         self._covers: list[Callable[..., Any]] = []
         self._undo = UndoStack()
         self.is_on = False
         self.has_seen = False  # an op
+        self.failed_in: FailedIn | None = None  # the op that raised last
 
     def start(self) -> None:
         """Observe from now on: listed ops in all threads, and other ops in this one."""
@@ -132,6 +147,7 @@ class Observer:
         """Forget the nodes and storages of the step."""
         self._by_node.clear()
         self._writers.clear()
+        self.origins.end_step()
         if self.finder is not None:
             self.finder.end_step()
 
@@ -212,6 +228,8 @@ class Observer:
         if number is not None and calls:
             self._by_node[number] = calls[-1]
         if overload.is_silent:
+            if self.origins.is_of_interest(overload):
+                self.origins.note(calls[-1] if calls else self._make_call(op), (), op.outputs())
             return None  # a view shares the storage of its base, which is known already
         inputs, outputs = op.inputs(), op.outputs()
         cast = None
@@ -226,11 +244,50 @@ class Observer:
         if number is not None and call is not None:
             self._by_node[number] = call
         if call is not None:
+            if not overload.is_copy:
+                call.widened = self._find_widened(call, inputs)
+            self.origins.note(call, inputs, outputs)
             for tensor in outputs:
                 self._writers[storage_of(tensor)] = call
         if self.finder is not None:
             self.finder.look(op, call, number)
         return call
+
+    def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
+        """Return the call that widened the inputs of an op of the forward pass. See `OpCall.widened`.
+
+        There is none if another input is float32 of its own: the result would be float32 in any case.
+        """
+        if call.has_widened():
+            return call
+        if call.target is not None or call.phase == "backward":
+            return None
+        widened = None
+        for tensor in inputs:
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a scalar does not decide on the dtype
+                continue
+            writer = self._writers.get(storage_of(tensor))
+            if writer is None or writer.widened is None:
+                return None
+            widened = widened or writer.widened
+        return widened
+
+    def note_failure(self, node: Any) -> None:
+        """Note where an op ran that raises: the dispatch mode runs it now. `node` is the node of the backward pass."""
+        forward = None
+        if node is not None and not is_backward_of_user(node):
+            forward = self._by_node.get(get_node_number(node))
+        with restore_caller_state():
+            self.failed_in = FailedIn(forward, self._is_reached())
+
+    def name_module(self, module: Any) -> str | None:
+        """Return the name of a module of the models in reports; None for another object."""
+        return self._running.find_name(module)
+
+    def _make_call(self, op: Op) -> OpCall:
+        """Return the call of an op that makes an empty tensor outside of listed calls."""
+        site = find_site()
+        return OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(op.node, site))
 
     def note_overflow(self, op: Op) -> None:
         """Note an op that torch refuses to run because a number among its arguments does not fit into 16 bits."""
@@ -257,7 +314,8 @@ class Observer:
         if not storage or copy.dtype is not call.target or producer is None or producer is call:
             return
         outside, between = short(copy.dtype), short(source.dtype)
-        if producer.target is source.dtype and (outside, between) in producer.cast_dtypes:
+        producer = producer.widened or producer
+        if producer.target in (source.dtype, None) and (outside, between) in producer.cast_dtypes:
             self._folding.count_undone(producer, call, outside, between)
 
     def _note_alone(
@@ -316,7 +374,8 @@ class _Below(WatchingMode):
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, observer, overload = kwargs or {}, self._observer, find_overload(func)
+        # `failing_call` reads func, args and kwargs from the traceback of an exception.
+        kwargs, observer, overload, node = kwargs or {}, self._observer, find_overload(func), get_current_node()
         before, site = args, None
         if observer.finder is not None:
             before = observer.finder.prepare(overload, args)
@@ -325,11 +384,12 @@ class _Below(WatchingMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
+            observer.note_failure(node)
             if observer.is_on and "without overflow" in str(error):  # masked_fill(mask, -1e9) in float16
-                observer.note_overflow(Op(overload, func, args, before, kwargs, None, get_current_node()))
+                observer.note_overflow(Op(overload, func, args, before, kwargs, None, node))
             raise
         if observer.is_on:
-            op = Op(overload, func, args, before, kwargs, result, get_current_node())
+            op = Op(overload, func, args, before, kwargs, result, node)
             observer.note(op)
             if observer.quiet is not None:
                 observer.quiet.note(op, site)

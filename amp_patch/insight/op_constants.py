@@ -35,7 +35,7 @@ _OPERATORS = {
     "multiply": "mul",
     "subtract": "sub",
 }
-"""Names for the same op. `rsub`, `radd`, `imul`, ... are the operators whose operand is on the right, or in place."""
+"""Other names of the same ops."""
 
 _KERNELS = {
     "_softmax": "softmax",
@@ -60,7 +60,7 @@ list would else seem to vanish.
 
 
 def strip_spelling(op: str) -> str:
-    """Return an op without its owner, and without the mark of an operator or of an op in place.
+    """Return the plain name of an op: without its owner, the marks of an operator, and the `_` of an op in place.
 
     `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul";
     `F.layer_norm` and `aten.native_layer_norm` are "layer_norm".
@@ -68,7 +68,7 @@ def strip_spelling(op: str) -> str:
     name = op.rpartition(".")[2]
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
-        plain = name[1:]
+        plain = name[1:]  # of an operator with its operand on the right, such as radd, or in place, such as iadd
         if name[:1] in "ri" and (plain in _ARITHMETIC or plain in _OPERATORS or plain == "matmul"):
             name = plain
     name = name.rstrip("_")

@@ -1,4 +1,4 @@
-"""`OpWatch`: passes each call of an op in the forward pass of the first thread to a function, with its module."""
+"""`OpWatch`: passes each call of an op in the forward pass to a function. It watches the thread that made it."""
 
 import contextlib
 import threading
@@ -25,19 +25,19 @@ OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | Non
 
 
 class OpWatch:
-    """Sees listed ops everywhere, by covers on their patches, and other ops in modules, by a mode of torch.
+    """Sees listed ops everywhere, by functions that cover their patches, and other ops in modules, by a mode of torch.
 
-    Code of torch.compile runs uncompiled.
+    While it watches, code of torch.compile runs uncompiled.
 
     Args:
-        session: whose ops are seen.
+        session: the session whose lists name the ops.
         on_call: makes each call. It sees none of the calls that it makes while `is_busy` is True.
         name: returns the name of a function that is on no list.
         everywhere: see other ops outside of modules, too.
 
     Attributes:
-        is_on: between `start` and `stop`.
-        is_busy: whether calls pass by unseen. True when `on_call` is called.
+        is_on: whether it watches: between `start` and `stop`.
+        is_busy: whether calls pass by unseen. `on_call` finds it True, and may set it to False to see calls inside.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OpWatch:
         self.is_on = True
         self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, self._session.patcher, self._covers)
-        self._undo.callback(self._mode.leave)  # an exception in a forward leaves the mode on
+        self._undo.callback(self._mode.leave)  # it is still on if a forward pass has raised an exception
         self._undo.callback(self._running.close)
         self._session.patcher.cover(self._cover)
         self._running.open()
@@ -102,7 +102,7 @@ class OpWatch:
     def call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None = None
     ) -> Any:
-        """Make a call, by `on_call` if it is to be seen."""
+        """Make a call: by `on_call`, or directly if it is not to be seen."""
         if not self.is_on or self.is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if get_current_node() is not None:  # the backward pass, or a checkpoint in it
@@ -119,7 +119,7 @@ class OpWatch:
 
 
 class _Mode(TorchFunctionMode):
-    """Passes calls of functions on no list, inside of models, to an `OpWatch`."""
+    """Passes the calls of torch's functions that no list has to an `OpWatch`."""
 
     def __init__(self, watch: OpWatch) -> None:
         super().__init__()
@@ -132,8 +132,9 @@ class _Mode(TorchFunctionMode):
         return self._watch.call_unlisted(func, args, kwargs or {})
 
     def enter(self) -> None:
-        """Turn the mode on, in the thread that opened the session."""
-        if not self.is_entered and self._watch.is_on:  # torch still calls a hook that was removed in the same call
+        """Turn the mode on in this thread. Harmless twice."""
+        # A hook that was removed while torch calls hooks may still come here.
+        if not self.is_entered and self._watch.is_on:
             self.is_entered = True
             super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -145,7 +146,11 @@ class _Mode(TorchFunctionMode):
 
 
 class _Modules(ModuleStack):
-    """The modules that are running. The mode is on while a module runs in the first thread, or stays on."""
+    """The modules that are running. Turns the mode on while a module runs in the thread that made this.
+
+    Args:
+        stays: the mode stays on between modules, too.
+    """
 
     def __init__(self, get_models: Callable[[], list[nn.Module]], mode: _Mode, *, stays: bool) -> None:
         super().__init__(get_models)
@@ -154,7 +159,7 @@ class _Modules(ModuleStack):
         self._thread = threading.get_ident()
 
     def enter(self, module: nn.Module) -> None:
-        """Note a module whose call began before."""
+        """Note a module whose call began before the hooks were registered."""
         self._enter(module, ())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -164,7 +169,7 @@ class _Modules(ModuleStack):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave(module, args, output)
-        if threading.get_ident() == self._thread and not self._running() and not self._stays:
+        if threading.get_ident() == self._thread and not self._entered() and not self._stays:
             self._mode.leave()
 
 

@@ -1,4 +1,4 @@
-"""Ops as torch dispatches them, the properties of each overload, and the same op in float32."""
+"""Ops as torch dispatches them: the properties of each overload, and how to compute an op in float32."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ from ..dtypes import LOW_DTYPES
 from ..torch_dispatch import ALIASES, COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
 from .tensors import floating_in, tensors_in
 
-_SILENT = frozenset({"profiler", "prim", "prims"})
+_SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops compute nothing
 _IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
 _BATCH_NORMS = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -37,10 +37,10 @@ class Overload(NamedTuple):
         is_copy: whether it copies, perhaps to another dtype.
         is_silent: whether it computes no number, like a view or an empty tensor.
         is_alias: whether its result has the storage of an argument.
-        is_in_bulk: whether it works on many tensors at once, or is not one of `aten`, such as an op between processes.
+        is_in_bulk: whether it works on lists of tensors, or is not one of `aten`, such as an op between processes.
         written: positions of the arguments that it writes.
-        moves_statistics: whether it writes running statistics, which it does not return.
         is_overwriting: whether it only writes its first argument, and does not read it.
+        moves_statistics: whether it writes running statistics, which it does not return.
         has_one_output: whether only the first of its outputs is for the caller.
         is_pointwise: whether each element of its result depends on one element of each input.
     """
@@ -88,7 +88,7 @@ class Op(NamedTuple):
     """One call of an op.
 
     Attributes:
-        overload, function: the op.
+        overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments and its result.
         before: its arguments, with copies from before the call of those that it reads and then writes.
         node: the node of the backward pass that it is part of; None in a forward pass.
@@ -126,7 +126,7 @@ def is_reduction(op: Op) -> bool:
 
 
 def find_factor(op: Op, output: Tensor) -> float:
-    """Return the factor by which an op multiplies the mean of its input: for a sum, the number of its terms."""
+    """Return the factor between the mean of the input of an op and its output: for a sum, the number of its terms."""
     name, args = op.overload.name, op.args
     if name == "sum" or (name.startswith(_LOSSES) and _SUMMED in args[2:]):
         return float(args[0].numel() / output.numel())
@@ -138,7 +138,7 @@ def find_factor(op: Op, output: Tensor) -> float:
 
 
 def run_in_float32(op: Op) -> Op | None:
-    """Return an op as it runs on its inputs in float32, or None if it cannot run so."""
+    """Return an op with its 16-bit inputs cast to float32 and the result of running it so; None if it cannot run so."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:

@@ -1,4 +1,4 @@
-"""`find_scope`: the entries of lists and the lines of the script with which a user runs ops in float32."""
+"""`find_scope`: finds the entries of lists, and the lines of the script, by which ops run in float32."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from .naming import name_modules
 from .written import Culprit
 
 _EVERY_MODULE = 'match: "**"'
-_NO_SUBMODULE = 'match: "re:^$"'  # the root of each model, of a class that no rule can name
+_NO_SUBMODULE = 'match: "re:^$"'  # matches the models themselves; for a class that no rule can name
 _LISTED_IN_LOW = [rule for rule in OpRule if rule.may_run_low]
 _NUMBER = re.compile(r"\d+")
 
@@ -31,9 +31,10 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
     sites: list[str] = []
     casts: list[str] = []
     covered: set[str] = set()  # lines in these modules, where a cast to x.dtype becomes one to float32
-    known = _name_all(models)
+    known = name_all(models)
     given = list(culprits)
     for culprit in given:
+        # `name` is the submodule that the op ran in; "" for an op that a model itself, or the loss code, calls.
         name, model = "", None
         if culprit.is_in_module or culprit.module:
             name, model = known.get(culprit.module, ("", None))
@@ -69,14 +70,14 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
-    """Return for the name of each module in reports its name in its own model, which rules use, and this model."""
+def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
+    """Return a mapping from the name of each module in reports to its name in its model, for rules, and the model."""
     own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
     return {name: own[key] for key, (_, name) in name_modules(list(models))}
 
 
 def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
-    """Return the chooser of a rule for a whole model."""
+    """Return the chooser of the rule for a whole model: the part of the rule that says which modules it covers."""
     kind = type(model)
     if len(models) == 1:
         return _EVERY_MODULE
@@ -112,14 +113,16 @@ def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
 
 
 def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) -> list[str]:
-    """Return one pattern; or one for each last part, as in an `nn.Sequential` of several classes; or the names."""
+    """Return one pattern; else one for each last part, as in an `nn.Sequential`; else the names themselves.
+
+    The first of these is chosen that matches no module of another class.
+    """
     by_last_part: dict[str, list[str]] = {}
     for name in names:
         by_last_part.setdefault(name.rpartition(".")[2], []).append(name)
     for groups in ([names], list(by_last_part.values())):
         patterns = [star_numbers(group) for group in groups]
         parts = re.compile("|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in patterns))
-        # A pattern that also matches a module of another class would run that one in float32, too.
         if {matched for name, matched in kinds.items() if parts.fullmatch(name)} <= {kind}:
             return patterns
     return names

@@ -1,4 +1,4 @@
-"""`QuietRecord`: something that 16 bits lose although every value is finite."""
+"""`QuietRecord`: a loss of values in 16 bits although all are finite."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,11 +7,11 @@ from .fault_record import Word
 from .json_values import absent
 
 WEIGHTS, WEIGHT_DECAY, GRADIENTS = "weights", "weight decay", "gradients"
-"""Roles of what an optimizer loses. A state of the optimizer has its own name as its role."""
+"""Values of `QuietRecord.role`. The role of a state of an optimizer is the name of the state."""
 
 
 class QuietCause(Word):
-    """How it is lost. `quiet_text` describes each and has its remedy."""
+    """The kind of a loss. `quiet_text` describes each and has its remedy."""
 
     LOST_UPDATE = "lost update"  # a change is smaller than the spacing of 16-bit numbers, and rounds to no change
     COLLAPSED = "collapsed"  # different positions or times become one number
@@ -27,12 +27,13 @@ class QuietRecord:
     Attributes:
         cause: "lost update", "collapsed", "cancelled", "zero gradients" or "stale copy".
         step: the number of the first step in which it was seen, from 0.
-        steps, looked: the number of steps in which it was seen, and in which it could have been.
+        steps, looked: the number of steps in which it was seen, and in which it was looked for.
         tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; "" if it has
             no name.
         tensors, of: the number of tensors that lose, and of those that could.
         module, op, site: the module, the op and the line of the script; of a step, `op` is the optimizer.
-        role: what an optimizer loses: "weights", "weight decay", or the name of its state; "gradients" that are summed.
+        role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. Also
+            "gradients" for gradients that are summed. "" for other losses.
         dtype: the short name of the 16-bit dtype.
         kept: the share of elements whose change is not lost. Of collapsed values, the share that stays distinct. Of
             gradients, the share that is not zero.

@@ -1,4 +1,4 @@
-"""A quiet loss as text: what is lost, where, how much is kept, and the remedy."""
+"""A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy."""
 
 from collections.abc import Callable, Iterator
 
@@ -104,7 +104,7 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 
 
 def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
-    """Return the level that keeps what an optimizer loses in 16 bits; "" if no level does, or none was asked for."""
+    """Return the level whose masters keep what an optimizer loses; "" for other losses, and without `initialize`."""
     if not lost.role or _is_native(run):
         return ""
     return levels.find_master_level(spell_out(lost.dtype or "")).name

@@ -1,4 +1,4 @@
-"""`Recent`: the last ops of a step, to find out whether rounding to 16 bits before an op made its result not fit."""
+"""`Recent`: keeps the last ops of a step, and finds those whose rounding to 16 bits made a later result not fit."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from .tensors import is_finite, read_largest, storage_of, tensors_in
 from .twins import Twins
 from .written import Written
 
-_FEWEST = 16  # as many ops are kept however large they are
-_LARGEST = 2**28  # bytes of results that are kept, of ops of the forward pass
-_ALIKE = 0.1
+_FEWEST = 16  # this many ops of the forward pass are kept however large they are
+_LARGEST = 2**28  # bytes of the results of ops of the forward pass that are kept
+_ALIKE = 0.1  # the largest difference of two results that count as alike, relative to the exact one
 
 
 class _Kept(NamedTuple):
-    """An op without its graph, and the versions of its inputs: a replay would read others once they were written."""
+    """An op without its graph, and the versions of its inputs, which tell whether they were written since."""
 
     op: Op
     versions: tuple[int, ...]
@@ -40,7 +40,7 @@ class Blame(NamedTuple):
     Attributes:
         exact: the result in float32, with nothing rounded before it; None if that does not fit better.
         wanted: the ops before it that have to give float32 for this result.
-        lost: a number in the script that one of them is given and that is zero in 16 bits; None without one.
+        lost: a number in the script, such as an eps, that is an argument of one of them and zero in 16 bits; else None.
     """
 
     exact: Tensor | None
@@ -49,7 +49,7 @@ class Blame(NamedTuple):
 
 
 class Recent:
-    """The last ops of the forward pass, and all ops of the running node of the backward pass."""
+    """Keeps the last ops of the forward pass, and all ops of the running node of the backward pass."""
 
     def __init__(self) -> None:
         self._forward: deque[_Kept] = deque()
@@ -84,14 +84,14 @@ class Recent:
             self._size -= self._forward.popleft().size
 
     def find(self, written: Written) -> Op | None:
-        """Return the op of the forward pass with a record, or None if it is no longer kept."""
+        """Return the op of the forward pass that a record belongs to; None if it is no longer kept."""
         return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
-        """Compute an op again with all ops that it depends on in float32; return None if its result still does not fit.
+        """Return the ops before an op whose rounding makes its result not fit; None if none are to blame.
 
-        The blame goes to as few ops as give this result within a tenth: the last ones, without those that do not
-        matter.
+        Computes the op again after all kept ops that it depends on, in float32. If the result fits, the blame goes to
+        as few of them as give this result within a tenth: the last ones, without those that do not matter.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -104,7 +104,7 @@ class Recent:
                 return False
             return read_largest(result - exact) <= _ALIKE * read_largest(exact)
 
-        # Twice as many of the last ops until they suffice, then without each that is not needed.
+        # Take twice as many of the last ops until they suffice. Then leave out each that is not needed.
         length = 1
         while length < len(ancestors) and not is_enough(ancestors[-length:]):
             length *= 2
@@ -131,7 +131,7 @@ class Recent:
 
 
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
-    """Return one of the results of an op in float32, after its ancestors in float32."""
+    """Return the result at `index` of an op in float32, after its ancestors in float32; None if it cannot run so."""
     twins = Twins()
     for kept in ancestors:
         # A random op would draw other numbers, and an input that was written since holds other values.
@@ -146,7 +146,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the numbers among the arguments of an op that are zero in the dtype of its result."""
+    """Return the numbers among the arguments of an op that become zero in the dtype of its result."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
     numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
     return [number for number in numbers if 0 < number <= tiny]

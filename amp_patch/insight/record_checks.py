@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from .flight_record import FlightRecord
 from .records import (
     CLASSES,
     ComparedRecord,
@@ -27,6 +28,8 @@ def _find_problems(records: Sequence[object]) -> Iterator[str]:
             yield from _check_gradients(record)
         if isinstance(record, CurveRecord):
             yield from _check_curve(record)
+        if isinstance(record, FlightRecord):
+            yield from _check_flight(record)
     comparisons = [record for record in records if isinstance(record, ComparisonRecord)]
     if comparisons:
         yield from _check_comparison(records, comparisons)
@@ -48,6 +51,13 @@ def _check_curve(record: CurveRecord) -> Iterator[str]:
         yield f"{record.run!r} has {len(record.losses)} losses and {len(record.scales)} loss scales"
     if any(step not in range(len(record.losses)) for step in record.skipped):
         yield f"{record.run!r} skipped a step that it did not take"
+
+
+def _check_flight(record: FlightRecord) -> Iterator[str]:
+    if {len(record.largest), len(record.zeros), len(record.near)} != {len(record.steps)} or not record.steps:
+        yield f"the samples of {record.name!r} have no number, or not one for each step"
+    if any(later <= step for step, later in zip(record.steps, record.steps[1:], strict=False)):
+        yield f"the samples of {record.name!r} are not in the order of their steps"
 
 
 def _check_comparison(records: Sequence[object], comparisons: Sequence[ComparisonRecord]) -> Iterator[str]:

@@ -21,10 +21,14 @@ from .misuse_record import MisuseRecord, record_misuse
 from .naming import find_prefixes
 from .observe import Observer
 from .quiet.watch import QuietWatch
+from .raised import Scene, explain_raised
+from .raised_record import RaisedRecord
+from .raised_text import format_raised
 from .recordings import Record, Recording
 from .records import RunRecord, StepRecord
 from .rules import short
 from .runs import Probe, check_count, check_function
+from .scaler_errors import ScalerErrors
 
 
 class Recorder(Probe):
@@ -55,17 +59,28 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
+        self._before: Folding | None = None  # the ops of the step before `first`, in case it raises
+        self._scalers = ScalerErrors()
+        self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
         self.is_in_block = False  # in a block, it watches only one session
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
-        return [*self._folding.make_op_records(), *self._folding.make_undone_records(), *self._steps, *self._misuses]
+        folding = self._folding
+        if self._raised and self._before is not None:
+            folding = self._before
+        return [*folding.make_op_records(), *folding.make_undone_records(), *self._steps, *self._raised, *self._misused]
+
+    @property
+    def _misused(self) -> list[MisuseRecord]:
+        """The misuses that no exception tells of already."""
+        return [*self._misuses, *self._scalers.refusals]
 
     @property
     def is_recording(self) -> bool:
         """Whether ops are recorded now."""
-        return self._observer is not None
+        return self._observer is not None and self._before is None
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
@@ -78,8 +93,20 @@ class Recorder(Probe):
             if self._finder is not None:
                 self._finder.step = self._count
         self.stop()
-        if self._is_in_window():
+        if self._is_in_window() or self._is_before_window():
             self._observe(session)
+
+    def note_raised(self, error: BaseException) -> RaisedRecord | None:
+        """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
+        observer, session = self._observer, self._session
+        if observer is None or session is None or self._raised:
+            return None
+        observer.pause()  # calls that raised run again, and these ops are not the script's
+        record = explain_raised(error, Scene(session, observer, self._scalers, self._count))
+        observer.go_on()
+        if record is not None:
+            self._raised.append(record)
+        return record
 
     def session_closing(self, session: Session) -> None:
         """Stop, since no cover may be on patches that the session removes."""
@@ -113,6 +140,7 @@ class Recorder(Probe):
         """Go on after a step that an exception ended."""
         if self._observer is not None:
             self._observer.go_on()
+            self._scalers.note_loss(loss)
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Pause, since the many small ops of optimizers are of no interest."""
@@ -137,8 +165,10 @@ class Recorder(Probe):
         if self._observer is not None:
             self._observer.end_step()
         if self._is_in_window():
-            if self._observer is None:
+            if self._observer is None or self._before is not None:
                 self._observe(session)
+        elif self._is_before_window():
+            self._observe(session)
         elif self._observer is not None or self._is_late():
             self.stop()
             self._on_end()
@@ -146,6 +176,10 @@ class Recorder(Probe):
     def misused(self, misuse: Misuse) -> None:
         """Record a wrong use of GradScaler or autocast."""
         self._misuses.append(record_misuse(misuse, self._count))
+
+    def refused(self, misuse: Misuse, error: BaseException) -> None:
+        """Note why GradScaler has raised an exception."""
+        self._scalers.note_refusal(misuse, self._count)
 
     def stop(self) -> None:
         """Record nothing more. Harmless twice."""
@@ -156,12 +190,21 @@ class Recorder(Probe):
     def _is_in_window(self) -> bool:
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
+    def _is_before_window(self) -> bool:
+        """Return whether this step is the last before the window. Many scripts that raise do so in the first step."""
+        return self._count == self._first - 1
+
     def _is_late(self) -> bool:
         """Return whether the session was opened only after the last step to record."""
         return self._last is not None and self._last <= self._count and not self._steps
 
     def _observe(self, session: Session) -> None:
-        self._observer = Observer(session, self._folding, self._finder, self._quiet)
+        earlier = self._observer
+        self.stop()
+        self._before = Folding() if self._is_before_window() else None
+        self._observer = Observer(session, self._before or self._folding, self._finder, self._quiet)
+        if earlier is not None:
+            self._observer.origins = earlier.origins
         self._observers.append(self._observer)
         self._observer.start()
 
@@ -218,6 +261,9 @@ def recording() -> Iterator[Recording]:
     with in_block(recorder):
         try:
             yield recording
+        except Exception as error:
+            note_raised(recorder, error)  # before its records are copied
+            raise
         finally:
             if recorder.run is not None:
                 recording.run, recording.records[:] = recorder.run, recorder.recording.records
@@ -241,12 +287,22 @@ def in_block(recorder: Recorder) -> Iterator[None]:
         else:
             recorder.session_opened(current.require())
         yield
+    except Exception as error:
+        note_raised(recorder, error)
+        raise
     finally:
         try:
             undo.close()
         except BaseException:  # an interrupt
             undo.close()
             raise
+
+
+def note_raised(recorder: Recorder, error: Exception) -> None:
+    """Add to an exception what explains it, as a note that stands below its traceback."""
+    raised = recorder.note_raised(error)
+    if raised is not None:
+        error.add_note(format_raised(raised, recorder.run))
 
 
 def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Recording:
@@ -262,8 +318,9 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     check_function(step, "step")
     check_count(steps, "steps")
     check_count(warmup, "warmup", 0)
-    for _ in range(warmup):
-        step()
+    with in_block(Recorder()):  # a step that raises does so in the first call
+        for _ in range(warmup):
+            step()
     recorder = Recorder()
     with in_block(recorder):
         for _ in range(steps):

@@ -13,10 +13,12 @@ from ..errors import RecordError
 from ..files import write_file
 from . import display
 from .fault_record import FaultRecord
+from .flight_record import FlightRecord
 from .json_values import flatten, plain, read_lines
 from .misuse_record import MisuseRecord
 from .numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from .quiet_record import QuietRecord
+from .raised_record import RaisedRecord
 from .record_checks import find_problem
 from .records import (
     SCHEMA,
@@ -44,7 +46,9 @@ Record = (
     | StepRecord
     | FaultRecord
     | QuietRecord
+    | RaisedRecord
     | MisuseRecord
+    | FlightRecord
     | ComparisonRecord
     | ComparedRecord
     | CurveRecord
@@ -115,9 +119,19 @@ class Recording:
         return self.of(QuietRecord)
 
     @property
+    def raised(self) -> list[RaisedRecord]:
+        """The exception that ended the run, if dtypes or the use of a GradScaler explain it."""
+        return self.of(RaisedRecord)
+
+    @property
     def misuses(self) -> list[MisuseRecord]:
         """How the script uses GradScaler and autocast wrongly."""
         return self.of(MisuseRecord)
+
+    @property
+    def flight(self) -> list[FlightRecord]:
+        """The magnitudes of modules over the sampled steps."""
+        return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
         """Write all records to a file, one JSON line each."""

@@ -1,4 +1,4 @@
-"""What is recorded of a run, less its faults: frozen dataclasses, each a line of JSON in the file of a recording."""
+"""Records of runs, but for faults: frozen dataclasses, each a line of JSON in the file of a recording."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,8 +23,8 @@ class RunRecord:
         steps_before: the number of steps that the script took before its first region of autocast.
         needs_scaler: whether the script has no loss scale and would need one in float16.
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
-        not_widened: what stayed in 16 bits in a run that was to be in float32.
-        is_timed: whether the run took as long as the script takes by itself in float32.
+        not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
+        is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
         hardware: the kind of the device: on two of the same kind, torch runs the same kernels.
         threads: the number of threads that an op on the CPU uses.
     """
@@ -51,7 +51,7 @@ class RunRecord:
 
 
 MOST_CONSTANTS = 8
-"""How many different constants an `OpRecord` holds."""
+"""An `OpRecord` holds at most so many different constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,11 @@ class ComparedRecord:
         loss_scale: the loss scale of the step whose layers are compared; None if they are not.
         has_equal_weights: whether this step began with the weights of the reference, up to rounding.
         gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
-        gradient_worst: the layer.
-        kept: the share of elements of 16-bit tensors whose change is stored, of the changes that are lost; None if none
-            is, or if not measured.
-        kept_worst, lost_by: the tensor that loses most, or its line; and "weights", "tensor" or "line", which it is.
+        gradient_worst: the name of the layer with this error; "" if not compared.
+        kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
+            or if not measured.
+        kept_worst: the name of the tensor that loses most, or its line.
+        lost_by: "weights" if weights lose, "tensor" for another tensor with a name, else "line"; "" if none loses.
         failed: why the run ended early; "" if it did not.
     """
 
@@ -215,7 +216,8 @@ class CurveRecord:
 class LayerRecord:
     """The relative error (L2) of a layer in one step from the weights of the reference.
 
-    It is the error of the input, of the output, and of the gradients of the weights; None if there is none to compare.
+    `input` and `output` are the errors of these, and `gradient` is that of the gradients of the weights. None means
+    that there is nothing to compare.
     """
 
     kind: ClassVar[str] = "layer"
@@ -259,7 +261,7 @@ CLASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
-    """Unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`.
+    """The unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`.
 
     Attributes:
         run: the name of the run.
@@ -281,7 +283,7 @@ class GradientRecord:
 class SampleRecord:
     """Values of the input, the output and the weights' gradients of a layer, at the same positions in each run.
 
-    They are compared, and not kept. The record of module "" has values of all weights as its output.
+    A comparison reads them and does not store them. The record of module "" has values of all weights as its output.
     """
 
     kind: ClassVar[str] = "sample"

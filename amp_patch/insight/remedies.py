@@ -15,12 +15,12 @@ RULES_ON_A_LINE = 2
 class RemedyKind(Word):
     """The part of a training that a remedy changes."""
 
-    LIST = "list"  # ops or modules run in float32
-    WEIGHTS = "weights"  # weights that came in; if float32 holds them, a list helps too
-    SUM = "sum"  # the loss is a mean instead of a sum, or the loss scale is lower
+    LIST = "list"  # the dtype in which ops or modules run
+    WEIGHTS = "weights"  # the weights that came in; if float32 holds them, the dtype of their module
+    SUM = "sum"  # the reduction of the loss from a sum to a mean, or the loss scale
     SCALE = "scale"  # the loss scale
     STEP = "step"  # the optimizer, or the level
-    SCRIPT = "script"  # something in the script, which `Remedy.advice` says
+    SCRIPT = "script"  # the script or its data, as `Remedy.advice` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Remedy:
         regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
         ops: names of ops to run in float32, beside these modules.
         alternative: names of ops that suffice instead of `regions` and `ops`.
-        sites: lines of the script that need `.float()`, beside both.
-        scale: the loss scale to use. With a list, a fixed scale is lowered to it as well, or instead of the list if
-            `is_scale_enough`.
+        sites: lines of the script that need `.float()`, beside these modules and ops.
+        scale: the loss scale to use. If the remedy has a list, a fixed scale has to come down to this one, too.
+        is_scale_enough: whether `scale` may take the place of the list.
         is_larger: whether `scale` is larger than the present loss scale.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
@@ -64,9 +64,10 @@ class Remedy:
 
 
 def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy that runs the modules and ops of a fix in float32. Without the run, it extends a shipped list.
+    """Return the remedy that runs the modules and ops of a fix in float32.
 
-    It has a loss scale too, if a smaller one helps.
+    Its list extends the last list of the run; without any, a shipped one. It has a loss scale, too, if a smaller one
+    helps.
     """
     fix, loss_scale = fault.fix, fault.evidence.loss_scale
     low = fault.origin.out if run is None else run.low
@@ -82,7 +83,7 @@ def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None
 
 
 def advise_script(*advice: str, may_need_list: bool = False) -> Remedy:
-    """Return the remedy that only an edit of the script, or of its data, makes. Each argument is a line of it."""
+    """Return the remedy that is an edit of the script or its data. Each argument is a line of advice."""
     return Remedy(RemedyKind.SCRIPT, advice=advice, may_need_list=may_need_list)
 
 

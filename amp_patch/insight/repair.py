@@ -2,8 +2,8 @@
 
 A remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a *twin*:
 the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
-fit in 16 bits either, the op belongs into float32, too. If a gradient does not fit, the op of the forward pass belongs
-into float32 whose gradient it is, since the output of this op has the dtype of the gradient.
+fit in 16 bits either, the op has to run in float32, too. If a gradient does not fit, the op of the forward pass
+whose gradient it is has to run in float32, since the output of this op has the dtype of the gradient.
 """
 
 import math
@@ -30,12 +30,13 @@ class Needs(NamedTuple):
 
     Attributes:
         culprits: the ops that have to run in float32.
-        scale: the largest loss scale, a power of two, under which those gradients fit that no op repairs; None if the
-            scale does not matter. It may be below 1 if no op can run in float32 instead.
-        is_scale_enough: whether this scale is enough without the ops.
-        fitting: the largest loss scale under which all gradients fit, without the ops; None: all fit, or none does.
-        scale_of_zeros: the smallest loss scale under which no more of the gradients is zero than is allowed; None if
-            the present one is such a scale.
+        scale: the largest loss scale, a power of two, under which the gradients fit that `culprits` do not repair; None
+            if the scale does not matter. It is below 1 only if there are no culprits.
+        is_scale_enough: whether this scale is enough without the culprits.
+        fitting: the largest loss scale under which all gradients fit without the culprits; None if all fit already, or
+            if values of the forward pass do not fit.
+        scale_of_zeros: the smallest loss scale under which no more of the gradients is zero than is allowed, but not
+            above `scale`; None if the present one is enough.
     """
 
     culprits: list[Culprit]
@@ -55,8 +56,8 @@ class Repair:
 
     Attributes:
         made: the results of the ops of the forward pass, in order.
-        rounding: ops that rounded to zero a value that float32 holds. Their lines round in other modules, too.
-        beyond: the line of an op whose result float32 does not hold either, "" without one.
+        rounding: ops whose rounding made a later result not fit. Their lines round in other modules, too.
+        beyond: the first op whose result float32 does not hold either, and its line; "" without one.
         beyond_backward: the same for the backward pass, where a later op may mask the result.
     """
 
@@ -69,7 +70,7 @@ class Repair:
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
         self._gradients: list[tuple[Written, float]] = []  # those that do not fit: see `fit_gradient`
-        self._scale_of_others = math.inf  # the largest under which gradients fit whose forward op gave no 16 bits
+        self._scale_of_others = math.inf  # the largest scale under which gradients fit that no forward op repairs
         self._scale: float | None = None  # the smallest scale that `_lower_scale` has returned, of those not below 1
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
         self._scale_of_zeros: float | None = None
@@ -80,7 +81,7 @@ class Repair:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is anything to follow."""
+        """Whether any value has a twin."""
         return bool(self._twins)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -95,7 +96,7 @@ class Repair:
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Start from a fault: an output, its value in float32, and the ops that have to give float32 for this value."""
+        """Begin at a fault: an output, its values in float32, and the results that have to be float32 for these."""
         self._wanted.update(wanted)
         if exact is not None and exact.shape == output.shape:
             self._twins.put(output, exact)
@@ -177,7 +178,7 @@ class Repair:
     def fit_gradient(self, gradient: Tensor, exact: Tensor, forward: Written | None, *, is_scaled: bool) -> None:
         """Note the change that makes a value of the backward pass fit: a smaller loss scale, or `forward` in float32.
 
-        A value that does not carry the loss scale has no scale that helps.
+        No loss scale helps a value that does not carry it.
         """
         if gradient.dtype not in LOW_DTYPES or not _is_too_large((gradient, exact)):
             return
@@ -244,7 +245,7 @@ def _is_product(culprit: Culprit) -> bool:
 
 
 def _is_too_large(pair: _Pair) -> bool:
-    """Return whether a value does not fit in the 16 bits that the script has it in."""
+    """Return whether the twin of a tensor is too large for its dtype; for float16, if the dtype has not 16 bits."""
     tensor, twin = pair
     limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit

@@ -1,4 +1,4 @@
-"""`RuleFinder`: the rule that decides how an op runs: a line of a list, a module rule, or a property of the level."""
+"""`RuleFinder`: finds the rule that decides how an op runs: of a list, of a module, or a property of the level."""
 
 import functools
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. A script's own checkpoint recomputes a module without such regions."""
+"""The modes of regions that module rules open. When a checkpoint of the script recomputes a module, none is open."""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
     **dict.fromkeys(("torch.Tensor", "torch._C.TensorBase"), "Tensor"),
 }
+"""Owners of ops that reports give a short name."""
 
 
 @functools.cache
@@ -58,14 +59,17 @@ class RuleFinder:
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Return whether a patched attribute is an op: on a list, or a product."""
+        """Return whether a patched attribute is an op: on a list, a product, or one without a 16-bit kernel on CPUs."""
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the spelling that a list has for a patched attribute; None if it is on no list."""
+        """Return the spelling that a list has for a patched attribute, or else for another one with this replacement.
+
+        Returns None without one.
+        """
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
-        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias, under which no list has it
+        spelling = spelling or self._by_replacement.get(id(replacement))  # an alias
         if spelling is not None:
             self._by_replacement.setdefault(id(replacement), spelling)
         return spelling
@@ -75,7 +79,7 @@ class RuleFinder:
         return _describe_line(spelling.entry.path, spelling.entry.line)
 
     def target(self, rule: OpRule, mode: Mode) -> torch.dtype | None:
-        """Return the dtype that a rule casts to, or None if the dtypes of arguments decide, or if nothing is cast."""
+        """Return the dtype to which a rule casts in a mode; None if dtypes of arguments decide, or nothing is cast."""
         if mode is Mode.OFF or not rule.runs_in:
             return None
         if mode is Mode.LOW or (mode is Mode.BY_LISTS and rule.runs_in == "low"):
@@ -95,7 +99,7 @@ class RuleFinder:
         rule = entry = ""
         if module is not None:
             rule, entry = self.find_module_rule(module)
-        if site.by == "border":
+        if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry

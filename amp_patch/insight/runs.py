@@ -1,4 +1,4 @@
-"""Runs of a training that a probe watches. The runs here are of a function; `amp_patch.cli.scripts` runs scripts.
+"""Runs a training under a probe. The training is a function here; `amp_patch.cli.scripts` runs scripts.
 
 This module imports no torch: the script that runs imports torch itself.
 """
@@ -53,7 +53,7 @@ class Probe(events.Watcher, abc.ABC):
     """
 
     ends_alone: ClassVar[bool] = False
-    """Whether one of several processes may have seen enough while the others go on."""
+    """Whether the probe of one process may have seen enough while other processes of the run go on."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
@@ -174,9 +174,9 @@ class FunctionRunner:
     def __call__(self, run: Run) -> Recording:
         """Run the function once, until the probe has seen enough.
 
-        Exceptions of the function propagate. But if the function had got float32 where it asked for 16 bits,
-        RunFailedError is raised from its exception. SessionError is raised if the function opens no session and enters
-        no `torch.autocast`. Steps before it does either are not watched.
+        Exceptions of the function propagate; but once the function has got float32 where it asked for 16 bits,
+        RunFailedError is raised from them. Raises SessionError if the function neither opens a session nor enters
+        `torch.autocast`. Steps before it does one of these are not watched.
         """
         from .. import native  # imports torch
         from ..session import current

@@ -1,9 +1,9 @@
 """`Shadow`: measures in a run in float32 the errors that ops would have in 16 bits.
 
-Each op runs a second time from inputs that are rounded to 16 bits: in 16 bits, so that the error of its kernel counts,
-such as the rounding of each addition of an index_add. Products add in float32 on every device, and some ops have no
-16-bit kernel here. Those run in float32, and their results are rounded. The error is kept until the backward pass,
-where the gradient of the result shows how much the error matters.
+Each op runs a second time, on inputs that are rounded to 16 bits. It runs in 16 bits, so that the error of its kernel
+counts, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and their results
+are rounded: products, which add in float32 on every device, and ops without a 16-bit kernel on this device. The error
+is kept until the backward pass, where the gradient of the result shows how much the error matters.
 """
 
 import contextlib
@@ -42,9 +42,13 @@ class _Sums:
 
 
 class LowResults(NamedTuple):
-    """The results of a function from rounded inputs, and the largest share of an input that overflows.
+    """The results of a function from rounded inputs.
 
-    `call` makes the call again, to measure its backward pass; None for products, whose backward passes are products.
+    Attributes:
+        overflow_in: the largest share of the values of an input that overflow in 16 bits.
+        tensors: the results; none if the function cannot run so.
+        call: makes the call again, to measure its backward pass. None for products, whose backward passes are products,
+            and without gradients.
     """
 
     overflow_in: float
@@ -63,7 +67,7 @@ class _LowCall:
     def find_backward_error(self, gradient: Tensor) -> float:
         """Return the relative error (L2) of the gradients of all inputs if the backward pass runs in 16 bits.
 
-        All together, since the gradient of one of them may be zero but for rounding, as of the biases of keys.
+        All gradients count together: one may be zero but for rounding, as that of the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
@@ -126,7 +130,7 @@ class Shadow:
         return result
 
     def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
-        """Return the results from rounded inputs, before the call, which may write its arguments in place.
+        """Return the results of a function from rounded inputs. Comes before the call, which may write its arguments.
 
         Returns None for a function whose second call would differ.
         """
@@ -207,7 +211,7 @@ def _is_product(function: Function) -> bool:
 
 
 def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:
-    """Return the rounded copy of a tensor. A tensor of another dtype is copied as it is: the function may write it."""
+    """Return the entry of a tensor in `by_id`; without one, a copy of the tensor, since the function may write it."""
     known = by_id.get(id(tensor))
     return tensor.clone() if known is None else known
 

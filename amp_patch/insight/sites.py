@@ -50,12 +50,17 @@ def find_site() -> Site:
     while frame is not None:
         role = _find_role(frame.f_code.co_filename)
         if role is None:
-            return Site(_describe_line(frame.f_code.co_filename, frame.f_lineno), by)
+            return Site(describe_line(frame.f_code.co_filename, frame.f_lineno), by)
         # The innermost role counts, but a cast yields to the code that asked for it, and "optimizer" always wins.
         if role and (by in ("", "cast") or role == "optimizer"):
             by = role
         frame = frame.f_back
     return Site("", by)
+
+
+def is_of_user(file: str) -> bool:
+    """Return whether code in a file is neither torch's nor of this package. Other packages count as the user's."""
+    return _find_role(file) is None
 
 
 def names_dtype() -> bool:
@@ -72,7 +77,17 @@ def names_dtype() -> bool:
     return True
 
 
-def _describe_line(file: str, line: int) -> str:
+def find_low_lines(file: str) -> list[str]:
+    """Return the lines of a file that name a 16-bit dtype, but for regions of autocast."""
+    lines = enumerate(linecache.getlines(file), 1)
+    return [
+        describe_line(file, number)
+        for number, line in lines
+        if _LOW_DTYPE.search(line.partition("#")[0]) and "autocast" not in line
+    ]
+
+
+def describe_line(file: str, line: int) -> str:
     """Return `train.py:6`, or as IPython writes it, `Cell In[6], line 6`."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:

@@ -13,8 +13,8 @@ from .repair import Needs
 from .short_dtypes import LARGEST
 from .written import Culprit
 
-_NEAR = 8.0  # a value of a sibling nearly does not fit if it is smaller than the largest number by at most this factor
-_FEW = 16  # a sum of fewer terms is not why gradients are large
+_NEAR = 8.0  # a value larger than the largest number of its dtype, divided by this, nearly does not fit
+_FEW = 16  # a loss that is a sum of fewer terms is not why gradients are large
 _LITTLE = 256.0  # a loss scale up to this leaves little room for small gradients
 
 
@@ -23,18 +23,20 @@ class SeenInStep:
     """The observations of a tracer in one step.
 
     Attributes:
-        is_loss_seen, is_loss_bad: whether there was a loss, and one that is not finite.
-        is_scaled: whether gradients may carry the loss scale from now on.
+        is_loss_seen: whether there was a loss.
+        is_loss_bad: whether a loss was not finite.
+        is_scaled: whether gradients may carry the loss scale by now.
         gradients: names of the parameters whose gradients are not finite.
-        total: the number of all gradients.
+        total: the number of parameters that have a gradient.
         are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
-        mended: for each of these gradients, whether it is finite once the faulty ops run in float32.
+        mended: for each gradient that is not finite, whether it is finite once the faulty ops run in float32.
         is_lost: whether one of these gradients would not be finite in float32 either.
-        skips: whether each optimizer with such gradients skipped its step.
+        skips: for each optimizer with such gradients, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
-        reaching_loss, reaching_gradients, reaching_unused: numbers of the faults on which the loss depends, or the
-            gradients that optimizers use, or gradients that no optimizer has used yet, such as the
-            discriminator's in the pass of its generator.
+        reaching_loss: numbers of the faults on which a loss depends.
+        reaching_gradients: numbers of the faults on which gradients depend that an optimizer has used.
+        reaching_unused: numbers of the faults on which gradients depend that no optimizer has used yet, such as the
+            discriminator's in the backward pass of the generator.
     """
 
     is_loss_seen: bool = False
@@ -58,7 +60,7 @@ class Finished:
 
     Attributes:
         faults: the faults to report.
-        searches: faults of a step that was skipped while a dynamic loss scale came down.
+        searches: the fault of a step that was skipped while a dynamic loss scale came down; else empty.
         unused: faults in gradients that an optimizer may use in a later step.
     """
 
@@ -96,7 +98,8 @@ class StepFaults:
             elif not _is_harmless(fault):
                 result.faults.append(fault)
         if not all(map(self._is_search, result.faults)):
-            result.faults.sort(key=self._ends_by_itself)  # the scale comes down by itself; the other faults remain
+            # Faults that end once the loss scale has come down are the least important.
+            result.faults.sort(key=self._ends_by_itself)
         elif result.faults:
             result.searches, result.faults = [self._mark_search(result.faults[0])], []
         return result
@@ -135,7 +138,10 @@ class StepFaults:
         return find_scope(culprits, self._session.models(), has_lists=self._session.oplists is not None)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
-        """Return the modules in which the same line gives values that nearly do not fit, or rounds as it did in one."""
+        """Return the modules in which the line of a culprit gives values that nearly do not fit.
+
+        If the rounding of the culprit is to blame, these are all modules in which this line ran.
+        """
         is_of_rounding = culprit in self._finder.repair.rounding
         siblings: list[str] = []
         for (site, aten, dtype), peaks in self._finder.peaks.items():
@@ -161,7 +167,7 @@ class StepFaults:
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether gradients fit under no larger loss scale than `scale` because the loss is a sum."""
+        """Return whether gradients fit only under loss scales up to `scale`, but under 1 if the loss were a mean."""
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
 
@@ -184,11 +190,11 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that other code than torch's ops wrote is only known to be wrong once the scale is as low as it goes.
+        A gradient that no op of torch wrote may be finite under a smaller scale, as long as there is one.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
-        # A loss scale of 1 or less is not too large, so it is not the reason of a skipped step.
+        # A loss scale of 1 or less is not too large, so it is not the reason for a skipped step.
         if not bounds or not fault.effect.skipped or not fault.is_in_backward or loss_scale <= 1:
             return False
         lowest = max(1.0, min(bounds))
@@ -214,7 +220,7 @@ class StepFaults:
 
 
 def _of_weight(fault: FaultRecord) -> Culprit:
-    """Return the op that was given a weight which came in, so that its module is named."""
+    """Return the op that read the weight of a fault, so that the fix names the module of the weight."""
     origin = fault.origin
     return Culprit(
         module=origin.module or "",
@@ -228,9 +234,10 @@ def _of_weight(fault: FaultRecord) -> Culprit:
 
 
 def _is_harmless(fault: FaultRecord) -> bool:
-    """Return whether a fault comes from the script itself, in float32 too, and changes neither loss nor gradients.
+    """Return whether a fault has reached neither loss nor gradients, and is not worth a report.
 
-    An example is the logarithm of a mask.
+    It is not if float32 would have it, too, as in the logarithm of a mask, or if rounding in the backward pass led to
+    it.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

@@ -20,7 +20,7 @@ class Storages:
         self._written: dict[int, Written] = {}
 
     def find(self, tensor: Tensor) -> Written | None:
-        """Return the record for the storage of a tensor, or None."""
+        """Return the record for the storage of a tensor; None without one."""
         known = self._written.get(storage_of(tensor))
         if known is None or not known.is_old:
             return known
@@ -38,7 +38,7 @@ class Storages:
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the faults that explain values in some tensors, as far as this was seen."""
+        """Return the numbers of the faults that are known to explain values in these tensors."""
         known = map(self.find, tensors)
         return set().union(*(written.faults for written in known if written is not None))
 
@@ -58,7 +58,7 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """For an op in bulk, whose values are not read, note that faults of its inputs explain all its tensors."""
+        """Note an op in bulk, whose values are not read: the faults of its inputs explain all its tensors now."""
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
         # Its inputs, too: optimizers and foreach ops write into them.
@@ -100,7 +100,7 @@ class Storages:
         largest = 1.0
         for tensor in op.inputs():
             known = self.find(tensor)
-            # An elementwise op keeps the sum of its input. Indexing or a product with a matrix does not.
+            # An elementwise op passes on the factor of its input. Indexing or a product with a matrix does not.
             if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
                 largest = max(largest, known.summed)
         if largest > 1 or is_reduction(op):

@@ -1,4 +1,4 @@
-"""The tensors among the arguments of ops, their addresses in memory, and their largest values."""
+"""Finds the tensors among the arguments of ops, and reads their addresses in memory and their largest values."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -45,8 +45,8 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
     float8 is left out: torch has no kernels that read it.
     """
     for tensor in tensors_in(values):
-        is_read = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
-        if is_read and tensor.numel() and storage_of(tensor):
+        is_readable = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+        if is_readable and tensor.numel() and storage_of(tensor):
             yield tensor
 
 

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from ..config import OpRule
 from ..errors import ArgumentValueError, did_you_mean
 from ..tables import count_of, format_table, star_numbers
+from .list_notes import note_lists
+from .raised_text import format_raised
 from .recordings import Recording
 from .records import OpRecord
 
@@ -34,14 +36,21 @@ def format_recording(recording: Recording, by: By = "module", *, with_all: bool 
     if by == "module":
         lines += _legend(recording, forward)
     lines += _describe_hidden(recording, forward)
-    return "\n".join([*lines, "", *_sums(recording), *_undone(recording)])
+    raised = [f"\n{format_raised(raised, recording.run)}" for raised in recording.raised]
+    notes = [*_sums(recording), *_undone(recording), *note_lists(recording)]
+    return "\n".join([*lines, "", *notes, *raised])
 
 
 def describe_recording(recording: Recording) -> list[str]:
     """Return the lines about the whole recording: first its settings, then notes and sums."""
     forward = choose_forward(recording)
     notes = [*_legend(recording, forward), *_describe_hidden(recording, forward), *_sums(recording)]
-    return [entitle_recording(recording), *notes, *(line.strip() for line in _undone(recording))]
+    return [
+        entitle_recording(recording),
+        *notes,
+        *(line.strip() for line in _undone(recording)),
+        *note_lists(recording),
+    ]
 
 
 def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Iterator[str]:
@@ -66,11 +75,16 @@ def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     return _merge(replace(op, step=0) for op in ops)
 
 
+def star_layers(module: str) -> str:
+    """Return the name of a module with `*` for its numbers, so that equal layers have one name."""
+    return _NUMBER.sub("*", module)
+
+
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     """Yield one record for records whose modules differ only in numbers, with `*` for the numbers."""
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
-        starred = replace(op, module=_NUMBER.sub("*", op.module))
+        starred = replace(op, module=star_layers(op.module))
         alike.setdefault(_without_counts(starred), []).append(op)
     for layers in alike.values():
         module = star_numbers(op.module for op in layers)
@@ -120,7 +134,9 @@ def entitle_recording(recording: Recording) -> str:
     title += f", {dtype}"
     if run.device:  # "" if nothing ran
         title += f" on {run.device}"
-    title += f", torch {run.torch}, {count_of(len(recording.steps), 'step')}"
+    title += f", torch {run.torch}"
+    if recording.steps or not recording.flight:
+        title += f", {count_of(len(recording.steps), 'step')}"
     if run.lists:
         title += f", lists {', '.join(run.lists)}"
     return title
@@ -221,7 +237,7 @@ def _sums(recording: Recording) -> Iterator[str]:
 def _undone(recording: Recording) -> Iterator[str]:
     sums: dict[tuple[str, ...], int] = {}
     for cast in recording.undone:
-        module = _NUMBER.sub("*", cast.module) or "(no module)"
+        module = star_layers(cast.module) or "(no module)"
         key = (module, cast.producer, cast.consumer, cast.outside, cast.between)
         sums[key] = sums.get(key, 0) + cast.calls
     if sums:

@@ -19,7 +19,8 @@ from .fault_text import format_fault
 from .faults import FaultFinder, name_value, none_if_inf
 from .folding import Folding
 from .quiet.watch import QuietWatch
-from .recorder import Recorder, in_block
+from .raised_record import RaisedRecord
+from .recorder import Recorder, in_block, note_raised
 from .recordings import Record, Recording
 from .rules import short
 from .runs import check_count, check_function, check_names
@@ -98,8 +99,9 @@ class Tracer(Recorder):
             *self._searches,
             *self._quiet.records(),
             *self._finder.findings.records(),
-            *self._misuses,
+            *self._misused,
             *steps,
+            *self._raised,
         ]
 
     @property
@@ -263,6 +265,23 @@ class Tracer(Recorder):
         self._unused = [replace(fault, effect=Effect()) for fault in finished.unused]
         self._seen = SeenInStep()
 
+    def note_raised(self, error: BaseException) -> RaisedRecord | None:
+        """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
+        leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
+        record = super().note_raised(error)
+        if record is not None and record.cause.is_of_scaler:
+            # Overflows of gradients under a dynamic loss scale are no reason for this exception.
+            self._finder.faults = [fault for fault in self._finder.faults if not fault.is_in_backward]
+        if record is not None and "without overflow" in record.message:
+            sites = [fault.origin.site for fault in (*self._faults, *self._finder.faults)]
+            if record.site in sites:  # the fault says which number does not fit
+                self._raised.remove(record)
+                return None
+        return record
+
+    def _is_before_window(self) -> bool:
+        return False  # faults before the first step are not asked for
+
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()
 
@@ -390,6 +409,7 @@ def trace(
                 step()
             except Exception as raised:  # often because of the fault
                 error = raised
+                note_raised(tracer, raised)
             if error is not None or tracer.faults:
                 break
     if error is None and not tracer.faults:
@@ -399,8 +419,8 @@ def trace(
     faults = recording.faults
     if faults and on_fault == "raise":
         raise NonFiniteError(format_fault(faults[0], recording.run), faults[0]) from error
-    if error is not None and not faults:
+    if error is not None and not faults and (on_fault == "raise" or not recording.raised):
         raise error
-    if error is not None:
+    if error is not None and faults:
         warn(f"the step that has the fault ended with {type(error).__name__}: {error}")
     return recording

@@ -1,4 +1,4 @@
-"""`Twins`: values in float32 beside the values that a script has computed in 16 bits."""
+"""`Twins`: values in float32 beside the values that a script has computed, mostly in 16 bits."""
 
 import weakref
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ from .tensors import is_whole, storage_of, tensors_in
 
 
 class Twins:
-    """float32 values of tensors that were computed in 16 bits, by the storages of these tensors."""
+    """Keeps the values of tensors in float32, by the storages of these tensors."""
 
     def __init__(self) -> None:
+        # By the id of a storage: the storage, its values in float32, and the size of its elements.
         self._flat: dict[int, tuple[weakref.ref[Any], Tensor, int]] = {}
 
     def __bool__(self) -> bool:
@@ -43,7 +44,7 @@ class Twins:
         known.copy_(value)
 
     def drop(self, tensor: Tensor) -> None:
-        """Forget the twin of a tensor that was overwritten."""
+        """Forget the twin of a tensor that was overwritten, if the tensor covers its storage."""
         if self.find(tensor) is not None and is_whole(tensor):
             del self._flat[id(tensor.untyped_storage())]
 

@@ -9,8 +9,11 @@ from .fault_record import FaultRecord
 from .folding import OpCall
 from .ops import Op
 
-_STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})  # no mixed dtypes
-_LOW_RULES = ("whitelist", "cast_model_type", "run: low")  # these cast inputs to 16 bits whatever their dtype
+_STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})
+"""Ops that take no operands of different dtypes."""
+
+_LOW_RULES = ("whitelist", "cast_model_type", "run: low")
+"""Rules that cast inputs to 16 bits whatever their dtype."""
 
 
 class Culprit(NamedTuple):
@@ -43,7 +46,8 @@ class Written:
         op, node: the op that torch ran, and the node of the backward pass that it is part of.
         largest: the largest magnitude of the result; inf or NaN if it holds one.
         parents: the records of the inputs.
-        is_known: whether a value that does not fit is explained by `faults`, the numbers of faults entered before.
+        faults: numbers of the faults that explain why it does not fit.
+        is_known: whether it does not fit and `faults` explain that.
         is_old: whether it was written in the step before.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
@@ -51,7 +55,7 @@ class Written:
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        let_in: the fault to enter if inf or NaN that came in with the data turns out to be no mask.
+        let_in: the fault to enter if a mask that this result comes from turns out to be none; None without a mask.
     """
 
     op: str
@@ -75,7 +79,7 @@ class Written:
         self.faults = frozenset().union(*(source.faults for source in sources))
 
     def explain_by_fault(self, number: int) -> None:
-        """Note that the fault with this number is the value that does not fit."""
+        """Note that the fault with this number explains why the value does not fit."""
         self.is_known, self.faults = True, frozenset({number})
 
     def describe(self, op: Op, call: OpCall, is_in_module: bool, is_low: bool) -> None:
@@ -103,10 +107,10 @@ class Written:
 
 
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
-    """Return the ops that have to be named so that the wanted ones give float32.
+    """Return the ops that have to be named so that the wanted results are in float32.
 
-    `made` has all ops of a step in order. An op that takes the dtype of its inputs needs no name if one of them is
-    float32 already.
+    `made` has the results of a step in order. An op that takes the dtype of its inputs need not be named if one of them
+    is float32 already.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []

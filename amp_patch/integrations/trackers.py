@@ -9,7 +9,7 @@ track(optimizer)  # after scale_loss, before optimizer.step()
 track.flush()  # after the training: writes the last entry
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,28 @@ class Tracker:
             (step, values), self._pending = self._pending, None
             for tag, value in values.items():
                 self._log(tag, float(value), step)
+
+
+def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
+    """Return the `on_sample` of an `insight.FlightRecorder` that logs its samples.
+
+    The tags are `flight/output/<module>` and `flight/gradient/<module>` for the largest magnitudes,
+    `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is that of `Tracker`. A run
+    of Weights & Biases gets all numbers of a sample in one call.
+    """
+    if hasattr(target, "log") and not hasattr(target, "add_scalar"):
+
+        def log_all(step: int, numbers: Mapping[str, float]) -> None:
+            target.log({f"flight/{name}": number for name, number in numbers.items()}, step=step)
+
+        return log_all
+    log = _as_log(target)
+
+    def log_each(step: int, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            log(f"flight/{name}", number, step)
+
+    return log_each
 
 
 def _as_log(target: Any) -> Log:

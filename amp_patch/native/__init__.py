@@ -16,6 +16,7 @@ from .installation import install as install
 from .installation import remove as remove
 from .installation import start as start
 from .installation import watch as watch
+from .misuse import Kind as Kind
 from .misuse import Misuse as Misuse
 from .roots import calls_under_way as calls_under_way
 from .session import AS_IS as AS_IS

@@ -8,6 +8,7 @@ class Kind(StrEnum):
     """What is wrong."""
 
     CLIPPED = "scaled gradients are clipped"
+    READ = "scaled gradients are read"
     UNSCALED_LOSS = "the loss is not scaled"
     SCALED_STEP = "a step on scaled gradients"
     EARLY_UPDATE = "update comes before a step"
@@ -17,25 +18,43 @@ class Kind(StrEnum):
     NO_GRADIENTS = "no gradients"
     LOW_WEIGHTS = "float16 weights"
     LOOP_IN_REGION = "a loop in one region"
+    NO_SCALER = "float16 without a scaler"
+    LOSS_OUTSIDE = "a loss in 16 bits"
+    SCALED_BFLOAT16 = "a scaler for bfloat16"
+    SCHEDULED_SKIP = "a schedule that counts skipped steps"
+    UNSAVED_SCALER = "a checkpoint without the scaler"
 
 
 @dataclass(frozen=True, slots=True)
 class Misuse:
-    """A wrong use at a line of the script, such as `train.py:12`. `detail` tells more about it, or is empty."""
+    """A wrong use of GradScaler or autocast.
+
+    Attributes:
+        kind: what is wrong.
+        line: the line of the script, such as `train.py:12`.
+        detail: more about the effect, or "".
+        earlier: calls since the last `update` that torch refuses this call for, each as `unscale_() at train.py:9`.
+    """
 
     kind: Kind
     line: str
     detail: str = ""
+    earlier: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """The note that is added to the exception for which this misuse is the reason."""
+        return f"amp_patch: {self}"
 
     @property
     def effect(self) -> str:
-        """What happens, in one sentence."""
+        """What happens because of it, in one sentence."""
         effect = _TEXTS[self.kind][0]
         return f"{effect} ({self.detail})" if self.detail else effect
 
     @property
     def edit(self) -> str:
-        """What to write instead."""
+        """What the script should do instead."""
         return _TEXTS[self.kind][1]
 
     def __str__(self) -> str:
@@ -46,6 +65,10 @@ _TEXTS = {
     Kind.CLIPPED: (
         "gradients are clipped while they are multiplied by the loss scale, so nearly all of them are cut down",
         "Call scaler.unscale_(optimizer) before the clipping",
+    ),
+    Kind.READ: (
+        "gradients are measured while they are multiplied by the loss scale",
+        "Call scaler.unscale_(optimizer) before it, or divide the result by scaler.get_scale()",
     ),
     Kind.UNSCALED_LOSS: (
         "this loss goes backward without scaler.scale, and scaler.step divides its gradients by the loss scale",
@@ -85,5 +108,27 @@ _TEXTS = {
         "one region of torch.autocast surrounds several optimizer steps: torch keeps the 16-bit copies of the weights"
         " until the region ends, so steps do not change the outputs",
         "Enter the region inside the loop, around the forward pass and the loss",
+    ),
+    Kind.NO_SCALER: (
+        "this loss goes backward through float16 without a loss scale, so small gradients become zero",
+        "Scale the loss by a torch.amp.GradScaler, or use dtype=torch.bfloat16, which needs none",
+    ),
+    Kind.LOSS_OUTSIDE: (
+        "the loss is computed in 16 bits, outside of the region: it is rounded, and overflows early in float16",
+        "Compute the loss inside the region, where autocast computes it in float32, or call it with output.float()",
+    ),
+    Kind.SCALED_BFLOAT16: (
+        "a GradScaler takes the steps of a script whose regions are all bfloat16, which needs no loss scale: each step"
+        " waits for the device",
+        "Leave the GradScaler out, or create it with enabled=False",
+    ),
+    Kind.SCHEDULED_SKIP: (
+        "the learning rate schedule counts a step that the GradScaler has skipped, and gets ahead of the training",
+        "Call scheduler.step() only if scaler.get_scale() has not fallen in scaler.update()",
+    ),
+    Kind.UNSAVED_SCALER: (
+        "the checkpoint has the optimizer's state but not the GradScaler's, so a resumed run skips steps until its"
+        " scale fits",
+        "Save scaler.state_dict() as well, and load it with scaler.load_state_dict",
     ),
 }

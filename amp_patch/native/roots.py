@@ -64,6 +64,15 @@ def find_line() -> str:
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+def is_in_library() -> bool:
+    """Return whether the innermost code on the stack outside torch and this package is an installed package."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    parts = () if frame is None else Path(frame.f_code.co_filename).parts
+    return not {"site-packages", "dist-packages"}.isdisjoint(parts)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside of wrappers such as DistributedDataParallel, whose names module rules use.
 

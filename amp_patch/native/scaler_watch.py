@@ -1,8 +1,8 @@
 """`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
 
-It follows the scaled losses, backward passes, clipping and steps of the script. It computes nothing and changes
-nothing. Each kind of misuse is told once, with the line and the edit. Calls that torch refuses get the same text as a
-note of the exception.
+It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
+each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets the same text as a note,
+and there is no warning.
 """
 
 import inspect
@@ -25,19 +25,27 @@ from ..reporting import find_rank, warn
 from ..tables import count_of
 from ..torch_dispatch import CLIP_BY_NORM, has_compiled
 from ..torch_private import get_autocast_depth, get_backward_id, get_version
+from .gradient_reads import GradientReads
 from .misuse import Kind, Misuse
+from .region_watch import RegionWatch
 from .roots import find_line
+from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+_CHECKS_SCALE = "_check_scale_growth_tracker"
+"""The function of GradScaler that raises if no loss has been scaled before."""
 
 _LARGEST_NORM = 1000.0
-"""A larger limit of clipping does not clip: the script multiplies it by the scale, or only measures the norm."""
+"""The limit from which on `clip_grad_norm_` is taken not to clip.
+
+A script with so large a limit has multiplied it by the scale, or only measures the norm.
+"""
 
 
 @dataclass(slots=True)
 class _Clipping:
-    """A call that clipped gradients: the ids of the parameters, and the line."""
+    """A call that clipped gradients: the ids of their parameters, and the line."""
 
     parameter_ids: set[int]
     line: str
@@ -72,9 +80,21 @@ class _ScalerUse:
         """Whether a scaled loss has gone backward since the last `update`."""
         return self.backwards > self.backwards_at_update
 
+    def describe_calls(self, optimizer_id: int) -> tuple[str, ...]:
+        """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
+        unscaled, stepped = self.unscaled_at.get(optimizer_id), self.stepped_at.get(optimizer_id)
+        if unscaled == stepped:  # the step has unscaled the gradients itself
+            unscaled = None
+        calls = ("unscale_", unscaled), ("step", stepped)
+        return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
+
 
 class ScalerWatch:
-    """Follows the GradScalers of a script. `whole_script_is_entered`: returns whether the region is the takeover's."""
+    """Follows the GradScalers of a script.
+
+    Args:
+        whole_script_is_entered: returns whether a region that amp_patch has put around the whole script is open.
+    """
 
     def __init__(self, whole_script_is_entered: Callable[[], bool]) -> None:
         self._whole_script_is_entered = whole_script_is_entered
@@ -83,13 +103,18 @@ class ScalerWatch:
         self._scaled_backwards = self._plain_backwards = 0  # all losses so far
         self._plain_at = ""  # the line of the last backward pass of an unscaled loss
         self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
-        self._in_scaler_step = 0
-        # optimizers that stepped by themselves after a scaled loss, with a parameter that has a gradient
+        self._in_scaler_step = 0  # steps by scalers that are running
+        self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
+        # Optimizers that took a step without a scaler after a scaled loss, with a parameter that has a gradient.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
-        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # suspects whose gradients a scaled loss wrote
+        # The suspects to whose gradients a later scaled loss has added.
+        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # outermost regions so far
-        self._region_at = ""
+        self._region_at = ""  # the line of the last of them
         self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
+        self._reads = GradientReads()
+        self._region_watch = RegionWatch(self._tell)
+        self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, `torch.autograd.backward` and the clipping by norm. Hook optimizer steps."""
@@ -108,7 +133,8 @@ class ScalerWatch:
         ]
         if hasattr(*CLIP_BY_NORM):
             patches.append(Patch(*CLIP_BY_NORM, self._note_clipping))
-        patcher.install(patches)
+        patcher.install([*patches, *self._scale_state.patches()])
+        undo.callback(self._reads.end)
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +143,7 @@ class ScalerWatch:
             result = original(scaler, outputs)
             if not scaler.is_enabled() or has_own_amp():
                 return result
+            self._reads.end()
             use = self._uses.setdefault(scaler, _ScalerUse())
             use.is_read = False
             losses = [result] if isinstance(result, Tensor) else result
@@ -124,7 +151,7 @@ class ScalerWatch:
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.register_hook(lambda _: self._note_scaled_backward(use))
                 else:
-                    use.is_read = True  # the script has scaled a number, and has the scale by that
+                    use.is_read = True  # the script has scaled a number, and so knows the scale
             return result
 
         return scale
@@ -135,9 +162,13 @@ class ScalerWatch:
 
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # inside a backward pass, it is a checkpoint that calls this
-            if not self._uses or get_backward_id() != -1:
+            # Within a backward pass, a checkpoint calls this, and not the script.
+            if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
+            self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
+            if not self._uses:
+                return original(*args, **kwargs)
+            self._reads.end()
             scaled_before = self._scaled_backwards
             versions_before = self._read_gradients()
             result = original(*args, **kwargs)
@@ -147,6 +178,8 @@ class ScalerWatch:
             else:
                 versions = self._read_gradients()
                 self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
+                if not {Kind.READ, Kind.CLIPPED} <= self._told:
+                    self._reads.begin(self._scaled_backwards)
             return result
 
         return backward
@@ -160,6 +193,10 @@ class ScalerWatch:
             read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
         return read
 
+    def end_reads(self) -> None:
+        """Undo the patches of `GradientReads`."""
+        self._reads.end()
+
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +204,7 @@ class ScalerWatch:
             use = self._uses.get(scaler)
             if use is not None:
                 use.is_read = True
+            self._scale_state.note_reading()
             return original(scaler)
 
         return get_scale
@@ -176,7 +214,7 @@ class ScalerWatch:
             following = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_read]
             is_clipping = isinstance(max_norm, numbers.Real) and max_norm < _LARGEST_NORM
             if following and is_clipping:
-                # an iterator can be read once only
+                # An iterator can be read only once.
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
                 for use in following:
@@ -187,6 +225,7 @@ class ScalerWatch:
 
     def _note_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unscale_(scaler: Any, optimizer: Any) -> Any:
+            self._reads.end()
             try:
                 result = original(scaler, optimizer)
             except Exception as error:
@@ -194,7 +233,7 @@ class ScalerWatch:
                 raise
             use = self._uses.get(scaler)
             if use is not None:
-                # clipping before this call is checked now, while the gradients were scaled
+                # The calls so far clipped scaled gradients. Later ones get unscaled gradients, and are not checked.
                 self._check_clipping(scaler, use, optimizer)
                 use.unscaled_at[id(optimizer)] = find_line()
             return result
@@ -206,8 +245,12 @@ class ScalerWatch:
     def _check_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             use = self._uses.get(scaler)
+            self._reads.end()
             if use is not None:
                 self._check_gradients(scaler, use, optimizer)
+            if scaler.is_enabled() and not has_own_amp():
+                self._region_watch.check_scaled_step()
+            self._has_stepped = False
             self._in_scaler_step += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -220,6 +263,7 @@ class ScalerWatch:
             if use is not None:
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
+                self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
             return result
 
         return step
@@ -240,6 +284,10 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
+        reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
+        if reading is not None and _read_scale(scaler, use) > 1:
+            self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return
         ids = {id(parameter) for parameter in _parameters_of(optimizer)}
@@ -262,6 +310,7 @@ class ScalerWatch:
                 use.unscaled_at.clear()
                 use.stepped_at.clear()
                 use.clippings.clear()
+                self._reads.clear()
             return result
 
         return update
@@ -271,16 +320,19 @@ class ScalerWatch:
         if has_own_amp():
             return
         self._check_region(optimizer)
-        if self._in_scaler_step or not self._is_on_scaled_gradients(optimizer):
+        if self._in_scaler_step:
+            return
+        self._region_watch.check_own_step(has_scalers=bool(self._uses))
+        if not self._is_on_scaled_gradients(optimizer):
             return
         if optimizer in self._on_scaled:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
-        parameter = next((one for one in _parameters_of(optimizer) if one.grad is not None), None)
-        if parameter is not None:
-            self._suspects[optimizer] = weakref.ref(parameter)
+        with_gradient = next((weight for weight in _parameters_of(optimizer) if weight.grad is not None), None)
+        if with_gradient is not None:
+            self._suspects[optimizer] = weakref.ref(with_gradient)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether the last losses before a step that no scaler takes were all scaled, and not unscaled since."""
+        """Return whether a step that no scaler takes follows scaled losses only, whose gradients are still scaled."""
         if self._plain_backwards > self._plain_at_step.get(id(optimizer), 0):
             return False
         following = [use for use in self._uses.values() if use.has_scaled_gradients]
@@ -288,23 +340,26 @@ class ScalerWatch:
 
     def _note_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook after each step of an optimizer."""
+        self._has_stepped = True
         if self._uses:
             self._plain_at_step[id(optimizer)] = self._plain_backwards
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
-    def note_region(self) -> None:
-        """Record an enabled region of autocast that is about to begin."""
+    def note_region(self, dtype: torch.dtype) -> None:
+        """Record an enabled region of autocast that is about to begin, with the dtype that the script gives it."""
+        self._region_watch.note_region(dtype)
+        self._reads.end()
         if not get_autocast_depth():
             self._regions += 1
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Check whether the region around a step was there at the last step already."""
+        """Report a region that surrounds this step of an optimizer and the one before."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
-        # compiled code casts weights at each call, without torch's cache
+        # Compiled code casts weights at each call, without torch's cache.
         if parameter is None or not torch.is_autocast_enabled(parameter.device.type) or has_compiled():
             return
         if parameter.dtype is torch.float32 and self._region_of_step.get(id(optimizer)) == self._regions:
@@ -314,39 +369,40 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Tell the reason for an exception of GradScaler, and add it to the exception as a note."""
-        if has_own_amp() or not _is_raised_by_scaler(error):
+        """Add the reason for an exception of GradScaler as a note, and tell watchers."""
+        raised_in = _find_function_of_scaler(error)
+        if has_own_amp() or not raised_in:
             return
-        misuse = self._find_reason(self._uses.get(scaler), optimizer, call)
-        if misuse is None:
+        if raised_in == _CHECKS_SCALE:
+            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at)
+        else:
+            misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
+        if misuse is None or misuse.note in getattr(error, "__notes__", ()):
             return
-        note = f"amp_patch: {misuse}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        self._tell(misuse)
+        error.add_note(misuse.note)
+        events.tell(nullcontext(), "refused", misuse, error)
 
-    def _find_reason(self, use: _ScalerUse | None, optimizer: Any, call: str) -> Misuse | None:
-        """Return why torch refuses a call of a scaler, by what the script did before; None if that is unknown."""
-        if use is None:
-            return Misuse(Kind.UNSCALED_LOSS, self._plain_at or find_line())
+    def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
+        """Return the reason for which torch refuses a call of a scaler; None if the calls so far show none."""
         if call == "update":
-            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+            kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
+            return Misuse(kind, find_line())
         parameters = list(_parameters_of(optimizer))
-        low = [one for one in parameters if one.grad is not None and one.grad.dtype is torch.float16]
+        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
         if low:
             detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
             return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
-        key = id(optimizer)
+        key, earlier = id(optimizer), use.describe_calls(id(optimizer))
         if key in use.stepped_at:
-            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key])
+            return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:
-            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}")
+            return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}", earlier)
         if not _has_gradients(optimizer):
             return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
         return None
 
     def _describe_missing(self, use: _ScalerUse, parameters: list[Tensor]) -> str:
-        """Return what is known about an optimizer whose parameters have no gradients."""
+        """Return why the parameters of an optimizer have no gradients; "" if that is not known."""
         if not any(parameter.requires_grad for parameter in parameters):
             return f"all {len(parameters)} are frozen: requires_grad is False"
         if not use.has_scaled_gradients:
@@ -377,16 +433,18 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _read_scale(scaler: Any, use: _ScalerUse) -> float:
-    """Return the scale. Waits for the device."""
+    """Return the scale, without counting this as a reading by the script. Waits for the device."""
     is_read = use.is_read
     scale = float(scaler.get_scale())
-    use.is_read = is_read  # it was not the script that read it
+    use.is_read = is_read  # `get_scale` is patched, and has set it
     return scale
 
 
-def _is_raised_by_scaler(error: Exception) -> bool:
-    """Return whether GradScaler itself raised an exception, and not the step of an optimizer."""
+def _find_function_of_scaler(error: Exception) -> str:
+    """Return the function of GradScaler that raised an exception; "" if other code did, as the step of an optimizer."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename == _SCALER_FILE
+    if trace is None or trace.tb_frame.f_code.co_filename != _SCALER_FILE:
+        return ""
+    return trace.tb_frame.f_code.co_name

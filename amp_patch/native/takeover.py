@@ -123,6 +123,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
+        self._scaler_watch.end_reads()  # it may have replaced functions after the session did
         if find_session() is not None:
             current.reset()
 
@@ -186,9 +187,8 @@ class Takeover:
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
-            self._scaler_watch.note_region()
-
             dtype = region.fast_dtype
+            self._scaler_watch.note_region(dtype)
             self._checks.note_region(dtype)
             if session is None:
                 session = self._require_session(region.device, dtype)

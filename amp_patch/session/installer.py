@@ -82,7 +82,7 @@ class Installer:
         if self._cache is not None:
             _add_step_hook(StepHook(self._cache.mark_updated), undo)
         if self._casts is not None and self._oplists is not None:
-            overridden = [(owner, name) for owner, name, _ in self._registered]
+            overridden = [(known.owner, known.name) for known in self._registered]
             deferred = DeferredOps(self._oplists, overridden, self._casts, self.patcher, self._lock)
             if deferred:
                 undo.callback(deferred.close)

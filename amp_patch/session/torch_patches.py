@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad
 from ..casting import OpCasts, WeightCache, op_patches
 from ..config import OpLists
 from ..patching import Patch, Patcher
+from ..torch_dispatch import EAGER_FLEX_ATTENTION, FLEX_ATTENTION
 from ..torch_distributed import SYNC_MODULE_STATES
 from ..torch_private import JIT_TRACE, VF
 from ..training import PATCHED_LAYERS, gradient_patches, take_any_input
@@ -32,6 +33,9 @@ def plan_with_ops(
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
+        # without a rule for it, the rules of the products that it calls apply
+        for owner, name in EAGER_FLEX_ATTENTION if oplists is not None and _lists_flex_attention(oplists) else ():
+            yield Patch(owner, name, lambda original: op_patches.run_without_casts(original, casts.switch))
         if casts.autocast is None:  # otherwise, torch's own decorator casts
             yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
@@ -47,6 +51,12 @@ def plan_with_ops(
 def _lists_recurrent(oplists: OpLists) -> bool:
     """Return whether the lists run recurrent layers in the low dtype."""
     return any(spelling.owner is VF and spelling.rule.runs_in == "low" for spelling in oplists.spellings)
+
+
+def _lists_flex_attention(oplists: OpLists) -> bool:
+    """Return whether the lists have an entry for flex_attention."""
+    spellings = (*oplists.spellings, *oplists.deferred, *oplists.neutral)
+    return any(spelling.owner_name == FLEX_ATTENTION for spelling in spellings)
 
 
 def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:

@@ -19,7 +19,7 @@ from amp_patch.cli.main import COMMANDS, EPILOG, main
 
 ROOT = Path(__file__).parent.parent.parent
 LEVELS = "O0, O1, O2, O3, O4, O5"
-LISTS = "apex, autocast-cpu, autocast-cuda, bfloat16, fast, float16, paper"
+LISTS = "apex, autocast-cpu, autocast-cuda, autocast-mps, autocast-xpu, bfloat16, fast, float16, paper"
 TASKS_OF_LISTS = "show, check, diff, explain, init"
 
 WRONG = {

@@ -183,3 +183,17 @@ def test_steps_of_a_script_that_begins_in_float32_are_counted_from_the_first(cal
     assert code == 1 and "give --steps 4:5" in err
     code, _, err = call(LATE.replace("train(True, 3)", ""), "--lists", "mine.yaml")
     assert code == 1 and "no mixed precision to change" in err
+
+
+def test_ops_before_an_exception_are_shown_and_the_exception_is_explained(run_command):
+    script = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    out = model(torch.ones(3, 4))
+out.numpy()
+"""
+    code, out, _ = run_command("explain", script)
+    assert code == 1 and "F.linear" in out and "whitelist" in out
+    assert "step 0, forward: the script raised TypeError" in out and "out.float() in place of out" in out

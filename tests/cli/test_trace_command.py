@@ -1,6 +1,6 @@
 """`amp-patch trace` finds the fault of scripts of Apex and of amp_patch, and says which scripts it cannot trace.
 
-Guards: cli/trace, cli/ranks, cli/recording, insight/agreement.
+Guards: cli/trace, cli/traced_run, cli/trace_fix, cli/ranks, cli/recording, insight/agreement.
 """
 
 import functools
@@ -326,3 +326,34 @@ def test_fix_tries_the_level_that_keeps_what_is_lost(call, tmp_path):
     code, out, _ = call(QUIET.format(level="O3"), "--fix", "fix.yaml")
     assert code == 0 and 'opt_level="O2" is enough for these steps' in out and "in float32" in out
     assert not (tmp_path / "fix.yaml").exists()
+
+
+RAISING = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.zeros(2, 4).index_add(0, torch.tensor([0, 1, 1]), model(torch.ones(3, 4)))
+    optimizer.zero_grad()
+    out.square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_exception_is_explained_after_its_traceback_and_the_list_repairs_it(call, tmp_path):
+    code, out, err = call(RAISING, "--json", "raised.jsonl")
+    assert code == 1 and "Traceback" in err and "RuntimeError: index_add" in err
+    assert out.startswith("step 0, forward: the script raised RuntimeError") and "promote: [index_add]" in out
+    (raised,) = Recording.read(tmp_path / "raised.jsonl").raised
+    assert raised.site == "train.py:9" and raised.entries == ("promote: [index_add]",)
+    code, out, _ = call(RAISING, "--fix", "fix.yaml")
+    assert code == 0 and "fix.yaml is enough" in out
+    assert "promote: [index_add]" in (tmp_path / "fix.yaml").read_text()
+
+
+def test_an_exception_that_dtypes_do_not_explain_is_none_of_the_command(call):
+    code, out, err = call(RAISING.replace("torch.ones(3, 4)", "torch.ones(3, 5)"))
+    assert code == 2 and not out and "the script ended with exit code 1" in err

@@ -145,12 +145,12 @@ def observe(kind: str, low: str, dtypes: tuple[str, ...]) -> tuple[str, ...]:
     switch, seen = Switch(), []
     switch.turn_on()
 
-    def op(*args: Any) -> None:
-        seen.extend(args[0] if kind == "sequence_promote" else args)
+    def op(first: Any, *others: Any) -> None:
+        seen.extend(first if kind == "sequence_promote" else (first, *others))
 
     tensors = [torch.ones(2, dtype=getattr(torch, dtype)) for dtype in dtypes]
     try:
-        wrapper = OpCasts(switch, getattr(torch, low), "cpu", None).wrap(kind, op)
+        wrapper = OpCasts(switch, getattr(torch, low), "cpu", None).wrap(kind, op, "first")
         wrapper(tensors) if kind == "sequence_promote" else wrapper(*tensors)
     except BannedOpError:
         return ("an error",) * len(dtypes)
@@ -164,7 +164,7 @@ def fate(dtype: str, got: str) -> str:
 @pytest.mark.parametrize("kind", [rule for rule in op_lists.OpRule if rule.is_casting])
 def test_effects_are_what_the_casts_do(kind: op_lists.OpRule) -> None:
     for low, dtype, other in product(("float16", "bfloat16"), FLOATS, FLOATS):
-        told = kind.describe_effects(low)
+        told = kind.describe_effects(low, "first")
         assert set(told) == set(FLOATS)
         alone = fate(dtype, observe(kind, low, (dtype,))[0])
         first, second = (
@@ -174,8 +174,9 @@ def test_effects_are_what_the_casts_do(kind: op_lists.OpRule) -> None:
             is_cast = " beside " in told[dtype] and other in told[dtype].partition(" beside ")[2].split(" or ")
             expected = told[dtype].partition(" beside ")[0] if is_cast else "as it is"
             assert (alone, first, second) == ("as it is", expected, expected)
-        elif kind == "match_self":
-            assert told[dtype] == "cast to the dtype of the first argument"
+        elif kind in ("match_self", "match"):
+            followed = "the first argument" if kind == "match_self" else "first"
+            assert told[dtype] == f"cast to the dtype of {followed}"
             assert (alone, first, second) == ("as it is", "as it is", fate(dtype, other))
         elif kind == "banned":
             assert alone == told[dtype]
@@ -239,7 +240,8 @@ OPS = [
     *("exp", "torch.exp", "exp_", "torch.Tensor.exp_", "acos", "torch.arccos", "pow", "__ipow__"),
     *("torch.Tensor.__pow__", "mul", "lib.f", "lib.f_"),
 ]
-LISTS = st.dictionaries(st.sampled_from(OPS), st.sampled_from(op_lists.RULE_KEYS), max_size=4)
+BARE_RULES = [rule for rule in op_lists.RULE_KEYS if not rule.takes_argument]
+LISTS = st.dictionaries(st.sampled_from(OPS), st.sampled_from(BARE_RULES), max_size=4)
 
 
 @given(st.lists(LISTS, min_size=2, max_size=2))

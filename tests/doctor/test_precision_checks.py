@@ -1,6 +1,6 @@
 """The doctor finds what 16 bits lose in real shapes of code, and is silent about the healthy neighbour of each.
 
-Guards: doctor/precision_checks, doctor/region_checks, doctor/flow, doctor/script.
+Guards: doctor/value_checks, doctor/precision_checks, doctor/region_checks, doctor/flow, doctor/script.
 """
 
 from pathlib import Path
@@ -76,12 +76,15 @@ SURE = {
     "lightning": "from lightning import Trainer\ntrainer = Trainer(precision='bf16-true')  # AMP601\n",
     # float16 without a scale
     "old-autocast": "from torch.cuda.amp import autocast\nwith autocast():  # AMP602\n    loss = model(x)\n" + STEP,
+    "region-or-none": "ctx = torch.autocast('cuda', torch.half) if amp else nullcontext()  # AMP602\nwith ctx:\n"
+    "    loss = model(x)\n" + STEP,
     "region-by-name": "region = torch.autocast('cuda', torch.half)  # AMP602\nfor x in batches:\n    with region:\n"
     "        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
     "region-in-a-helper": "def forward(x):\n    with torch.autocast('cuda'):  # AMP602\n        return model(x)\n"
     "def main():\n    loss = forward(x)\n    loss.backward()\n",
     "scaler-that-is-off": "from torch.amp import GradScaler as Scaler\nscaler = torch.amp.GradScaler(enabled=False)\n"
-    "with torch.autocast('cuda', torch.float16):  # AMP602\n    loss = model(x)\nscaler.scale(loss).backward()\n",
+    "with torch.autocast('cuda', torch.float16):  # AMP602\n    loss = model(x)\nscaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n",
     # averages
     "average-cast-in-place": "ema = copy.deepcopy(model)\nema.half()  # AMP603\n"
     "def update():\n    for e, p in zip(ema.parameters(), model.parameters()):\n"
@@ -178,6 +181,16 @@ HEALTHY = {
     "few-positions": "positions = torch.arange(64, dtype=torch.bfloat16)\n",
     "scaled-timesteps": "timesteps = timesteps / 1000\nemb = embed(timesteps.bfloat16())\n",
     "positions-in-integers": "positions = torch.arange(n)\nx = table[positions].half()\n",
+    "added-once": "out = torch.zeros(n, 8, dtype=torch.half)\nfor i in range(n):\n    out[i] += noise\n",
+    "half-on-an-arm-that-leaves": "def main():\n    model = Net()\n    if serve:\n        model = model.half()\n"
+    "        return model(x)\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
+    "fabric-that-only-runs": "from lightning import Fabric\ndef load():\n    fabric = Fabric(precision='bf16-true')\n"
+    "    return fabric.setup(Net())\n",
+    "teacher-in-float16": "with torch.autocast('cuda'):\n    with torch.no_grad():\n        y = teacher(x)\n"
+    "loss = (model(x) - y.float()).mean()\n" + STEP,
+    "method-of-a-dict": "class Agent:\n    def act(self):\n        with torch.autocast('cuda', torch.bfloat16):\n"
+    "            inputs = {}\n            inputs.update(x=x)\n    def update(self):\n        for x in batches:\n"
+    "            loss.backward()\n            optimizer.step()\n",
     "region-in-the-loop": "for x in batches:\n    with torch.autocast('cuda', torch.bfloat16):\n"
     "        loss = model(x)\n"
     "    loss.backward()\n    optimizer.step()\n",

@@ -1,6 +1,7 @@
 """The doctor finds GradScalers that are used wrongly, and is silent about the healthy neighbours in public scripts.
 
-Guards: doctor/scaler_checks, doctor/scaler_flow, doctor/checkpoint_checks, doctor/region_checks.
+Guards: doctor/scaler_checks, doctor/gradient_checks, doctor/scaler_flow, doctor/checkpoint_checks.
+Guards: doctor/region_checks, doctor/update_checks.
 """
 
 from pathlib import Path
@@ -43,10 +44,50 @@ WRONG = {
     "update-for-each": f"{GO}scaler.step(first)\nscaler.update()\nscaler.step(second)  # AMP706\nscaler.update()\n",
     "half": "model = Net().half()\noptimizer = torch.optim.SGD(model.parameters())\n"
     f"{GO}scaler.step(optimizer)  # AMP707\nscaler.update()\n",
+    "clip-in-a-method": "class T:\n    def backward(self, loss):\n        scaler.scale(loss).backward()\n"
+    f"    def clip(self):\n        {CLIP}\n    def step(self):\n        scaler.step(optimizer)\n"
+    f"        scaler.update()\n"
+    "    def train(self):\n        for x in loader:\n            self.backward(f(x))\n"
+    "            self.clip()  # AMP701\n"
+    "            self.step()\n",
+    "clamp-by-hand": f"{GO}for p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # AMP701\n{STEP}",
+    "clip-of-timm": f"{GO}dispatch_clip_grad(model.parameters(), 0.1, mode='agc')  # AMP701\n{STEP}",
+    "norm-in-a-function": "def norm_of(model):\n    return sum(p.grad.norm(2).item() ** 2 for p in ps)\n"
+    f"{GO}log(norm_of(model))  # AMP711\n{STEP}",
+    "norm-of-a-stack": f"{GO}norms = [torch.norm(p.grad.detach()) for p in model.parameters()]  # AMP711\n{STEP}",
+    "histogram": f"{GO}for n, p in named:\n    writer.add_histogram(n, p.grad, i)  # AMP711\n{STEP}",
+    "penalty": "grads = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]  # AMP711\n"
+    f"loss = loss + (grads.norm() - 1) ** 2\n{GO}{STEP}",
+    "unscale-in-each-micro-batch": f"for i, x in enumerate(loader):\n    {GO}    scaler.unscale_(optimizer)  # AMP704\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "update-in-each-micro-batch": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
+    "        scaler.step(optimizer)\n    scaler.update()  # AMP712\n",
+    "update-in-a-loop-over-optimizers": f"{GO}for opt in optimizers:\n    scaler.step(opt)  # AMP706\n"
+    "    scaler.update()\n",
+    "no-update-of-an-attribute": "class T:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler()\n"
+    "    def step(self, loss):\n        self.scaler.scale(loss).backward()\n"
+    "        self.scaler.step(self.opt)  # AMP705\n",
+    "zeroed-by-the-model": f"optimizer = torch.optim.SGD(model.parameters())\n{GO}model.zero_grad()  # AMP708\n{STEP}",
     "zeroed": f"{GO}optimizer.zero_grad()  # AMP708\n{STEP}",
 }
 
 RIGHT = {
+    "clip-in-a-method-that-unscales": "class T:\n    def backward(self, loss):\n        scaler.scale(loss).backward()\n"
+    f"    def clip(self):\n        scaler.unscale_(optimizer)\n        {CLIP}\n"
+    "    def step(self):\n        scaler.step(optimizer)\n        scaler.update()\n"
+    "    def train(self):\n        self.backward(loss)\n        self.clip()\n        self.step()\n",
+    "norm-divided-by-the-scale": f"{GO}norm = p.grad.norm() / scaler.get_scale()\n{STEP}",
+    "look-for-inf": f"{GO}bad = not torch.isfinite(p.grad.sum())\ndead = p.grad.abs().sum() == 0\n{STEP}",
+    "average-by-hand": f"{GO}p.grad.data.mul_(1 / world)\np.grad /= world\n{STEP}",
+    "norm-after-unscale": f"{GO}scaler.unscale_(optimizer)\nnorm = p.grad.norm()\n{STEP}",
+    "norm-after-the-step": f"{GO}{STEP}writer.add_histogram('grad', p.grad, i)\n",
+    "clip-that-is-given-the-scaler": f"{GO}clip_gradients(model, scaler, 1.0)\n{STEP}",
+    "penalty-divided": "grads = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]\n"
+    f"penalty = (grads / scaler.get_scale()).norm()\n{GO}{STEP}",
+    "accumulation": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
+    f"        scaler.unscale_(optimizer)\n"
+    f"        {CLIP}\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "zeroed-after-unscale": f"{GO}scaler.unscale_(optimizer)\nif too_large:\n    optimizer.zero_grad()\n    {STEP}",
     "clip-on-the-other-arm": f"if fp16:\n    {GO}    scaler.step(optimizer)\n    scaler.update()\nelse:\n"
     f"    loss.backward()\n    {CLIP}\n    optimizer.step()\n",
     "clip-unless-fp16": f"if fp16:\n    {GO}else:\n    loss.backward()\nif not fp16:\n    {CLIP}\n{STEP}",

@@ -500,7 +500,11 @@ def test_a_run_has_a_verdict(off, options, told):
             {"gained": 5e-4, "first": 1e-4},
             "not judged: O0 has learned too little in these steps (its loss gained",
         ),
-        (-5e-3, {"gained": 0.1, "batches": 60}, "worse than O0 (it drops 30 of 60 batches: its loss is of others)"),
+        (
+            -5e-3,
+            {"gained": 0.1, "batches": 60},
+            "worse than O0 (it drops 30 of 60 batches, so its loss is of other data)",
+        ),
         (1e-4, {"gained": 0.1, "batches": 31}, "as good as O0"),
         (
             1e-4,

@@ -1,8 +1,10 @@
 """A GradScaler used wrongly is told once, with line and edit; correct loops are told of nothing and train the same.
 
 Guards: native/scaler_watch, native/misuse, insight/misuse_record.
+Guards: native/gradient_reads, native/region_watch, native/scale_state.
 """
 
+import io
 import warnings
 from collections.abc import Callable
 
@@ -26,6 +28,7 @@ class Training:
         self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.x = torch.randn(16, 8)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 100)
 
     def loss(self, model: nn.Module | None = None) -> Tensor:
         with torch.autocast("cpu", torch.float16):
@@ -116,9 +119,53 @@ def gradients_by_hand(t: Training) -> None:
     t.finish()
 
 
+def read_unscaled(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.optimizer)
+    _ = t.model.weight.grad.norm().item()
+    t.model.weight.grad.clamp_(-1, 1)
+    t.finish()
+
+
+def read_and_divide(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    _ = t.model.weight.grad.norm().item() / t.scaler.get_scale()
+    t.finish()
+
+
+def look_for_inf(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    for parameter in t.model.parameters():
+        assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().sum() > 0
+        parameter.grad.mul_(0.5)
+    t.finish()
+
+
+def teacher_in_float16(t: Training) -> None:
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        target = t.other(t.x)
+    (t.model(t.x) - target.float()).square().mean().backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def save_all(t: Training) -> None:
+    plain(t)
+    torch.save([t.optimizer.state_dict(), t.scaler.state_dict()], io.BytesIO())
+
+
+def schedule_taken_steps(t: Training) -> None:
+    t.scaler.scale(t.loss() * (1e30 if t.scaler.get_scale() > 512 else 1)).backward()
+    scale = t.scaler.get_scale()
+    t.finish()
+    if t.scaler.get_scale() >= scale:
+        t.schedule.step()
+
+
 RIGHT = [
     *(plain, clip_unscaled, clip_at_the_scale, measure_only, accumulate, one_update_for_two, update_after_each_loss),
     *(one_without_scaler, unscale_by_hand, unscale_then_own_step, gradients_by_hand),
+    *(read_unscaled, read_and_divide, look_for_inf, teacher_in_float16, save_all, schedule_taken_steps),
 ]
 
 
@@ -154,7 +201,72 @@ def update_between(t: Training) -> None:
     t.finish()
 
 
+def read_scaled(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    _ = sum(parameter.grad.data.norm(2).item() for parameter in t.model.parameters())
+    t.finish()
+
+
+def read_before_unscale(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    _ = torch.norm(t.model.weight.grad.detach())
+    t.scaler.unscale_(t.optimizer)
+    t.finish()
+
+
+def clamp_by_hand(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.model.weight.grad.data.clamp_(-1, 1)
+    t.finish()
+
+
+def clip_values(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    nn.utils.clip_grad_value_(t.model.parameters(), 1.0)
+    t.finish()
+
+
+def float16_alone(t: Training) -> None:
+    t.loss().backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def loss_outside(t: Training) -> None:
+    with torch.autocast("cpu", torch.float16):
+        output = t.model(t.x)
+    t.scaler.scale(nn.functional.mse_loss(output, torch.zeros_like(output))).backward()
+    t.finish()
+
+
+def scaled_bfloat16(t: Training) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = t.model(t.x).float().mean()
+    t.scaler.scale(loss).backward()
+    t.finish()
+
+
+def schedule_all_steps(t: Training) -> None:
+    t.scaler.scale(t.loss() * torch.inf).backward()
+    t.finish()
+    t.schedule.step()
+
+
+def save_without_scaler(t: Training) -> None:
+    plain(t)
+    torch.save({"model": t.model.state_dict(), "optimizer": t.optimizer.state_dict()}, io.BytesIO())
+
+
 TOLD = [
+    (read_scaled, Kind.READ),
+    (read_before_unscale, Kind.READ),
+    (clamp_by_hand, Kind.CLIPPED),
+    (clip_values, Kind.CLIPPED),
+    (float16_alone, Kind.NO_SCALER),
+    (loss_outside, Kind.LOSS_OUTSIDE),
+    (scaled_bfloat16, Kind.SCALED_BFLOAT16),
+    (schedule_all_steps, Kind.SCHEDULED_SKIP),
+    (save_without_scaler, Kind.UNSAVED_SCALER),
     (clip_scaled, Kind.CLIPPED),
     (clip_before_unscale, Kind.CLIPPED),
     (not_scaled, Kind.UNSCALED_LOSS),
@@ -211,6 +323,7 @@ def run(step: Callable[[Training], None]) -> tuple[list[Tensor], list[str]]:
     training = Training()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Detected call of")  # of a scheduler, by torch
         for _ in range(4):
             step(training)
     weights = [*training.model.parameters(), *training.other.parameters()]
@@ -233,10 +346,29 @@ def test_a_wrong_loop_is_told_once_and_trains_the_same(step, kind) -> None:
     with native.install():
         weights, messages = run(step)
     assert len(messages) == 1
-    assert native.Misuse(kind, "").effect in messages[0]
+    assert native.Misuse(kind, "").effect in messages[0] and native.Misuse(kind, "").edit in messages[0]
     assert messages[0].startswith("test_scaler_watch.py:")
     # a step on scaled gradients diverges
     torch.testing.assert_close(weights, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_error_between_loss_and_step_leaves_torch_as_it_was() -> None:
+    before = torch.norm, Tensor.norm, vars(Tensor).get("std"), torch._foreach_norm
+    training = Training()
+    with native.install(), pytest.raises(KeyError), insight.recording():
+        training.scaler.scale(training.loss()).backward()
+        raise KeyError
+    assert before == (torch.norm, Tensor.norm, vars(Tensor).get("std"), torch._foreach_norm)
+
+
+def test_functions_can_be_scripted_between_loss_and_step() -> None:
+    def norm(x):
+        return torch.norm(x)
+
+    training = Training()
+    with native.install():
+        training.scaler.scale(training.loss()).backward()
+        assert torch.jit.script(norm)(torch.ones(4)) == 2
 
 
 @pytest.mark.parametrize(("step", "kind"), RAISING)

@@ -135,6 +135,15 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("scaled_dot_product_attention", call(rand(1, 2, 3, 4), rand(1, 2, 3, 4, seed=1), rand(1, 2, 3, 4, seed=2))),
     **_each("_native_multi_head_attention", call(BATCH, BATCH, BATCH, *attention())),
     **_each("_transformer_encoder_layer_fwd", encoder_layer()),
+    **_each("grouped_mm _grouped_mm", call(rand(2, 8, 8), rand(2, 8, 8, seed=1))),
+    "torch.foreach.mm": call([MATRIX, MATRIX2], [MATRIX2, MATRIX3]),
+    **_each("flex_attention", call(*(rand(1, 2, 16, 16, seed=seed) for seed in range(3)), variables=0)),
+    **_each("conv1d_input", call((1, 2, 5), rand(3, 2, 3, seed=1), rand(1, 3, 3))),
+    **_each("conv1d_weight", call(rand(1, 2, 5), (3, 2, 3), rand(1, 3, 3))),
+    **_each("conv2d_input", call((1, 2, 5, 5), FILTERS, rand(1, 3, 3, 3))),
+    **_each("conv2d_weight", call(IMAGE, (3, 2, 3, 3), rand(1, 3, 3, 3))),
+    **_each("conv3d_input", call((1, 2, 5, 5, 5), rand(3, 2, 3, 3, 3), rand(1, 3, 3, 3, 3))),
+    **_each("conv3d_weight", call(rand(1, 2, 5, 5, 5), (3, 2, 3, 3, 3), rand(1, 3, 3, 3, 3))),
     **_each("prelu", call(MATRIX - 0.5, VECTOR)),
     # convolutions
     **_each("conv1d", call(rand(1, 2, 5), rand(3, 2, 3, seed=1), rand(3, seed=2))),
@@ -161,6 +170,7 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("sum_to_size", call(MATRIX, (1, 4))),
     **_each("frobenius_norm", call(MATRIX, [0, 1])),
     **_each("vector_norm matrix_norm normalize softplus gelu cpu", call(MATRIX)),
+    **_each("cov corrcoef", call(MATRIX)),
     **_each("renorm", call(MATRIX, 2, 0, 0.5)),
     **_each("cosine_similarity pairwise_distance dist cdist", call(MATRIX, MATRIX2)),
     **_each("pdist", call(MATRIX)),
@@ -170,6 +180,9 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("layer_norm native_layer_norm", call(MATRIX, (4,), VECTOR, VECTOR2, 1e-5)),
     **_each("rms_norm", call(MATRIX, (4,), VECTOR, 1e-5)),
     **_each("group_norm", call(IMAGE, 2, rand(2), rand(2, seed=1))),
+    # with the statistics of training, which are not written
+    **_each("torch.nn.functional.batch_norm", call(IMAGE, rand(2), rand(2, seed=1), variables=1)),
+    **_each("torch.batch_norm", call(IMAGE, rand(2), rand(2), rand(2), rand(2), False, 0.1, 1e-5, False, variables=1)),
     **_each("local_response_norm", call(IMAGE, 2)),
     # losses
     **_each(
@@ -194,6 +207,8 @@ _OUT_OF_PLACE: dict[str, Sample] = {
     **_each("interpolate", call(IMAGE, scale_factor=2, mode="bilinear")),
     **_each("grid_sample", call(IMAGE, GRID, align_corners=False)),
     **_each("grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback", call(IMAGE, GRID, 0, 0, False)),
+    **_each("affine_grid", call(rand(2, 2, 3), (2, 1, 4, 4), align_corners=False)),
+    **_each("affine_grid_generator", call(rand(2, 2, 3), (2, 1, 4, 4), False)),
     **_each("grid_sampler_3d", call(VOLUME, GRID3, 0, 0, False)),
     **_each("avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d", call(VOLUME, 2)),
     **_each("fractional_max_pool2d", call(IMAGE, 2, 2, variables=1, _random_samples=FIELD_2D)),
@@ -220,6 +235,7 @@ _OUT_OF_PLACE: dict[str, Sample] = {
         call(POSITIVE),
     ),
     **_each("svd_lowrank pca_lowrank", call(POSITIVE, 2)),
+    **_each("lobpcg", call(torch.diag(torch.arange(1.0, 10)), 2, X=rand(9, 2), variables=0)),
     **_each("cholesky_solve", call(MATRIX, POSITIVE)),
     **_each("lu_solve", call(MATRIX, LU, PIVOTS)),
     "torch.linalg.lu_solve": call(LU, PIVOTS, MATRIX),
@@ -279,6 +295,7 @@ NO_SAMPLE = {
     "_cudnn_rnn": "cuDNN's layer",
     "cudnn_convolution": "cuDNN's kernel",
     "cudnn_convolution_transpose": "cuDNN's kernel",
+    "_mps_convolution": "the kernel of Apple GPUs",
     "_scaled_dot_product_flash_attention": "the flash kernel of GPUs",
     "mkldnn_rnn_layer": "returns its workspace, memory that nobody clears; it is the body of torch.lstm, which is here",
 }

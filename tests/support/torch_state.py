@@ -2,6 +2,7 @@
 
 import importlib
 import operator
+import sys
 import types
 
 import torch
@@ -15,6 +16,8 @@ torch.compile(lambda x: x, backend="eager")(torch.ones(1))
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 """Of torch, such as (2, 13)."""
+
+FLEX_KERNELS = sys.modules["torch._higher_order_ops.flex_attention"]  # the package has the op under this name
 
 NAMESPACES = (
     torch,
@@ -47,6 +50,8 @@ NAMESPACES = (
     torch.autocast,
     torch.amp.GradScaler,
     torch.autograd,
+    FLEX_KERNELS,
+    FLEX_KERNELS.FlexAttentionAutogradOp,
     importlib,
 )
 

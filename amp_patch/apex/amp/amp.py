@@ -10,6 +10,7 @@ import torch
 from ...reporting import warn
 from ...script_settings import in_force
 from .._core import (
+    Registration,
     api,
     find_living_session,
     make_policy,
@@ -76,7 +77,7 @@ def init(
     # casts_inside=False: as in Apex, a registered function's rule casts its arguments, and not the ops in its body
     policy = replace(make_policy("O1", overrides), casts_inside=False)
     register_edits()
-    allowed = [(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
+    allowed = [Registration(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
         # opening a session copies the registrations, so they can go again at once, and later sessions do not get them

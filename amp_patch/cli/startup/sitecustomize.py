@@ -3,8 +3,8 @@
 Python imports a module of this name when it starts. Every Python that such a command starts finds this one, because the
 command puts this folder at the front of PYTHONPATH. So does every Python that the script starts.
 
-It redirects files, and installs the stand-in for `apex`, the takeover of torch.autocast and the recording, as far as
-the command asks for them. Then it runs the `sitecustomize` that Python would have imported otherwise.
+It installs the stand-in for `apex` and, if the command asks for them, the redirection of files, the takeover of
+torch.autocast and the recording. Then it runs the `sitecustomize` that Python would have imported otherwise.
 
 A script may also start a Python of another installation, of any version, even 2.7, without this package or its
 requirements. There, this module must neither fail nor print anything. Annotations are comments, which Python 2 accepts.
@@ -18,6 +18,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def _start():  # type: () -> None
+    """Set up this Python for the command that started it, directly or through the script; else do nothing."""
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
     if settings is None or sys.version_info < (3, 11):
         return
@@ -41,6 +42,7 @@ def _start():  # type: () -> None
 
 
 def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
+    """Do all that the settings ask for. An error in `_watch` removes the stand-in again."""
     if "scratch" in settings:
         from amp_patch.scratch.redirect import redirect
 
@@ -56,6 +58,7 @@ def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
 
 
 def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
+    """Start the takeover of torch.autocast and the recording, if the settings ask for them."""
     if "native" in settings:
         from amp_patch.cli.recording import remove_marker_at_exit, take_over
 
@@ -72,6 +75,7 @@ def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
 
 
 def _run_next_sitecustomize():  # type: () -> None
+    """Import the `sitecustomize` that this module hides, if there is one."""
     if sys.version_info < (3,):  # noqa: UP036
         import imp
 

@@ -21,13 +21,12 @@ SAFETY = 4.0
 """Four variants do not show the largest difference that there can be."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-"""By the 16-bit dtype of the run: half a unit in the last place of a value, relative to it. Rounding may go the other
-way in any element, and so change a tensor by no more than this.
+"""By the 16-bit dtype of the run: half a unit in the last place, relative to the value. If every element of a tensor
+is rounded the other way, the tensor changes by no more than about this part.
 """
 
 FLOAT32_FLOOR = 1e-5
-"""In runs that cast nothing: sums of ten thousand float32 elements differ by less when they are added in another order.
-"""
+"""The floor of runs that cast nothing. Another order of addition changes sums of 10,000 float32 elements by less."""
 
 MOST = 0.5
 """A number with a wider band is not promised, since hardly any mistake would leave the band."""
@@ -51,7 +50,10 @@ def norm_of(sketch: Sequence[float]) -> float | None:
 
 
 def find_relative(base: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the relative difference (L2) of two sketches; None without values, inf for other shapes or no number."""
+    """Return the relative difference (L2) of two sketches; None if both are empty.
+
+    inf for sketches of other lengths, for a base of norm zero, and for values that are not finite.
+    """
     if not base and not values:
         return None
     if len(base) != len(values):
@@ -66,7 +68,10 @@ def find_relative(base: Sequence[float], values: Sequence[float]) -> float | Non
 
 
 def find_difference(base: float | None, value: float | None) -> float | None:
-    """Return the relative difference of two norms; None without the first, inf without the second."""
+    """Return the relative difference of two norms; None without the first, 0 if both are NaN.
+
+    inf without the second, for a base of zero, and for a norm that is not finite.
+    """
     if base is None:
         return None
     if base == value or (value is not None and math.isnan(base) and math.isnan(value)):

@@ -1,4 +1,4 @@
-"""`Contract`: what a check promises of a training, as a file to commit. Importing this does not import torch.
+"""`Contract`: the promises about a training, as a file to commit. Importing this does not import torch.
 
 The file is a JSON array with a record on each line, in the order of the training, so that its changes are readable.
 """
@@ -23,7 +23,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class ContractRecord:
-    """What was run.
+    """The run that the contract is of.
 
     Attributes:
         schema: the version of the schema.
@@ -86,8 +86,8 @@ class HardwareRecord:
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
         threads: the number of threads of the runs.
-        kept, kept_worst: the share of the changes of a 16-bit tensor that is stored, and the tensor, of the changes
-            that are lost; None if none is.
+        kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any.
+        kept_worst: the name of the tensor that loses most, or its line; "" without any.
         problem: why no number is promised; "" if numbers are.
     """
 
@@ -102,7 +102,7 @@ class HardwareRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRecord:
-    """Numbers of a module, each with its band: how far another run may be off, as a part of the number.
+    """Numbers of a module, each with its band: by which part of the number another run may differ.
 
     A band is None if the number is not promised. Sketches are texts that `pack` makes.
 
@@ -138,7 +138,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepsRecord:
-    """A number of each step, with its band: how far another run may be off. A band is None if it is not promised.
+    """A number of each step, with its band: by how much another run may differ; None if the number is not promised.
 
     Attributes:
         name: "loss scale", "skipped", "loss", "gradient norm" or "update norm".
@@ -173,9 +173,9 @@ class Numbers:
 
 @dataclass(slots=True)
 class Contract:
-    """A contract: what was run, the settings of optimizers, the ops of a step, and numbers for each kind of hardware.
+    """A contract: the run, the settings of optimizers, the ops of a step, and numbers for each kind of hardware.
 
-    A script has the same ops on each kind of hardware of one type.
+    All hardware shares the ops: a script has the same ones on each device of a type.
     """
 
     about: ContractRecord
@@ -266,7 +266,7 @@ def pack(sketch: tuple[float, ...]) -> str:
 
 
 def unpack(text: str) -> tuple[float, ...]:
-    """Return the values of a sketch; () for text that is none."""
+    """Return the values of a sketch that `pack` made; () for other text."""
     try:
         data = base64.b64decode(text, validate=True)
         return struct.unpack(f"<{len(data) // 4}f", data)
@@ -275,7 +275,7 @@ def unpack(text: str) -> tuple[float, ...]:
 
 
 def round_number(value: float | None, digits: int = 6) -> float | None:
-    """Return a number with few digits, so that the file is readable."""
+    """Return a number rounded to `digits` significant digits. inf, NaN and None stay."""
     if value is None or not math.isfinite(value):
         return value
     return float(f"{value:.{digits}g}")

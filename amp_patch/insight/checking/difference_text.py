@@ -13,13 +13,14 @@ from .op_differences import Moved, OpDifferences, find_differences, read_ops
 from .verdict import describe_dtypes, describe_move, judge, list_constants
 
 OFF = 1.25
-"""Errors of a layer that differ by a smaller factor are equal."""
+"""Two errors of a layer are taken for equal if they differ by no more than this factor."""
 
 
 def describe_files(before: Path, after: Path) -> list[str]:
-    """Return what differs between two files of the same kind, a line each.
+    """Return a line for each difference of two files: contracts, recordings of ops, or comparisons.
 
-    Raises RecordError for a file that is neither a recording nor a contract, and for two files of different kinds.
+    A contract and a recording are compared by their ops. Raises RecordError for other files, and for two that have
+    nothing in common.
     """
     old, new = _read(before), _read(after)
     if isinstance(old, Contract) and isinstance(new, Contract):
@@ -111,7 +112,7 @@ def _compare_failures(name: str, old: str, new: str) -> Iterator[str]:
 
 
 def _compare_layers(name: str, old: Summary, new: Summary) -> Iterator[str]:
-    """Yield a line for each layer whose error against the reference is another."""
+    """Yield a line for each layer whose error against the reference differs."""
     layers = {layer.module: layer for layer in new.layers(name)}
     for layer in old.layers(name):
         other = layers.get(layer.module)

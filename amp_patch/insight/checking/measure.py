@@ -31,7 +31,7 @@ _PROBE = "checking.probe:ContractProbe"
 _UPDATES = "comparing.probes:LayerProbe"
 
 REPEATED = "once more"
-"""The title of a run that nothing distinguishes from the first."""
+"""The title of a run that repeats the first one exactly."""
 
 
 class Measurer:
@@ -39,7 +39,7 @@ class Measurer:
 
     Args:
         runner: makes a run.
-        question: what to run.
+        question: the script, and how to run it.
         tell: called with a line when a run begins.
     """
 
@@ -50,7 +50,7 @@ class Measurer:
         self._done = 0
 
     def run(self, title: str, *, in_float32: bool = False, keeps_files: bool = False, **options: object) -> Measured:
-        """Make a run. Raises RunFailedError if the script fails, and SessionError if it takes too few steps."""
+        """Make a run. Raises RunFailedError if it ends too early, and SessionError if no optimizer took a step."""
         self._done += 1
         self._tell(f"run {self._done}: {title}")
         settings = self._question.settings
@@ -62,19 +62,19 @@ class Measurer:
         return _read(recording)
 
     def find_lost(self) -> ComparedRecord:
-        """Make the run that looks for changes of 16-bit tensors that are lost."""
+        """Make the run that finds changes of 16-bit tensors which rounding loses."""
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
         recording = self._runner(Run(_UPDATES, {}, self._question.settings, self._question.seed))
         return recording.of(ComparedRecord)[0]
 
     def measure_again(self) -> Contract:
-        """Make the runs of a check against a contract, and return what they give, without bands."""
+        """Make the runs of a check, and return their results as a contract without bands."""
         measured = self.run("the script", keeps_files=True)
         return self._make_contract(measured, [], None, self._try_lost())
 
     def write(self) -> Contract:
-        """Make the runs that measure the noise, and return the contract."""
+        """Make the runs of a new contract, and return it. Four of them measure the noise, which sets its bands."""
         base = self.run("the script", keeps_files=True)
         if not base.ops:
             raise SessionError(
@@ -92,7 +92,7 @@ class Measurer:
         return self._make_contract(base, variants, self._try_float32(), self._try_lost())
 
     def _try_float32(self) -> Measured | None:
-        """Make the first steps of a run in float32; None if the script cannot run so."""
+        """Make the first two steps of a run in float32; None if that run fails. Raises NoRegionError."""
         try:
             return self.run("float32", in_float32=True, steps=2)
         except NoRegionError:
@@ -101,7 +101,7 @@ class Measurer:
             return None
 
     def _try_lost(self) -> ComparedRecord | None:
-        """Look for lost updates; None if the script ends too early for that."""
+        """Make the run of `find_lost`; None if it fails."""
         try:
             return self.find_lost()
         except RunFailedError:
@@ -155,7 +155,7 @@ def _read(recording: Recording) -> Measured:
 
 
 def _promise(base: Measured, variants: Iterable[Measured]) -> list[ContractOp]:
-    """Return the ops of a run. Those that the variants do not have alike are not promised."""
+    """Return the ops of a run. An op is promised if its calls are the same in all variants."""
     unstable: set[tuple[str, str]] = set()
     for variant in variants:
         differences = find_differences(base.ops, variant.ops)

@@ -12,11 +12,11 @@ class Measured(NamedTuple):
     """The results of a run.
 
     Attributes:
-        recording: of a `ContractProbe`.
+        recording: all records of the probe.
         ops: the ops of its second step.
         modules: the numbers of modules by name, in the order of first calls.
-        curve: losses; None if the script scales none.
-        norms: of gradients and updates.
+        curve: the losses and loss scales; None if no loss was recorded.
+        norms: of the gradients and updates of each step.
     """
 
     recording: Recording

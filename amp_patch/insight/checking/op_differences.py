@@ -1,8 +1,8 @@
 """`find_differences`: how the ops of two runs differ, whatever the lines and the modules are called.
 
-The calls of a run are compared by module. Modules of the same name belong together, then modules whose calls look
-alike; calls of all other modules are compared as if they were in one. So moved lines, renamed modules and modules that
-were split or joined are no differences. Importing this does not import torch.
+Calls are compared by module: first between modules of the same name, then between modules whose calls look alike. The
+calls that are left are compared as if they were in one module. So moved lines, renamed modules and modules that were
+split or joined are no differences. Importing this does not import torch.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 
 
 class Moved(NamedTuple):
-    """Calls of an op that run in other dtypes, or by another rule: as it was, and as it is."""
+    """Calls of an op that differ between the two runs in dtypes, rule or constants."""
 
     before: ContractOp
     after: ContractOp
@@ -34,13 +34,13 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class OpDifferences:
-    """The ops that differ, each in the order of its run.
+    """The ops that differ.
 
     Attributes:
         moved: calls in other dtypes, or by another rule.
-        changed: calls with other constants among their arguments, as they were and as they are.
-        vanished, appeared: calls that only one of the runs has.
-        part: the part of the calls of both runs that have an equal call in the other, from 0 to 1.
+        changed: calls with other constants among their arguments.
+        vanished, appeared: calls that only the first, or only the second run has.
+        part: the share of the calls of both runs with an equal call in the other run, from 0 to 1.
     """
 
     moved: list[Moved] = field(default_factory=list)
@@ -98,8 +98,8 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
     found = OpDifferences()
     left_before: list[ContractOp] = []
     left_after: list[ContractOp] = []
-    for module, other in _match_modules(old, new):
-        _compare(old.get(module, []), new.get(other, []), found, left_before, left_after)
+    for old_name, new_name in _match_modules(old, new):
+        _compare(old.get(old_name, []), new.get(new_name, []), found, left_before, left_after)
     # Calls may have moved to another module, so those that are left are compared as if they were in one.
     _compare(left_before, left_after, found, found.vanished, found.appeared)
     total = sum(op.calls for op in (*before, *after))
@@ -117,7 +117,7 @@ def _group(ops: Iterable[ContractOp]) -> dict[str, list[ContractOp]]:
 
 
 def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]) -> list[tuple[str, str]]:
-    """Return pairs of modules that belong together; a module without a partner has itself."""
+    """Return pairs of modules that belong together; a module without a partner is paired with its own name."""
     pairs = _match_equal_modules(old, new) if old.keys() != new.keys() else []
     matched, matched_new = {left for left, _ in pairs}, {right for _, right in pairs}
     pairs.extend((name, name) for name in old if name in new and name not in matched and name not in matched_new)
@@ -162,7 +162,7 @@ def _count_calls(ops: Sequence[ContractOp]) -> frozenset[tuple[object, int]]:
 
 
 def _look_of(ops: Sequence[ContractOp]) -> tuple[tuple[str, int], ...]:
-    """Return the names of the ops of a module with their calls: they stay if dtypes change."""
+    """Return the names of the ops of a module, each with its number of calls. Neither depends on dtypes."""
     counts: Counter[str] = Counter()
     for op in ops:
         counts[strip_spelling(op.op)] += op.calls
@@ -192,7 +192,7 @@ def _compare(
 
 
 def _take(ops: list[ContractOp], calls: int) -> list[ContractOp]:
-    """Return ops without so many calls of the first."""
+    """Return `ops` with `calls` fewer calls of the first."""
     first = ops[0]
     if first.calls == calls:
         return ops[1:]
@@ -212,10 +212,11 @@ def _key_with_constants(op: ContractOp) -> tuple[_Key, tuple[str, ...]]:
 
 
 def _subtract(ops: Sequence[ContractOp], others: Sequence[ContractOp]) -> list[ContractOp]:
-    """Return the calls that the others do not have. Calls with equal constants are matched first."""
+    """Return the calls in `ops` that have no equal in `others`. Calls with equal constants are matched first."""
     left, others_left = list(ops), list(others)
     keys: tuple[Callable[[ContractOp], object], ...] = (_key_with_constants, _key)
     for key in keys:
+        # Each side is reduced by the other as it was before.
         left, others_left = _subtract_by(key, left, others_left), _subtract_by(key, others_left, left)
     return left
 

@@ -1,4 +1,4 @@
-"""The HTML page of a check: what is broken, and the curves of both runs with the band that was promised."""
+"""The HTML page of a check: the broken promises, and the curves of both runs with the promised bands."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`ContractProbe`: measures what a contract promises of a run, in one run."""
+"""`ContractProbe`: measures in one run the numbers and ops that a contract promises."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from ..recordings import Record
 from ..rules import short
 
 RECORDED = 1
-"""The number of the step whose ops are recorded. In the first, weights are cast that later ones have copies of."""
+"""The number of the step whose ops are recorded. Step 0 casts weights whose copies later steps find in the cache."""
 
 
 class ContractProbe(CurveProbe):
@@ -54,7 +54,7 @@ class ContractProbe(CurveProbe):
         super().__init__(steps, is_noise=is_noise, on_end=on_end)
 
     def session_opened(self, session: Session) -> None:
-        """Begin. Called again when a session gets more models."""
+        """Begin to watch. Called again when a session gets more models."""
         if self._threads is not None and self._threads_before is None:
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
@@ -77,7 +77,7 @@ class ContractProbe(CurveProbe):
         self._ops.misused(misuse)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients, and keep the weights."""
+        """Measure the gradients, and keep a copy of the weights."""
         super().step_begun(optimizer)
         self._ops.step_begun(optimizer)
         self._take_settings(optimizer)
@@ -87,7 +87,7 @@ class ContractProbe(CurveProbe):
         self._before[id(optimizer)] = [parameter.detach().clone() for parameter in parameters]
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Look at the changes of the weights, and record the step."""
+        """Measure the changes of the weights, and record the step."""
         self._take_settings(optimizer)  # a step with a closure reports only its end
         before = self._before.pop(id(optimizer), None)
         if before is not None:
@@ -160,7 +160,7 @@ class _ModuleNumbers:
                 self._outputs[name] = sketch_all([first]), short(first.dtype)
 
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
-        """Take the unscaled gradients of parameters, and return the norm of all of them."""
+        """Measure the unscaled gradients of parameters, by module. Return the norm of all of them."""
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
         squares = 0.0
         groups: dict[str, list[Tensor]] = {}
@@ -176,7 +176,7 @@ class _ModuleNumbers:
         return math.sqrt(squares)
 
     def take_updates(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-        """Take the changes of parameters, and return the norm of all of them."""
+        """Measure the changes of parameters since `before`, by module. Return the norm of all of them."""
         squares: dict[str, float] = {}
         for parameter, old, module in zip(parameters, before, _name_owners(parameters), strict=True):
             change = float(_norm(parameter.detach().float() - old.float()))
@@ -267,10 +267,10 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch_all(tensors: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return the sketch of tensors: see `ModuleNumbersRecord`. () without any. Waits for the device.
+    """Return the sketch of tensors: see `ModuleNumbersRecord`. () if none has floating values. Waits for the device.
 
-    Each of the `SKETCH` values sums every sixteenth element with signs from a generator of its own, so the random
-    numbers of the run are not touched. A tensor that has no values to read, as on the meta device, adds nothing.
+    Each of the `SKETCH` values sums every sixteenth element with random signs. They come from a generator of their own,
+    so the random numbers of the run stay the same. Tensors on the meta device add nothing.
     """
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""`Question`: what a check runs."""
+"""`Question`: the script that a check runs, and its settings."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ from ...script_settings import Settings
 
 
 class Question(NamedTuple):
-    """What to run.
+    """A script, and how to run it.
 
     Attributes:
         script: the name of the script.
         settings: the level and the lists.
-        everywhere: whether the script is in one region of autocast.
+        everywhere: whether one region of autocast is put around the whole script.
         lists: the lists as the contract names them.
         steps, seed: the number of steps, and the seed.
         version: the version of amp_patch.

@@ -29,7 +29,7 @@ _TITLES = {
 
 
 def format_verdict(verdict: Verdict, contract: str) -> str:
-    """Return the result of a check: the first broken promise, what follows, and notes."""
+    """Return the result of a check: the first broken promise, up to eight others, and the notes."""
     lines = []
     if verdict.holds:
         lines.append(f"{contract} holds")
@@ -52,7 +52,7 @@ def _place(each: Break) -> str:
 
 
 def describe_contract(contract: Contract) -> str:
-    """Return what a contract promises, in a few lines."""
+    """Return the promises of a contract in a few lines."""
     about = contract.about
     ops = sum(op.is_promised for op in contract.ops)
     lines = [

@@ -1,4 +1,4 @@
-"""`judge`: what of a contract a training breaks, in the order in which one thing causes the next.
+"""`judge`: the promises of a contract that a training breaks, causes before their effects.
 
 Importing this does not import torch.
 """
@@ -26,15 +26,19 @@ class Break(NamedTuple):
     """A promise that does not hold.
 
     Attributes:
-        kind: "precision", "rule", "cast", "constant", "optimizer", "start", "output", "gradient", "update", "lost",
-            "steps", "skipped", "scale", "loss" or "norm".
-        text: what was promised, and what is.
+        kind: "precision", "rule", "cast", "constant", "optimizer", "ops", "start", "output", "gradient", "update",
+            "lost", "steps", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision any more.
+        text: the promise, and how the run differs from it.
         site: the line of the script, `file.py:line`; "" if none is known.
     """
 
     kind: str
     text: str
     site: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """Return the fields as JSON can hold them."""
+        return {"kind": self.kind, "text": self.text, "site": self.site}
 
 
 @dataclass(slots=True)
@@ -43,8 +47,8 @@ class Verdict:
 
     Attributes:
         breaks: the promises that do not hold, causes before their effects.
-        notes: what is different and breaks no promise, and what was not judged.
-        differences: of the ops.
+        notes: differences that break no promise, and promises that were not judged.
+        differences: how the ops differ.
     """
 
     breaks: list[Break] = field(default_factory=list)
@@ -58,13 +62,13 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON can hold it."""
-        return {"holds": self.holds, "breaks": [each._asdict() for each in self.breaks], "notes": self.notes}
+        return {"holds": self.holds, "breaks": [each.as_json() for each in self.breaks], "notes": self.notes}
 
 
 def judge(contract: Contract, now: Contract) -> Verdict:
-    """Return what of a contract does not hold, from another measurement of the training.
+    """Return which promises of a contract do not hold in `now`, another measurement of the training.
 
-    dtypes and rules are judged on any hardware; numbers only if the contract has noise for this kind of hardware.
+    Ops and optimizers are judged on any hardware; numbers only if the contract has bands for this kind of hardware.
     """
     verdict = Verdict()
     ops = contract.ops, now.ops
@@ -126,7 +130,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_decided(pair: Moved) -> bool:
-    """Return whether another rule decides, or the op was given the same dtypes: then it is no effect of another op."""
+    """Return whether other dtypes of an op are no effect of another op: its rule differs, or its arguments do not."""
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 
 

@@ -1,4 +1,4 @@
-"""Compare runs of one training: losses, time, memory, gradients and layers. Importing this does not import torch."""
+"""Compares runs of one training: losses, time, memory, gradients and layers. Importing this does not import torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +27,8 @@ def compare(
     `torch.autocast`, and trains; it is stopped after `steps` steps. Each entry of `runs` is a level, or "as-is" for the
     settings of `train` itself, with op lists on top if you like: "O4+my_lists.yaml". None stands for O0, O1, O2, O4 and
     O5, or, if `train` uses torch.autocast, for as-is, O0, O1 and O4. Each run trains once from each seed (the reference
-    twice), and once more for two steps to measure layers and memory. `train` writes its files in each run.
+    twice, and once more from the first), and once for a few steps to measure layers, memory and updates. `train` writes
+    its files in each run.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
     Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError

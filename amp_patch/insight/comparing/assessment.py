@@ -6,38 +6,40 @@ from ...tables import count_of
 from .summary import Row, Summary
 
 WITHIN = 2.0
-"""A difference up to this multiple of the noise is within noise, since the noise was measured in only one run."""
+"""A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
 
 ALIKE = 1e-2
-"""A run is as good if its loss is off by no more than this part. One seed cannot show a smaller difference."""
+"""A run is as good if its loss is off by at most this share. One seed cannot show a smaller difference."""
 
 ALIKE_IN_SEEDS = 1e-3
-"""The same part with several seeds."""
+"""The same share with several seeds."""
 
 ALIKE_IN_GAIN = 0.1
-"""A run is as good only if its loss is off by no more than this part of what the training of the reference gained."""
+"""A run is as good only if its loss is off by at most this share of the gain, the change of the reference's loss."""
 
-# Measured in the first 50 steps of examples/, the training of docs/levels.md, GPTs, a transformer, a GAN, a VAE and
-# convolutions with warm-up, at O1, O2, O4 and O5: losses are off by 2e-5 to 0.06 of the gain (0.08 to 0.32 where the
-# gain is 10 to 17 times the difference in the first step), gradients of a layer by 3e-4 to 0.085. Losses with float16
-# gradients that underflow, large constants or sines of large numbers: 0.26 to 1.0 of the gain, gradients 0.95 to 1.4.
+# ALIKE_IN_GAIN, RESOLVED and OFF were chosen by measurements of the first 50 steps, at O1, O2, O4 and O5.
+# Trainings without a fault (examples/, the training of docs/levels.md, GPTs, a transformer, a GAN, a VAE, convolutions
+# with warm-up): losses are off by 2e-5 to 0.06 of the gain, gradients of a layer by 3e-4 to 0.085. Where the gain is
+# only 10 to 17 times the difference of the first losses, losses are off by 0.08 to 0.32 of the gain.
+# Trainings with a fault (float16 gradients that underflow, large constants, sines of large numbers): losses are off by
+# 0.26 to 1.0 of the gain, gradients by 0.95 to 1.4.
 
 LEARNED = 10.0
 """The reference has learned something if it gained more than this multiple of the noise."""
 
 RESOLVED = 20.0
-"""A loss that is off by more is not judged if the gain is up to this multiple of the difference in the first step, from
-equal weights: that difference is rounding of the loss.
+"""A gain can be judged if it is more than this multiple of the difference of the first losses, which from equal weights
+is only rounding. Otherwise, a loss that is off by more than `ALIKE_IN_GAIN` is not judged.
 """
 
 OFF = 0.3
-"""A run is worse if the gradients of a layer are off by more than this part in the first step."""
+"""A run is worse if the gradients of a layer are off by more than this share in the first step."""
 
 DROPPED = 0.05
-"""A run is worse if it drops more than this part of the batches, and more than one."""
+"""A run is worse if it drops more than this share of the batches, and more than one."""
 
 MOST_SKIPS = 20
-"""A loss scale of 2**16 fits after no more skipped steps than this. Who skips more learns nothing."""
+"""A loss scale that starts at 2**16 fits after at most so many skipped steps. A run that skips more learns nothing."""
 
 WITHIN_NOISE = "within noise"
 
@@ -48,9 +50,9 @@ SEEDS = 3
 """With this many seeds, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
-"""A loss that is off by more than this part, and by this multiple of the noise, is no chance."""
+"""A difference above this share of the loss (or of a smaller gain) and this multiple of the noise is not by chance."""
 
-_ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller part are equal
+_ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller share are equal
 
 
 class Assessment:
@@ -62,16 +64,16 @@ class Assessment:
         self._reference = summary.about.reference
         self._reference_row = next(each for each in summary.rows() if each.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
-        self._base = self._difference = (
-            math.nan
-        )  # the loss of the reference, and how much larger the loss of the run is
+        # the loss of the reference, and how much larger the loss of the run is
+        self._reference_loss = self._difference = math.nan
         if self._reference_row.loss is not None:
-            self._base = self._reference_row.loss
+            self._reference_loss = self._reference_row.loss
         if row.difference is not None:
             self._difference = row.difference
 
     @property
     def _is_all_skipped(self) -> bool:
+        """Whether every step from every seed was skipped."""
         seeds = len(self._summary.curves(self.row.name))
         return 0 < self.row.steps * seeds <= self.row.skipped
 
@@ -84,17 +86,17 @@ class Assessment:
             return False
         return not self._is_clear(abs(self._difference))
 
-    def _is_clear(self, size: float) -> bool:
-        """Return whether a difference is too large to be chance."""
-        noise, base, gained = self._summary.noise or 0.0, abs(self._base), self._summary.gained
+    def _is_clear(self, difference: float) -> bool:
+        """Return whether a loss is larger by too much to be chance."""
+        noise, base, gained = self._summary.noise or 0.0, abs(self._reference_loss), self._summary.gained
         if gained is not None:
-            base = min(base, gained)  # a loss may contain a constant, which says nothing
-        return size > CLEAR * base and size > CLEAR_OF_NOISE * noise
+            base = min(base, gained)  # a large constant in the loss says nothing about the training
+        return difference > CLEAR * base and difference > CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
-        """Return whether the run is as good."""
+        """Return in words whether the run trains as well as the reference."""
         reference = self._reference
-        if not math.isfinite(self._base):
+        if not math.isfinite(self._reference_loss):
             return f"not judged, {reference} has no finite loss"
         if not math.isfinite(self._difference):
             return f"worse than {reference} (the loss is not finite)"
@@ -104,12 +106,12 @@ class Assessment:
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
         off = f"loss {self._describe_difference()}"
-        # each seed is compared with the same seed of the reference
+        # the number of seeds with a clearly larger loss than the same seed of the reference
         worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
         if self._has_seeds and worse and self._difference > 0:
             return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
         reason = self._find_reason()
-        noise, base = self._summary.noise or 0.0, abs(self._base)
+        noise, base = self._summary.noise or 0.0, abs(self._reference_loss)
         if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
             return f"not told apart from {reference} ({off}, {reason}, which is {noise / base:.0%} of the loss)"
         if reason:
@@ -128,29 +130,33 @@ class Assessment:
         return f"worse than {reference} ({off})"
 
     def _judge_training(self) -> str:
-        """Return a verdict from other facts than the last losses; "" if these decide."""
+        """Return a verdict from other facts than the last losses; "" if the last losses decide."""
         reference, run, steps = self._reference, self.row.run, self.row.steps
         dropped = self._count_dropped()
         if dropped:
-            return f"worse than {reference} (it drops {dropped} of {self.row.batches} batches: its loss is of others)"
+            batches = f"{dropped} of {self.row.batches} batches"
+            return f"worse than {reference} (it drops {batches}, so its loss is of other data)"
         if self._is_all_skipped:
             if self._summary.gained is not None and steps > MOST_SKIPS:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
             return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if run.kept is not None:
-            what = {"weights": "weight updates", "line": f"updates at {run.kept_worst}"}.get(
-                run.lost_by, f"updates of {run.kept_worst}"
-            )
-            return f"worse than {reference} ({1 - run.kept:.0%} of the {what} are lost)"
+            updates = f"updates of {run.kept_worst}"
+            if run.lost_by == "weights":
+                updates = "weight updates"
+            elif run.lost_by == "line":
+                updates = f"updates at {run.kept_worst}"
+            return f"worse than {reference} ({1 - run.kept:.0%} of the {updates} are lost)"
         error = run.gradient_error
-        if error is not None and OFF < error < math.inf:  # inf: the one step that was looked at is skipped
+        # inf only says that the step of the measurement was skipped
+        if error is not None and OFF < error < math.inf:
             return (
                 f"worse than {reference} (gradients of {run.gradient_worst} are off by {error:.2g} in the first step)"
             )
         return self._judge_gain()
 
     def _judge_gain(self) -> str:
-        """Return a verdict if the reference has learned too little to judge by its losses."""
+        """Return a verdict if the reference has learned too little to judge by its losses; else ""."""
         gained, noise = self._summary.gained, self._summary.noise
         if gained is None or noise is None:
             return ""
@@ -166,7 +172,7 @@ class Assessment:
         return ""
 
     def _count_dropped(self) -> int:
-        """Return the number of batches that end in no step, beyond those of the reference."""
+        """Return how many batches end in no step, beyond the share that does in the reference; 0 for a few."""
         plain = self._reference_row
         if not (plain.batches and plain.steps and self.row.batches):
             return 0
@@ -174,23 +180,24 @@ class Assessment:
         return dropped if dropped > max(1, DROPPED * self.row.batches) else 0
 
     def _find_reason(self) -> str:
-        """Return why the difference means nothing; "" if it means something."""
+        """Return why the difference of the losses means nothing; "" if it means something."""
         size, noise = abs(self._difference), self._summary.noise
         if noise is not None and size <= WITHIN * noise:
             return WITHIN_NOISE
-        part = ALIKE
+        share = ALIKE
         if self._has_seeds:
-            part = ALIKE_IN_SEEDS
+            share = ALIKE_IN_SEEDS
         gained = self._summary.gained
-        is_of_gain = gained is not None and size > ALIKE_IN_GAIN * gained
-        if size <= part * abs(self._base) and not is_of_gain:
-            return f"below {part * 100:g}%"
+        is_large_beside_gain = gained is not None and size > ALIKE_IN_GAIN * gained
+        if size <= share * abs(self._reference_loss) and not is_large_beside_gain:
+            return f"below {share * 100:g}%"
         if self._has_seeds and self._is_within_seeds():
             return "within the spread of the seeds"
         return ""
 
     def _describe_difference(self) -> str:
-        size, base = abs(self._difference), abs(self._base)
+        """Return the difference of the losses in words, such as "0.5% higher"."""
+        size, base = abs(self._difference), abs(self._reference_loss)
         direction = "lower"
         if self._difference > 0:
             direction = "higher"
@@ -211,7 +218,7 @@ class Assessment:
         return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
 
     def of_time(self) -> str:
-        """Return whether it is faster."""
+        """Return in words whether the run is faster than the reference."""
         factor, time_noise = self.row.factor, self._summary.time_noise
         if self._is_all_skipped:
             return "time and memory not judged, since every step was skipped"
@@ -228,7 +235,7 @@ class Assessment:
         return f"{verdict} (a step takes {factor:.2f} times as long)"
 
     def of_memory(self) -> str:
-        """Return how much memory it needs, if the amount differs."""
+        """Return in words how much memory the run needs; "" if as much as the reference, or not known."""
         peak, base = self.row.run.peak, self._reference_row.run.peak
         if self._is_all_skipped or peak is None or not base:
             return ""

@@ -33,20 +33,20 @@ AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
 SCRIPT = "script"
-"""The name of the same run if the script itself holds its weights in 16 bits, and of a reference that has to."""
+"""The name of a run as it is if the script makes its weights 16-bit, and of a reference that keeps 16 bits."""
 
 NOT_RUN = "did not run"
-"""Why a run has no results if it never began."""
+"""The reason why a run that never began has no results."""
 
 NOISE, FROZEN = "weights off by one unit", "weights put back"
-"""Variants of the reference: the difference of the first is noise; the second learns nothing, on the same batches."""
+"""Variants of the reference. The first shows the noise of losses; the second sees the same batches, but learns nothing.
+"""
 
 CLOSE = 0.02
-"""Rounding to 16 bits changes weights by less than this part."""
-
+"""Rounding to 16 bits changes weights by less than this share."""
 
 SHARE = 0.01
-"""Gradients of a layer count if their norm is at least this part of the norm of all gradients."""
+"""Gradients of a layer count if their norm is at least this share of the norm of all gradients."""
 
 
 class Plan(NamedTuple):
@@ -54,9 +54,9 @@ class Plan(NamedTuple):
 
     Attributes:
         runs: the settings of each run, by name.
-        native_runs: the runs instead, if the training turns out to use torch.autocast.
-        low_runs: the runs instead, if it turns out to have 16-bit weights, and no amp.
-        reference: the name of the run that the others are compared with.
+        native_runs: the runs to make instead if the training turns out to use torch.autocast.
+        low_runs: the runs to make instead if it turns out to have 16-bit weights, and no amp.
+        reference: the name of the run with which the others are compared.
         steps, seeds: the number of steps from each seed, and the seeds.
         command: the command line to show.
         is_asked: whether the user named the runs. Not every training suits all default runs.
@@ -83,38 +83,42 @@ def plan_runs(
 ) -> Plan:
     """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; None stands for the default runs.
 
-    Runs of the same name get numbers. The reference becomes the first run if it is not among them. With `everywhere`,
-    the training is in one region of autocast.
+    The second and further runs of a name get numbers. The reference becomes the first run if it is not among them. With
+    `everywhere`, the whole training is in one region of autocast.
     """
     plain = levels.find_plain_level().name
-    trained = [level.name for level in levels.read_levels() if level.keeps_small_updates]
-    native = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
-    low = [plain, SCRIPT]
+    with_amp = [level.name for level in levels.read_levels() if level.keeps_small_updates]
+    with_autocast = [AS_IS, *(level.name for level in levels.read_levels() if level.fits_autocast)]
+    with_low_weights = [plain, SCRIPT]
     if everywhere:
-        trained = native = [plain, levels.find_patching_level("bfloat16").name]
-        low = [plain, SCRIPT, *native[1:]]
-    runs, native_runs, low_runs = (_name_runs(asked or default, reference) for default in (trained, native, low))
+        patching = levels.find_patching_level("bfloat16").name
+        with_amp = with_autocast = [plain, patching]
+        with_low_weights = [plain, SCRIPT, patching]
+    runs, native_runs, low_runs = (
+        _name_runs(asked or default, reference) for default in (with_amp, with_autocast, with_low_weights)
+    )
     is_asked = asked is not None
     return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, is_asked)
 
 
 def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
-    each: list[str | Settings] = list(asked)
-    if parse_run(reference) not in map(parse_run, each):
-        each.insert(0, reference)
-    runs: dict[str, Settings] = {}
-    seen: Counter[str] = Counter()
-    for run in each:
-        name, settings = name_run(run), parse_run(run)
-        seen[name] += 1
-        if seen[name] > 1:
-            name += f" ({seen[name]})"
-        runs[name] = settings
-    return runs
+    """Return the settings of each run by its name: of the asked runs and the reference."""
+    all_runs: list[str | Settings] = list(asked)
+    if parse_run(reference) not in map(parse_run, all_runs):
+        all_runs.insert(0, reference)
+    settings_by_name: dict[str, Settings] = {}
+    counts: Counter[str] = Counter()
+    for run in all_runs:
+        name = name_run(run)
+        counts[name] += 1
+        if counts[name] > 1:
+            name += f" ({counts[name]})"
+        settings_by_name[name] = parse_run(run)
+    return settings_by_name
 
 
 def parse_run(run: str | Settings) -> Settings:
-    """Read a level, or "as-is" for the script's own, and lists that override its own: "O4+my_lists.yaml"."""
+    """Return the settings of a run: its level, None for the script's own ("as-is"), and the lists after each `+`."""
     if isinstance(run, Settings):
         return run
     level, *lists = run.split("+")
@@ -124,7 +128,7 @@ def parse_run(run: str | Settings) -> Settings:
 
 
 def name_run(run: str | Settings) -> str:
-    """Return the name of a run: its level and the file names of its lists."""
+    """Return the name of a run: its level and its lists, without their folders."""
     if run == SCRIPT:
         return SCRIPT
     settings = parse_run(run)
@@ -133,7 +137,7 @@ def name_run(run: str | Settings) -> str:
 
 @functools.cache
 def is_in_float32(settings: Settings) -> bool:
-    """Return whether a run is to be in float32, whatever the script says."""
+    """Return whether a run should be in float32, whatever dtypes the script asks for."""
     return settings.opt_level == levels.find_plain_level().name
 
 
@@ -145,8 +149,8 @@ class Campaign:
     weights moved by one unit in the last place before each step: the difference is noise. From the first seed, it also
     runs with its weights put back after each step: the difference is what it has learned.
 
-    A run at O0 gets float32 wherever the training asks for 16 bits. If the reference cannot run so, it keeps 16 bits,
-    and is called "script".
+    A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
+    bits, and is called "script".
 
     If two runs fail for the same reason before their first step, the remaining runs are left out.
     """
@@ -156,17 +160,18 @@ class Campaign:
         self._plan = plan
         self._tell = tell
         self._header: RunRecord | None = None
-        self._measured: list[Record] = []
+        self._measured: list[Record] = []  # of gradients, layers and ops
         self._samples: dict[str, SampleRecord] = {}
         self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # by dtype, module and op
-        self._done = 0
-        self._left_out = ""
+        self._done = 0  # the number of runs that have begun
+        self._left_out = ""  # which default runs are left out, and why
         self._reference = plan.reference
         self._not_float32 = ""  # why the reference keeps 16 bits
         self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
 
     def _begin(self, runs: dict[str, Settings]) -> None:
+        """Start with these runs, and no results."""
         self._runs = runs
         self._compared = {name: ComparedRecord(name, failed=NOT_RUN) for name in runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
@@ -176,19 +181,20 @@ class Campaign:
         seeds = self._plan.seeds
         self._train_reference(seeds[0])
         reference = self._reference
+        # from each seed all runs and the noise; from the first also the layers of all runs, and frozen weights
         self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs) + 1
-        # The reference first: other runs need its samples.
+        # the reference first, because other runs are compared with its samples
         order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
             for name in order:
                 if self._fails_alike():
                     return
-                is_done = name == reference and seed == seeds[0]
+                is_done = name == reference and seed == seeds[0]  # by `_train_reference`
                 if not is_done and self._compared[name].failed in ("", NOT_RUN):
                     self._train(name, seed)
                 if name == reference and not self._compared[name].failed:
                     if self._has_same_losses():
-                        return
+                        return  # further seeds would give the same losses again
                     self._train(name, seed, NOISE)
                     if seed == seeds[0]:
                         self._train(name, seed, FROZEN)
@@ -196,13 +202,13 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _train_reference(self, seed: int) -> None:
-        """Make the first run of the reference, which shows what the other runs can be."""
+        """Make the first run of the reference. It shows which other runs suit the training."""
         reference = self._reference
         failed = self._train(reference, seed)
         if failed is not None and failed.was_widened:
             self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
             self._curves[reference].clear()
-            self._done -= 1
+            self._done -= 1  # the repeated run counts once
             if self._train(reference, seed) is not None:
                 self._not_float32 = ""  # the training fails anyway
         elif self._header is not None and is_in_float32(self._runs[reference]):
@@ -212,17 +218,19 @@ class Campaign:
             self._rename_reference()
 
     def _rename_reference(self) -> None:
-        """Call the reference "script": it keeps 16 bits."""
-        was, self._reference = self._reference, SCRIPT
+        """Call the reference "script", because it keeps 16 bits."""
+        earlier_name, self._reference = self._reference, SCRIPT
         for by_name in (self._runs, self._compared, self._curves):
-            kept = {SCRIPT if name == was else name: value for name, value in by_name.items() if name != SCRIPT}
+            renamed = {
+                SCRIPT if name == earlier_name else name: value for name, value in by_name.items() if name != SCRIPT
+            }
             by_name.clear()
-            by_name.update(kept)  # type: ignore[arg-type]
+            by_name.update(renamed)  # type: ignore[arg-type]
         self._change(SCRIPT, run=SCRIPT)
         self._curves[SCRIPT] = [replace(curve, run=SCRIPT) for curve in self._curves[SCRIPT]]
 
     def _choose_native_runs(self) -> None:
-        """Switch to the runs for torch.autocast, or for 16-bit weights, if the run of the reference has shown them."""
+        """Switch to the runs for torch.autocast, or for 16-bit weights, if the reference turned out to use them."""
         header, reference = self._header, self._reference
         if header is None or not header.is_native:
             return
@@ -259,7 +267,7 @@ class Campaign:
 
     def comparison(self) -> Comparison:
         """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
-        curves = [curve for each in self._curves.values() for curve in each if curve.losses]
+        curves = [curve for of_run in self._curves.values() for curve in of_run if curve.losses]
         if self._header is None or not curves:
             runs_by_reason: dict[str, list[str]] = {}
             for run in self._compared.values():
@@ -274,15 +282,15 @@ class Campaign:
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
     def _train(self, name: str, seed: int, variant: str = "") -> RunFailedError | None:
-        """Make a run, and return why it failed."""
+        """Make a run, and return its error; None if it did not fail."""
         title = ", ".join(filter(None, (name, variant, f"seed {seed}")))
         self._announce(title)
         options: dict[str, object] = {"steps": self._plan.steps}
         if variant:
             options["is_noise" if variant == NOISE else "is_frozen"] = True
         recording, failed = self._watch(name, CURVES, options, seed, folder="" if variant else title)
-        if variant and failed is not None:  # then the noise is unknown, and the comparison stands
-            return failed
+        if variant and failed is not None:
+            return failed  # the noise or the gain stays unknown, and the comparison stands
         if not variant:
             self._change(name, failed=str(failed or ""))
         if recording is None:
@@ -291,6 +299,7 @@ class Campaign:
         if self._header is None or name == self._reference:
             self._header = run
         low = run.low
+        # a run in float32 has no 16 bits, even if the script asks for them
         if not is_in_float32(self._runs[name]) or self._not_float32:
             low = low or run.script_low
         self._change(name, opt_level=run.opt_level, low=low, lists=run.lists, digest=run.digest)
@@ -301,20 +310,21 @@ class Campaign:
         return failed
 
     def _look_at_layers(self, name: str, seed: int) -> None:
+        """Make a short run that measures layers, memory and updates, and compare it with that of the reference."""
         self._announce(f"{name}, layers and memory")
         loss_scale = None
         curves = [curve for curve in self._curves[name] if curve.scales]
         if curves:
-            # The first steps may overflow at the initial scale; this is the last scale of the training.
+            # the last scale of the training, because the first steps may overflow at the initial scale
             loss_scale = curves[0].scales[-1]
         options: dict[str, object] = {"loss_scale": loss_scale, "has_errors": name == self._reference}
         recording, failed = self._watch(name, LAYERS, options, seed)
         if recording is None or failed is not None:
             self._change(name, failed=str(failed or ""))
             return
-        (seen,) = recording.of(ComparedRecord)
-        self._change(name, peak=seen.peak, loss_scale=seen.loss_scale)
-        self._change(name, kept=seen.kept, kept_worst=seen.kept_worst, lost_by=seen.lost_by)
+        (measured,) = recording.of(ComparedRecord)
+        self._change(name, peak=measured.peak, loss_scale=measured.loss_scale)
+        self._change(name, kept=measured.kept, kept_worst=measured.kept_worst, lost_by=measured.lost_by)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
         ops = recording.of(OpErrorRecord)
@@ -322,7 +332,7 @@ class Campaign:
             self._op_errors = {(op.low, op.module, op.op): op for op in ops}
             self._samples = samples
         elif self._has_equal_weights(samples):
-            if not any(op.is_random for op in ops):  # other random numbers, other gradients
+            if not any(op.is_random for op in ops):  # other random numbers would give other gradients
                 error, worst = find_gradient_error(self._samples, samples)
                 self._change(name, gradient_error=error, gradient_worst=worst)
             for op in ops:
@@ -336,28 +346,33 @@ class Campaign:
             self._change(name, has_equal_weights=False)
 
     def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
+        """Return whether a run began with the weights of the reference, rounded or not, by samples of both."""
+        # the sample named "" holds weights before the first step
         if "" not in samples or "" not in self._samples:
             return False
-        # The sample named "" holds weights before the first step.
         error = find_error(self._samples[""].output, samples[""].output)
         return error is not None and error < CLOSE
 
     def _watch(
         self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
     ) -> tuple[Recording | None, RunFailedError | None]:
-        """Return the recording of a probe, and why the run failed. `folder` keeps the files that the script writes."""
+        """Make a run, and return its recording and its error, if there are any.
+
+        The files that the script writes are kept in `folder`, but not if it is "".
+        """
         try:
             settings = self._runs[name]
             in_float32 = is_in_float32(settings) and not (name == self._reference and self._not_float32)
             return self._runner(Run(probe, options, settings, seed, folder, in_float32)), None
         except RunFailedError as error:
             return error.recording, error
-        except NoRegionError:  # the same in every run: the script uses no amp
+        except NoRegionError:  # the script uses no amp, so every run would fail
             raise
-        except Exception as error:  # of the function that trains; other runs may do better
+        except Exception as error:  # of the function that trains; other runs may not fail
             return None, RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _change(self, name: str, **properties: Any) -> None:
+        """Set properties of the record of a run."""
         self._compared[name] = replace(self._compared[name], **properties)
 
     def _announce(self, title: str) -> None:
@@ -381,19 +396,19 @@ def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecor
 def find_gradient_error(
     reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
 ) -> tuple[float | None, str]:
-    """Return the largest relative error of a layer's gradients, and the layer.
+    """Return the largest relative error of a layer's gradients, and the layer; None and "" if no layer counts.
 
-    Layers whose gradients are small beside those of all layers do not count.
+    A layer counts if both runs have its gradients, and `SHARE` or more of the norm of all gradients.
     """
-    alike = {
+    common = {
         module: sample.gradient
         for module, sample in reference.items()
         if sample.gradient and module in samples and len(sample.gradient) == len(samples[module].gradient)
     }
-    whole = math.hypot(*(value for gradient in alike.values() for value in gradient))
+    whole = math.hypot(*(value for gradient in common.values() for value in gradient))
     errors = {
         module: find_error(gradient, samples[module].gradient) or 0.0
-        for module, gradient in alike.items()
+        for module, gradient in common.items()
         if math.hypot(*gradient) >= SHARE * whole
     }
     if not errors:
@@ -418,7 +433,7 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
 
 
 def _name_machine(device: str) -> str:
-    """Return the names of the device and of the CPU."""
+    """Return the name of the CPU, after that of the device if it is another one."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

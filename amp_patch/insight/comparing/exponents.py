@@ -1,8 +1,9 @@
 """Magnitudes of gradients, counted so that the effect of a 16-bit dtype at any loss scale can be computed exactly.
 
-Each power of two from 2**e up to, not with, 2**(e + 1) has four counts: of values that are 2**e, of larger ones, of
-those that bfloat16 rounds up to 2**(e + 1) (from 2 - 2**-8 times 2**e on), and of those that float16 does too (from
-2 - 2**-11 on). The counts of all powers stand one after another, from the lowest power on.
+There are four counts for the values from 2**e up to, but not including, 2**(e + 1). Each value counts once, in the last
+class that fits: 2**e itself; a larger value; a value that bfloat16 rounds up to 2**(e + 1), from (2 - 2**-8) * 2**e on;
+a value that float16 rounds up, too, from (2 - 2**-11) * 2**e on. The counts of all e stand one after another, from the
+lowest e on.
 """
 
 import math
@@ -18,8 +19,13 @@ _LOWEST, _HIGHEST = -149, 127  # powers of two that float32 has
 
 
 class Format(NamedTuple):
-    """A 16-bit dtype: up to 2**`zero` it rounds to zero, below 2**`normal` it has fewer bits, and in the power `last`
-    it rounds to inf from `infinite` of the four counts on.
+    """The range of a 16-bit dtype.
+
+    Attributes:
+        zero: values up to 2**zero round to zero.
+        normal: values below 2**normal are subnormal: they have fewer bits.
+        last: values from 2**(last + 1) on round to inf.
+        infinite: so do values from 2**last on, if they are in this one of the four classes (from 0) or a later one.
     """
 
     zero: int
@@ -29,11 +35,11 @@ class Format(NamedTuple):
 
 
 FORMATS = {"f16": Format(-25, -14, 15, 3), "bf16": Format(-134, -126, 127, 2)}
-"""By the short name of the dtype."""
+"""The formats by the short name of the dtype."""
 
 
 class Shares(NamedTuple):
-    """The parts, from 0 to 1, of values that are neither zero nor inf or NaN which become zero, subnormal, and inf."""
+    """The shares (0 to 1) of finite values other than zero that become zero, subnormal and inf."""
 
     zero: float
     subnormal: float
@@ -55,9 +61,9 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
             zeros += finite.numel() - positive.numel()
             if positive.device.type == "mps":
                 positive = positive.cpu()  # MPS has no frexp in torch 2.13
-            mantissa, exponent = torch.frexp(positive)  # mantissa from 0.5 up to 1
+            # frexp returns mantissas from 0.5 up to 1, half of those in the docstring, so exponents are e + 1
+            mantissa, exponent = torch.frexp(positive)
             kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
-            # 2 - 2**-8 and 2 - 2**-11 times 2**e, as mantissas between 0.5 and 1, are 1 - 2**-9 and 1 - 2**-12.
             places = (exponent - 1 - _LOWEST) * CLASSES + kind
             total += torch.bincount(places, minlength=len(total)).cpu()
     powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
@@ -69,7 +75,7 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
 
 
 def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares:
-    """Return the parts of scaled values that become zero, subnormal and inf in a dtype of `FORMATS`.
+    """Return the shares of counted values, times a scale, that become zero, subnormal and inf in a dtype of `FORMATS`.
 
     The scale is rounded to a power of two. The result is exact, except for subnormals that round up to a normal number.
     """

@@ -18,11 +18,11 @@ from ..tensors import tensors_in
 class PeakMeter:
     """Measures the peak of the memory of a session.
 
-    On an accelerator, the allocator reports it; the one of MPS does not, so the peak is None. On a CPU, it is the sum
-    of the living storages of weights, masters, gradients and optimizer states, and of all results of ops. The memory
-    that ops need inside is not included.
+    On an accelerator, the allocator reports it. MPS has no such report, so the peak is None. On a CPU, it is the sum of
+    the living storages of weights, masters, gradients and optimizer states, and of all results of ops. This leaves out
+    the memory that ops use internally.
 
-    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled in between.
+    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled meanwhile.
     """
 
     def __init__(self, session: Session) -> None:
@@ -68,7 +68,7 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages that were not counted before."""
+        """Count the storages of plain CPU tensors that were not counted before."""
         for tensor in tensors:
             if type(tensor) not in PLAIN_CLASSES or tensor.layout is not torch.strided or not tensor.is_cpu:
                 continue

@@ -1,4 +1,6 @@
-"""Which op adds how much error in 16 bits: measured in the run in float32, for the ops of other runs in 16 bits."""
+"""Finds the error that each op adds in 16 bits. `OpErrors` measures it, in the run in float32; `LowOps` notes which ops
+of another run have it.
+"""
 
 import contextlib
 import math
@@ -20,10 +22,10 @@ from ..tensors import tensors_in
 RANDOM = frozenset(
     {"randn_like", "rand_like", "normal", "normal_", "uniform_", "exponential_", "rrelu", "gumbel_softmax"}
 )
-"""Functions that draw other numbers in 16 bits than in float32, from the same seed."""
+"""Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
-_RANDOM_BUT_ON_CPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""The same on a GPU, whose kernels draw several numbers at once."""
+_RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
+"""Functions that do so on a GPU, whose kernels draw several numbers at once, but not on a CPU."""
 
 
 class LowOps:
@@ -39,7 +41,7 @@ class LowOps:
         """Begin. Called again when a session gets more models."""
         if self._watch is not None:
             if self._session is session and self._has_seen:
-                return  # before the first op, models are still added, from which the names come
+                return  # once ops are noted, the names of their modules should not change
             self._watch.stop()
         self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
@@ -52,7 +54,7 @@ class LowOps:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Return a block whose ops are not the script's."""
+        """Context manager: ignore the ops of the block, because they are not the script's."""
         watch = self._watch
         if watch is None or watch.is_busy:
             yield
@@ -68,6 +70,7 @@ class LowOps:
         yield from self._seen.values()
 
     def _here(self) -> str:
+        """Return the name of the module that runs."""
         assert self._watch is not None
         return self._watch.module_name()
 
@@ -81,7 +84,7 @@ class LowOps:
         for tensor in tensors_in([result]):
             self._has_seen = True
             if tensor.dtype in LOW_DTYPES and (self._here(), op) not in self._seen:
-                is_random = op in RANDOM or (op in _RANDOM_BUT_ON_CPU and tensor.device.type != "cpu")
+                is_random = op in RANDOM or (op in _RANDOM_ON_GPU and tensor.device.type != "cpu")
                 key = self._here(), op
                 self._seen[key] = OpErrorRecord("", short(tensor.dtype), *key, find_site().place, is_random=is_random)
         return result

@@ -1,4 +1,4 @@
-"""The probes of a comparison: `CurveProbe` watches a whole run, `LayerProbe` its first two steps."""
+"""The probes of a comparison: `CurveProbe` watches a whole run, `LayerProbe` only its first steps."""
 
 import contextlib
 import math
@@ -33,17 +33,16 @@ from .summary import mean
 SAMPLES = 512
 """The most values of a tensor that are compared."""
 
-
 UPDATES = 4
 """The number of steps whose updates are followed."""
 
 
 class CurveProbe(Probe):
-    """Records the loss, the smallest loss scale and the time of each step. Waits for the device once a step.
+    """Records the loss, the smallest loss scale and the time of each step, and counts batches.
 
     The loss of a step is the mean of the losses that `scale_loss` was given. The time runs from the end of a step to
     the end of the next, with all that the script does in between. On a CPU it is CPU time, which other load affects
-    less.
+    less. The probe waits for the device once a step.
 
     Args:
         steps: the number of steps to watch.
@@ -65,7 +64,7 @@ class CurveProbe(Probe):
         self._first_weights: _FirstWeights | None = None
         if is_frozen:
             self._first_weights = _FirstWeights()
-        self._calls = _Calls()
+        self._batch_counter = _BatchCounter()
         self._batches = 0
         self._pending: list[Tensor] = []
         self._losses: list[float] = []
@@ -77,12 +76,12 @@ class CurveProbe(Probe):
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
-        # Only once: a session is opened again with each further model.
+        # only at the first call, because each call would move the weights further
         if self._is_noise and self.run is None:
             _nudge(session, session.trained_parameters())
         self.run = describe_run(session)
         self._pending.clear()
-        self._calls.start()
+        self._batch_counter.start()
         if session.device_type == "cpu":
             self._read_clock = time.process_time
         self._started = self._read_clock()
@@ -93,7 +92,7 @@ class CurveProbe(Probe):
             self._pending.append(loss.detach().clone())
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Keep the weights, where they are put back."""
+        """Keep the first weights, if they are put back after each step."""
         if self._first_weights is not None:
             self._first_weights.keep(optimizer)
 
@@ -102,8 +101,8 @@ class CurveProbe(Probe):
         if self._first_weights is not None:
             self._first_weights.put_back(optimizer)
         if self._is_noise:
-            # Only the weights of this optimizer: a living graph may hold others, as in a GAN, whose generator's graph
-            # lives while the discriminator steps.
+            # only weights of this optimizer, because a living graph may hold others: in a GAN, the generator's graph
+            # lives while the discriminator steps
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             _nudge(current.require(), weights, self._count + 1)
         if not self._is_counted(optimizer):
@@ -111,7 +110,7 @@ class CurveProbe(Probe):
         self._count += 1
         if self._count > self._limit:
             return
-        self._batches = self._calls.end_step()
+        self._batches = self._batch_counter.end_step()
         session = current.require()
         self.run = describe_run(session)
         if session.device_type != "cpu":
@@ -131,22 +130,22 @@ class CurveProbe(Probe):
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
         self._pending.clear()
-        self._calls.stop()
+        self._batch_counter.stop()
 
     def _records(self) -> Iterable[Record]:
         ms = math.nan
         if self._seconds:
-            # The first steps allocate memory and compile kernels.
+            # without the first steps, which allocate memory and compile kernels
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
         curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
         is_frozen = self._first_weights is not None
         if self._first_weights is not None and not self._first_weights.has_any:
-            return  # steps with a closure do not report their begin
+            return  # no weights were put back: steps with a closure do not report that they begin
         yield CurveRecord("", 0, *curves, ms, self._is_noise, is_frozen, self._batches)
 
 
-class _Calls:
+class _BatchCounter:
     """Counts the batches: the calls of the module that is called first in each step, with gradients enabled."""
 
     def __init__(self) -> None:
@@ -166,7 +165,7 @@ class _Calls:
             self._handle = None
 
     def end_step(self) -> int:
-        """Return the number so far. The next step may call another module first."""
+        """Return the number of batches so far. The next step may call another module first."""
         self._model = None
         return self._number
 
@@ -191,7 +190,7 @@ class _FirstWeights:
         return bool(self._kept)
 
     def keep(self, optimizer: Optimizer) -> None:
-        """Keep the weights at the first call."""
+        """Keep the weights of an optimizer, at the first call for it."""
         if id(optimizer) not in self._kept:
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             self._kept[id(optimizer)] = [(weight, weight.detach().clone()) for weight in weights]
@@ -205,14 +204,14 @@ class _FirstWeights:
 
 
 def _shorten(value: float) -> float:
-    """Return a number with the nine digits that float32 has."""
+    """Return a number rounded to nine digits, which are enough for float32."""
     return float(f"{value:.9g}")
 
 
 def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
     """Move weights by one unit in the last place of their dtype, up or down.
 
-    The seed says which go up; the random numbers of the run are not touched.
+    The seed decides which go up. The random numbers of the run stay the same.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
@@ -225,14 +224,17 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 
 
 class LayerProbe(Probe):
-    """Samples layers in the first step of a run, measures the memory of the second, and follows updates in later ones.
+    """Samples layers in the first step of a run, and measures the memory of the second.
+
+    With `has_errors`, it also measures the errors of ops in the first step. Without, it follows the updates of the
+    `UPDATES` steps after the second.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
-        has_errors: whether to measure, for a run in float32, the error that each op would add in 16 bits.
+        has_errors: whether to measure the error that each op would add in 16 bits. Needs a run in float32.
         on_end: called after the last step.
     """
 
@@ -262,8 +264,8 @@ class LayerProbe(Probe):
         if self._count:
             return
         self._names = {
-            known: (module, name or f"({type(module).__name__})")
-            for known, (module, name) in name_modules(session.models())
+            module_id: (module, name or f"({type(module).__name__})")
+            for module_id, (module, name) in name_modules(session.models())
         }
         if not self._handles:
             self._handles = [
@@ -277,56 +279,58 @@ class LayerProbe(Probe):
         self._ops.watch(session)
 
     def _take_input(self, module: nn.Module, args: Any) -> None:
-        """A global hook, so it runs before the hooks of amp on modules, which may cast."""
+        """Sample the input. As a global hook, this runs before the hooks of amp on modules, which may cast."""
         self._take(module, args, self._inputs)
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
         self._take(module, output, self._outputs)
 
-    def _take(self, module: nn.Module, value: Any, into: dict[str, tuple[float, ...]]) -> None:
-        known = self._names.get(id(module))
-        if known is None or known[1] in into or not torch.is_grad_enabled() or not is_layer(module):
+    def _take(self, module: nn.Module, value: Any, samples: dict[str, tuple[float, ...]]) -> None:
+        """Sample the first floating tensor in the input or output of a layer, in its first call with gradients."""
+        _, name = self._names.get(id(module), (module, None))
+        if name is None or name in samples or not torch.is_grad_enabled() or not is_layer(module):
             return
         tensors: list[Tensor] = []
         cast_tree(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is not None:
-            is_empty = contextlib.suppress(RuntimeError, NotImplementedError)  # a tensor without values to look at
-            with current.without_casts(), self._ops.pause(), is_empty:
-                into[known[1]] = _sample(first)
+            without_values = contextlib.suppress(RuntimeError, NotImplementedError)  # as for a meta tensor
+            with current.without_casts(), self._ops.pause(), without_values:
+                samples[name] = _sample(first)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients."""
+        """Sample the gradients before the first step, and begin to follow the updates of later ones."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
             return
         with self._ops.pause():
-            self._look_at_gradients(current.require())
+            self._sample_gradients(current.require())
 
-    def _look_at_gradients(self, session: Session) -> None:
-        seen: dict[int, Tensor] = {}
+    def _sample_gradients(self, session: Session) -> None:
+        """Sample and count the gradients of all layers, and sample their weights."""
+        gradients: dict[int, Tensor] = {}
         weights: list[float] = []
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
-                # A master, where there is one, has the unscaled gradient.
+                # if the weight has a master, that has the unscaled gradient
                 holder = session.find_master(weight)
                 if holder is None:
                     holder = weight
                 weights.extend(_sample(holder, 8))
                 if holder.grad is not None:
-                    samples.extend(_sample_to_scale(holder.grad))
-                    seen[id(holder)] = holder.grad
+                    samples.extend(_sample_with_norm(holder.grad))
+                    gradients[id(holder)] = holder.grad
             if samples:
                 self._gradients[name] = tuple(samples)
         self._weights = tuple(weights)
         if self._gradients:
-            # Sparse gradients are left out, since torch cannot flatten them.
-            self._counted = count(grad for grad in seen.values() if not grad.is_sparse)
+            # without sparse gradients, which torch cannot flatten
+            self._counted = count(grad for grad in gradients.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Measure memory after the first step, and follow updates after the second."""
+        """After the first step, begin to measure memory; after the second, begin to follow updates, or end."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.end_step(optimizer)
         if not self._is_counted(optimizer):
@@ -345,6 +349,7 @@ class LayerProbe(Probe):
             self._on_end()
 
     def _unhook(self) -> None:
+        """Sample no more layers."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._names = [], {}
@@ -368,7 +373,7 @@ class LayerProbe(Probe):
         compared = ComparedRecord("", peak=peak, loss_scale=self._used_scale)
         lost = [] if self._updates is None else self._updates.updates.records()
         if lost:
-            worst: QuietRecord = lost[0]  # of weights, if there are such
+            worst: QuietRecord = lost[0]  # records of weights come first
             lost_by = "line" if worst.tensor is None else "tensor"
             if worst.role == WEIGHTS:
                 lost_by = "weights"
@@ -390,8 +395,8 @@ def is_layer(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None or next(module.children(), None) is None
 
 
-def _sample_to_scale(gradient: Tensor) -> Iterator[float]:
-    """Yield samples of a gradient, multiplied so that their norm stands for the norm of the gradient."""
+def _sample_with_norm(gradient: Tensor) -> Iterator[float]:
+    """Yield samples of a gradient, multiplied so that their norm estimates the norm of the gradient."""
     values = _sample(gradient)
     factor = math.sqrt(gradient.numel() / max(1, len(values)))
     return (value * factor for value in values)

@@ -1,4 +1,4 @@
-"""`Summary`: the measurements of several runs, as a row for each."""
+"""`Summary`: the measurements of several runs, with a row of numbers for each."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRec
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
-"""A final loss is the mean of the last fifth of the steps, but of no more steps than this."""
+"""A final loss is the mean over the last fifth of the steps, but over no more steps than this."""
 
 
 class Row(NamedTuple):
@@ -21,11 +21,12 @@ class Row(NamedTuple):
     Attributes:
         name, run, steps: the name and record of the run, and the number of its steps.
         loss: the mean of the last losses, over seeds.
-        difference, spread: how much larger the loss is than in the reference, and its standard deviation over seeds.
+        difference, spread: how much larger the loss is than in the reference, and the standard deviation of this
+            difference over seeds.
         ms, factor: the time of a step, and its ratio to the time of the reference.
-        batches: the number of batches of the first seed, with those that end in no step.
-        skipped, scale: the number of skipped steps, and the last loss scale.
-        zero, zero_scaled: the parts of the reference's gradients that the low dtype rounds to zero, without the loss
+        batches: the number of batches in the run of the first seed, including those that end in no step.
+        skipped, scale: the number of skipped steps of all seeds, and the last loss scale of the first seed.
+        zero, zero_scaled: the shares of the reference's gradients that the low dtype rounds to zero, without the loss
             scale and with it.
         worst: the op in 16 bits that adds the largest error.
     """
@@ -47,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Summary:
-    """Runs compared with one of them, as they are recorded. Raises RecordError for another recording."""
+    """Runs compared with one of them, from their recording. Raises RecordError for a recording of something else."""
 
     def __init__(self, recording: Recording) -> None:
         comparisons = recording.of(ComparisonRecord)
@@ -63,12 +64,12 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the curves of a run by seed."""
+        """Return the curves of a run by seed; with `is_noise`, those of the runs whose weights were moved."""
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
-        """Return the losses less the reference's, for each seed that both have, a value for each step of both."""
+        """Return how much larger each loss is than the reference's: for each seed that both have, at each step."""
         reference = self.curves(self.about.reference)
         differences = []
         for seed, curve in self.curves(name, is_noise=is_noise).items():
@@ -83,7 +84,7 @@ class Summary:
 
     @property
     def gained(self) -> float | None:
-        """By how much the training of the reference has changed its last losses; None if not measured.
+        """How much the training of the reference has changed its last losses; None if not measured.
 
         It is the difference from a run on the same batches whose weights are put back after each step.
         """
@@ -95,21 +96,22 @@ class Summary:
         return None
 
     def first_difference(self, name: str) -> float | None:
-        """Return the difference of the first losses, if they come from equal weights; the largest of all seeds."""
+        """Return the largest difference of the first losses over the seeds; None if the weights were not equal."""
         firsts = [abs(each[0]) for each in self.differences(name) if each and math.isfinite(each[0])]
         run = next(run for run in self.runs if run.run == name)
         return max(firsts, default=None) if run.has_equal_weights else None
 
     @property
     def noise(self) -> float | None:
-        """The mean difference of losses if weights are off by one unit in the last place; None if not measured.
+        """The difference of losses if weights are off by one unit in the last place; None if not measured.
 
-        It is the mean over all steps or over the last ones, if that is larger, and at least the rounding of a loss.
+        For each seed, it is the mean over all steps or over the last ones, whichever is larger. The result is the mean
+        over seeds, but at least the rounding of a loss.
         """
         means = []
         for each in self.differences(self.about.reference, is_noise=True):
             sizes_of_all = [abs(value) for value in each]
-            # Chaos makes noise grow in long trainings, and the last steps decide on the final loss.
+            # in long trainings, noise grows, and the last steps decide on the final loss
             means.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
         if not means:
             return None
@@ -123,7 +125,7 @@ class Summary:
 
     @property
     def time_noise(self) -> float:
-        """The ratio of the times of a step in two runs of the reference, larger over smaller; 1 with one run."""
+        """The largest ratio, over the seeds, of the times of a step in two runs of the reference; 1 with one run."""
         noise = self.curves(self.about.reference, is_noise=True)
         largest = 1.0
         for seed, curve in self.curves(self.about.reference).items():
@@ -140,7 +142,7 @@ class Summary:
         return next((record for record in records if record.run == self.about.reference), None)
 
     def layers(self, name: str) -> list[LayerRecord]:
-        """Return the layers of a run, the one whose ops add most first."""
+        """Return the layers of a run, the one with the op that adds the largest error first."""
         errors = self._errors_by_module(name)
         layers = [layer for layer in self.recording.of(LayerRecord) if layer.run == name]
         return sorted(layers, key=lambda layer: (errors.get(layer.module, 0.0), layer.output or 0.0), reverse=True)
@@ -151,7 +153,7 @@ class Summary:
         return sorted(ops, key=lambda op: op.error, reverse=True)
 
     def _errors_by_module(self, name: str) -> dict[str, float]:
-        """Return the largest error that an op of a module adds."""
+        """Return the largest error that an op adds in each module."""
         errors: dict[str, float] = {}
         for op in self.ops(name):
             errors.setdefault(op.module, op.error)
@@ -191,7 +193,7 @@ class Summary:
 
     @property
     def are_seeds_equal(self) -> bool:
-        """Whether there are several seeds, and all gave the losses of the first: the training sets its own."""
+        """Whether all of several seeds gave the same losses, because the training sets its own seed."""
         losses = [curve.losses for curve in self.curves(self.about.reference).values()]
         return len(losses) > 1 and len(set(losses)) == 1
 
@@ -205,7 +207,7 @@ def _find_median(times: Iterable[float]) -> float | None:
 
 
 def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
-    """Return the part of gradients that a dtype rounds to zero under a loss scale; None if the scale is no number."""
+    """Return the share of gradients that a dtype rounds to zero at a loss scale; None if the scale is inf, NaN or 0."""
     if not 0 < scale < math.inf:
         return None
     if low not in FORMATS:
@@ -214,7 +216,7 @@ def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float
 
 
 def last(values: Sequence[float]) -> Sequence[float]:
-    """Return the last fifth, at least one and at most `LAST_STEPS`."""
+    """Return the last fifth of values, at least one and at most `LAST_STEPS`."""
     return values[-max(1, min(LAST_STEPS, len(values) // 5)) :]
 
 
@@ -227,7 +229,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 class Spread(NamedTuple):
-    """The lowest, the middle and the highest of all seeds, a value for each step."""
+    """The lowest, the median and the highest value of all seeds, for each step."""
 
     low: list[float]
     middle: list[float]

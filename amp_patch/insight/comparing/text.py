@@ -1,4 +1,4 @@
-"""A comparison as text: a row and a verdict for each run, and footnotes."""
+"""Formats a comparison as text: a row and a verdict for each run, and footnotes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
 
 class Shown(NamedTuple):
-    """The text of a cell, and the number in it; None if the column has text, or the cell nothing."""
+    """The text of a cell, and its number; None for a column of text, or an empty cell."""
 
     text: str
     value: float | None = None
@@ -28,7 +28,7 @@ def format_comparison(comparison: Summary) -> str:
 def tabulate(rows: Sequence[Row]) -> tuple[list[str], list[list[Shown]]]:
     """Return the headings of the columns, and the cells of each run.
 
-    If no run scales its loss, the columns about loss scales are left out.
+    Leaves out the columns about loss scales if no run scales its loss, and "updates kept" if no run loses updates.
     """
     cells = [_cells(row) for row in rows]  # all rows have the same columns
     columns = list(cells[0])
@@ -44,7 +44,7 @@ def _have_scales(rows: Sequence[Row]) -> bool:
 
 
 def heading(comparison: Summary) -> str:
-    """Return the title: steps, seeds and machine."""
+    """Return the title: steps, seeds, the version of torch, and the machine."""
     run, about = comparison.recording.run, comparison.about
     seeds = f"seed {about.seeds[0]}"
     if len(about.seeds) > 1:
@@ -127,7 +127,7 @@ def footnotes(comparison: Summary) -> Iterator[str]:
     if comparison.noise is not None:
         yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
-        yield "noise: not known, since the run that measures it failed"
+        yield "noise: not known, since the run that measures it has no result"
     zero = "zero: gradients in the first step that become zero in the low dtype"
     if _have_scales(rows):
         zero += ", without a loss scale and with the scale of the last step"

@@ -1,1 +1,1 @@
-"""Finds training that loses quietly in 16 bits: no value is inf or NaN, and the model still learns less."""
+"""Finds quiet losses: values that 16 bits round away, so that the model learns less, although none is inf or NaN."""

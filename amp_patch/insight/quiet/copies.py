@@ -1,4 +1,4 @@
-"""`CopyWatch`: ops that use an old 16-bit copy of a weight. torch.autocast keeps its copies until a region ends."""
+"""`CopyWatch`: finds ops that use an old 16-bit copy of a weight. torch.autocast keeps copies until a region ends."""
 
 import weakref
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ..sites import find_site, names_dtype
 from ..tensors import storage_of
 
 _SAMPLES = 4096
-"""The most elements of a weight that are compared with its copy at each use."""
+"""The most elements of a weight, evenly spread, that are compared with its copy at each use."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,12 @@ class _Copy:
 
 @dataclass
 class _Stale:
-    """The uses of old copies at one line."""
+    """The uses of old copies at one line.
+
+    Attributes:
+        step, name, op, module, dtype: the step, weight, op, module and 16-bit dtype of the first use.
+        steps, names: the steps with a use, and the names of the weights.
+    """
 
     step: int
     name: str
@@ -46,7 +51,7 @@ class _Stale:
 
 
 class CopyWatch:
-    """Compares the copies that casts have made of weights with the weights, whenever an op of a forward pass uses one.
+    """Compares 16-bit copies of weights with the weights, whenever an op of a forward pass uses a copy.
 
     Args:
         name, find_module: as for `UpdateWatch`.
@@ -69,7 +74,7 @@ class CopyWatch:
                     self._check(op, tensor)
 
     def _note_cast(self, op: Op) -> None:
-        """Note a copy, unless the script itself has asked for it: it may keep an old one on purpose."""
+        """Note a copy, unless the line of the script names a 16-bit dtype: then it may keep old copies on purpose."""
         weight, copy = op.args[0], op.result
         is_of_weight = isinstance(weight, Tensor) and weight.requires_grad and weight.is_leaf
         if not is_of_weight or copy.dtype not in LOW_DTYPES or not storage_of(copy) or names_dtype():
@@ -78,6 +83,7 @@ class CopyWatch:
         self._copies[id(storage)] = _Copy(weakref.ref(storage), weakref.ref(weight))
 
     def _check(self, op: Op, tensor: Tensor) -> None:
+        """Note a tensor that an op reads, if it is an old copy."""
         storage = tensor.untyped_storage()
         known = self._copies.get(id(storage))
         weight = None if known is None else known.weight()
@@ -120,7 +126,7 @@ class CopyWatch:
 
 
 def _is_alike(weight: Tensor, copy: Tensor) -> bool:
-    """Return whether a copy has the values of a weight, as far as some of them show."""
+    """Return whether a copy has the values of a weight, by samples. A weight that is not contiguous is not compared."""
     if not weight.is_contiguous() or weight.numel() == 0:
         return True
     stride = -(-weight.numel() // _SAMPLES)

@@ -1,4 +1,4 @@
-"""`Findings`: what was found at a line of the script, over all steps."""
+"""`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,13 +26,14 @@ def place_of(call: OpCall) -> Place:
 
 @dataclass
 class _Finding:
-    """What was found at one line.
+    """The losses of one cause at one line.
 
     Attributes:
-        place: where it was found first.
-        dtype: the 16-bit dtype.
-        steps: the steps in which it was found.
-        passed: the steps in which it was looked for, and not found.
+        place: the place of the first loss.
+        dtype: the 16-bit dtype; None until a loss was found.
+        steps: the steps with a loss.
+        passed: the steps in which the line was checked, and a call had no loss.
+        kept, error, used, tensor: as in `QuietRecord`.
     """
 
     place: Place
@@ -46,7 +47,7 @@ class _Finding:
 
 
 class Findings:
-    """Collects what is found.
+    """Collects losses by their cause and line.
 
     Attributes:
         step: the number of the step that runs.
@@ -54,7 +55,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.step = 0
-        self._known: dict[tuple[QuietCause, str], _Finding] = {}  # by the line
+        self._known: dict[tuple[QuietCause, str], _Finding] = {}  # by the cause and the line
 
     def add(
         self,
@@ -67,7 +68,7 @@ class Findings:
         used: str = "",
         tensor: str = "",
     ) -> None:
-        """Note that something was found in this step. The worst values stay."""
+        """Note a loss in this step. Of several, the smallest `kept`, the largest `error` and the first names stay."""
         finding = self._known.setdefault((cause, place.site), _Finding(place))
         if not finding.steps:
             finding.place, finding.dtype = place, dtype
@@ -80,14 +81,14 @@ class Findings:
         finding.tensor = finding.tensor or tensor
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:
-        """Note that something was looked for in this step, and not found."""
+        """Note that a line was checked in this step, and had no loss of this cause."""
         self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each line.
+        """Return a record for each cause and line, except for these.
 
-        A difference that is lost late or seldom is one of a training that has converged. A line that only uses values
-        which another line has made coarse is named by that one.
+        A line that passes in more steps than it loses in. A difference that passed before it was first lost: then the
+        training has converged. A line that another finding names as the one where its loss shows.
         """
         return list(self._records())
 

@@ -12,13 +12,13 @@ from ..written import Written
 from .findings import Findings, Place, place_of
 
 SMALLEST_NORMAL = 2.0**-14
-"""The smallest float16 number with full precision. Only ops whose results are all smaller are looked at."""
+"""The smallest float16 number with full precision. Only results whose values are all smaller are looked at."""
 
 LOST = 0.5
-"""An op loses its gradients if a larger share of them is zero in 16 bits alone."""
+"""An op loses its gradients if 16 bits make a larger share of them zero, of those that float32 does not."""
 
 ZERO = 0.25
-"""A step loses gradients if a larger share of those of all weights is zero, and an op has lost some."""
+"""A step loses gradients if at least this share of the gradients of its weights is zero, and an op has lost some."""
 
 
 class GradientWatch:
@@ -33,8 +33,8 @@ class GradientWatch:
         self._lost_at: Place | None = None  # the first op of the step that lost its gradients
 
     def look(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op of a backward pass."""
-        if self._lost_at is not None or op.overload.is_copy and outputs[0].dtype is not torch.float16:
+        """Look at the float16 results of an op of a backward pass, until one has lost its gradients in this step."""
+        if self._lost_at is not None:
             return
         for number, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
             if tensor.dtype is not torch.float16 or not written.largest < SMALLEST_NORMAL:
@@ -50,7 +50,12 @@ class GradientWatch:
                 return
 
     def check_step(self, parameters: Sequence[Tensor], name: Callable[[list[Tensor]], list[str]]) -> None:
-        """Report the gradients of an optimizer that is about to step, if an op has lost some of them."""
+        """Report the gradients of an optimizer that is about to step, if many are zero and an op has lost some.
+
+        Args:
+            parameters: the parameters of the optimizer.
+            name: returns the names of parameters.
+        """
         place, self._lost_at = self._lost_at, None
         if place is None:
             return

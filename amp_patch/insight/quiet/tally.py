@@ -1,4 +1,4 @@
-"""`Tally`: the stored and the true changes of 16-bit tensors, added up by the code that makes them."""
+"""`Tally`: adds up the stored and the true changes of 16-bit tensors, by the code that makes them."""
 
 import math
 from collections import deque
@@ -12,25 +12,27 @@ from ..quiet_record import GRADIENTS, WEIGHT_DECAY, WEIGHTS, QuietCause, QuietRe
 from ..rules import short
 
 LOST, LOST_OF_STATE, LOST_IN_GRADIENT, LOST_IN_SUM = 0.7, 0.45, 0.1, 0.1
-"""A change is lost if its error, relative to the true change, is larger: 1 if nothing is kept.
+"""A change is lost if its error, relative to the true change, is larger. The error is 1 if nothing is kept.
 
-The first is for weights, whose changes differ from step to step. The second is for what adds up changes of one sign:
-averages, statistics and counters. The third is for gradients that are summed over backward passes, and the last for a
-sum within one op. Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 that do not: weights
-that lose 0.80 to 1, others up to 0.60; states that lose 0.52 to 1, others up to 0.41.
+The first limit is for weights, whose changes differ from step to step. The second is for tensors that add up changes of
+one sign: averages, statistics and counters. The third is for gradients that are summed over backward passes, and the
+last for a sum within one op.
+
+Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 that do not: the errors of weights are
+0.80 to 1 where they lose, else up to 0.60; those of states are 0.52 to 1 where they lose, else up to 0.41.
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if its values would be less than this part in float32."""
+"""A tensor collects rounding errors, as in Kahan's sum, if in float32 its norm would be less than this part of it."""
 
 NEGLIGIBLE = 1e-6
-"""A tensor whose mean squared change is smaller than the largest by this factor has noise for a gradient."""
+"""The gradient of a tensor is noise if its mean squared change is at most this part of the largest one."""
 
 RECENT, FEW = 16, 3
-"""The number of last steps that show whether a tensor has come to rest, and the fewest that do."""
+"""How many of the last steps are kept, and how many of these it takes to show that a tensor has come to rest."""
 
 CONVERGED = 16
-"""Changes whose |true|^2 is smaller than the largest by more than this factor are not judged by themselves."""
+"""Recent changes of a weight do not count if |true|^2 is smaller than its largest by more than this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Source:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for changes that are reported together."""
+        """The same for all changes that are reported together."""
         if self.role:
             return self.optimizer, self.role
         return self.site, ""
@@ -76,7 +78,7 @@ class Change:
         along: <stored, true>, of the stored and the true change.
         true, stored: |true|^2 and |stored|^2.
         changed, kept: the number of elements whose true change is not zero, and of these whose stored one is not.
-        is_rest: whether the tensor holds rounding errors: its values would be zero in float32.
+        is_rest: whether the tensor collects rounding errors: see `COMPENSATED`.
     """
 
     along: float
@@ -144,13 +146,13 @@ class _OfTensor:
     """The changes of one tensor.
 
     Attributes:
-        total: of all steps.
-        recent: of the last steps.
-        largest: the largest |true|^2 of a step.
-        first, lost: the first step that lost, and the number of such steps.
-        looked: the number of steps.
         numel: the number of elements of the tensor.
         limit: the error above which its change is lost.
+        total: the sum of all changes.
+        recent: the changes in the last steps.
+        largest: the largest |true|^2 of a step.
+        first, lost: the first step whose change was lost (-1 for none), and the number of such steps.
+        looked: the number of steps.
     """
 
     numel: int
@@ -174,10 +176,10 @@ class _OfTensor:
                 self.first = step
 
     def find_lost(self) -> Change | None:
-        """Return the sum of changes that shows a loss: of all steps, or of the last ones; None if neither does."""
+        """Return the sum of the changes of all steps if it is lost, else of the last steps; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
-        # Changes of weights that have become much smaller are those of a training that has converged.
+        # Weights change much less once a training has converged. Such changes do not count.
         least = self.largest / CONVERGED if self.limit == LOST else 0.0
         relevant = [change for change in self.recent if change.true >= least]
         if len(relevant) < FEW:
@@ -190,27 +192,28 @@ class Tally:
     """Adds up changes by their source and tensor."""
 
     def __init__(self) -> None:
-        self._sources: dict[tuple[str, str], tuple[Source, str]] = {}  # with the dtype
+        self._sources: dict[tuple[str, str], tuple[Source, str]] = {}  # with the short name of the dtype
         self.tensors: dict[tuple[str, str], dict[tuple[str, int], _OfTensor]] = {}
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Count a change of a tensor. Its number tells it from others if it has no name."""
+        """Add a change of a tensor. `number` tells tensors without a name apart."""
         dtype, numel = tensor.dtype, tensor.numel()
         self._sources.setdefault(source.key, (source, short(dtype)))
         tensors = self.tensors.setdefault(source.key, {})
         tensors.setdefault((name, 0 if name else number), _OfTensor(numel, source.limit)).add(step, change)
 
     def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor, name: str) -> None:
-        """Count a weight decay that changes no element of a tensor."""
+        """Add a weight decay that changes no element of a tensor. Its true change counts as 1."""
         source = Source(site, "mul_", optimizer, WEIGHT_DECAY)
         self.add(step, source, Change(0.0, 1.0, 0.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each source that loses changes of at least one tensor, weights first."""
+        """Return a record for each source that loses the changes of a tensor, those of weights first."""
         return sorted(self._find_lost(), key=lambda lost: lost.role != WEIGHTS)
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         every = [each for tensors in self.tensors.values() for each in tensors.values()]
+        # A tensor as large as one that collects its rounding errors loses nothing.
         compensated = {each.numel for each in every if each.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]

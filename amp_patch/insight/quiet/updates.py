@@ -1,8 +1,8 @@
-"""`UpdateWatch`: which share of the changes of 16-bit tensors is lost, because it is smaller than their spacing.
+"""`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
 
-A tensor that outlives a step keeps what is stored in it: weights, states of optimizers, averages, statistics, counters.
-While such a tensor has 16 bits, every op that changes it runs a second time in float32, on a copy. When the step ends,
-the stored change is compared with the true one.
+Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
+bits, every op that changes it runs a second time in float32, on a copy. When the step ends, the stored change is
+compared with the true one.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from ..twins import Twins
 from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
-"""The most elements that are followed at a time. In each step other tensors are followed, until all were."""
+"""The most elements that are followed in one step. Later steps follow the tensors that were left out."""
 
 _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter", "lerp"}
@@ -35,7 +35,7 @@ _FOLLOWED = frozenset(
 
 
 _SUMS = frozenset({"index_add_", "scatter_add_", "index_put_", "put_", "scatter_reduce_", "_index_put_impl_"})
-"""Ops that may add many values to one element: what is lost in them is lost within one call."""
+"""Ops that may add many values to one element, and so lose some of them within one call."""
 
 
 class _Followed(NamedTuple):
@@ -83,14 +83,14 @@ class UpdateWatch:
         self._twins = Twins()
         self._followed: dict[int, _Followed] = {}  # by the id of the storage
         self._roots: dict[int, Tensor] = {}  # by the id of the storage of a result: the older tensor it comes from
-        self._made: dict[int, tuple[Any, Source]] = {}  # such results
+        self._made: dict[int, tuple[Any, Source]] = {}  # by the same id: the storage, held weakly, and its source
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
-        self._left = BUDGET
-        self._done: set[int] = set()  # ids of the storages that were followed in earlier steps
-        self._is_full = False
+        self._left = BUDGET  # elements that may still be followed in this step
+        self._done: set[int] = set()  # ids of the storages that were followed since a step has left none out
+        self._is_full = False  # whether this step has left a tensor out
         self._optimizer: Optimizer | None = None  # whose step runs
-        self._weights: set[int] = set()  # addresses of its storages
+        self._weights: set[int] = set()  # addresses of the storages of its weights
         self.tally = Tally()
         self.step = 0
 
@@ -101,10 +101,10 @@ class UpdateWatch:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
-        """Judge the gradients that were summed, and note that changes are the optimizer's from now on.
+        """Judge the changes before the step, such as summed gradients. Later ones are the optimizer's.
 
         Args:
-            has_stepped: the step is over already. A step with a closure reports only its end.
+            has_stepped: whether the step is over already: a step with a closure reports only its end.
         """
         if not has_stepped:
             self._judge()
@@ -113,7 +113,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since the last call."""
+        """Judge the changes since `begin_step`. `optimizer`: whose step ends; None: that of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -187,14 +187,15 @@ class UpdateWatch:
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
         """Copy the tensors that an op is about to change. Return its line if it is to be followed, else None."""
         node = get_current_node()
-        if node is not None and "AccumulateGrad" not in node.name():
+        is_gradient = node is not None and "AccumulateGrad" in node.name()
+        is_sum = overload.name in _SUMS
+        if node is not None and not is_gradient:  # a backward pass is only followed where it sums gradients
             return None
         written = list(_written_by(overload, args, kwargs))
         if written:
             targets = [tensor for tensor in written if tensor.dtype in LOW_DTYPES]
-            is_summed = node is not None or overload.name in _SUMS
             is_known = any(self._is_old(tensor) or self._twins.find(tensor) is not None for tensor in targets)
-            if not targets or not (is_known or is_summed):
+            if not targets or not (is_known or is_gradient or is_sum):
                 return None
             if overload.packet is COPY and self._is_wide_and_old(args[1]):
                 self._forget(args[0])
@@ -202,26 +203,26 @@ class UpdateWatch:
         elif not self._may_succeed(overload, args, kwargs):
             return None
         site = find_site()
-        if site.by == "amp":  # scales and masters are no changes of the script
+        if site.by == "amp":  # amp itself scales gradients and copies masters
             for tensor in written:
                 self._forget(tensor)
             return None
         with current.without_casts():
             for tensor in written:
-                self._begin(tensor, site, overload.name, is_gradient=node is not None, is_sum=overload.name in _SUMS)
+                self._begin(tensor, site, overload.name, is_gradient=is_gradient, is_sum=is_sum)
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor outlives the step and is wider than 16 bits: a copy of it loses nothing for good."""
+        """Return whether a tensor outlives the step in more than 16 bits: a copy of it loses nothing for good."""
         return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
-        """Note the storages that an op has made."""
+        """Note the storages of the floating tensors that an op has made."""
         if not op.overload.written and not op.overload.is_alias:
             self._young.update(storage_of(tensor) for tensor in op.outputs() if tensor.is_floating_point())
 
     def _may_succeed(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether a result may come to take the place of a tensor that outlives the step."""
+        """Return whether the result of an op may take the place of a tensor that outlives the step."""
         if not overload.is_pointwise and overload.name not in _FOLLOWED:
             return overload.is_in_bulk and self._twins.has_any(args)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype in LOW_DTYPES]
@@ -230,12 +231,12 @@ class UpdateWatch:
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
 
     def _is_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was there before the step."""
+        """Return whether a tensor was there before the step. False for a tensor that hides its address."""
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
     def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
-        """Keep the values of a tensor that is about to be changed for the first time in this step."""
+        """Keep the values of a tensor that is about to change, if it is to be followed and is not followed yet."""
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
         storage = tensor.untyped_storage()
@@ -259,7 +260,7 @@ class UpdateWatch:
         return Source(site.place, op, optimizer, role, self._find_module())
 
     def _forget(self, tensor: Tensor) -> None:
-        """Follow a tensor no more in this step."""
+        """Stop following a tensor in this step."""
         if storage_of(tensor):
             self._followed.pop(id(tensor.untyped_storage()), None)
             self._twins.drop(tensor)
@@ -287,7 +288,7 @@ class UpdateWatch:
             self._note_successor(op, outputs[0], site)
 
     def _note_decay(self, op: Op, site: Site) -> None:
-        """Count a factor of weights that is too close to 1: in 16 bits, no product with it differs from the weight."""
+        """Count a weight decay whose factor is so close to 1 that the product is the weight itself in 16 bits."""
         if self._optimizer is None or op.overload.name not in ("mul_", "_foreach_mul_") or len(op.args) < 2:
             return
         factor = op.args[1]
@@ -300,12 +301,12 @@ class UpdateWatch:
                 self.tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
 
     def _restart(self, tensor: Tensor) -> None:
-        """Take the values that a tensor has now as exact: random numbers cannot be drawn again."""
+        """Take the present values of a tensor as exact, since random numbers cannot be drawn again."""
         if self._twins.find(tensor) is not None:
             self._twins.put(tensor, tensor.float())
 
     def _follow_bulk(self, op: Op) -> None:
-        """Follow an op on lists of tensors, as optimizers use, for those whose twins are known."""
+        """Follow an op on lists of tensors, as optimizers use, at the positions where a tensor has a twin."""
         lists = [arg for arg in op.args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         if not lists:
             return
@@ -363,12 +364,12 @@ class UpdateWatch:
         """Return the older tensor that a result of this step was computed from, or None."""
         storage = tensor.untyped_storage()
         known = self._made.get(id(storage))
-        if known is None or known[0]() is not storage:  # ids are used again
+        if known is None or known[0]() is not storage:  # another storage may have got the id
             return None
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a tensor that has taken the place of an older one: a later step reads it as that one."""
+        """Count the change of a result that replaces an older tensor, as a later step has read it in its place."""
         storage = tensor.untyped_storage()
         for successor in self._successors:
             if successor.storage() is storage and successor.source.site:

@@ -1,7 +1,7 @@
-"""`ValueWatch`: positions and times that collapse in 16 bits, and differences that are lost in rounding.
+"""`ValueWatch`: finds positions and times that collapse in 16 bits, and differences that are lost in rounding.
 
-Both are looked for in forward passes. Values are followed in float32 from the cast or the factory that makes them
-coarse, as long as no weight takes part, up to an op that small errors upset.
+It looks at forward passes. It follows values in float32 from the cast or the factory that makes them coarse up to an op
+that small errors upset, as long as no weight takes part.
 """
 
 import math
@@ -23,7 +23,7 @@ from ..written import Written
 from .findings import Findings, Place, place_of
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""The most elements of values that are followed, and of results of theirs: more than positions and times have."""
+"""The most elements of a value that is followed, and of the results of an op on it. Positions and times have fewer."""
 
 DISTINCT = 0.75
 """Evenly spaced values collapse if a smaller share of them stays distinct."""
@@ -32,10 +32,10 @@ WRONG = 0.1
 """Sines and cosines are wrong if their error, relative to the exact ones, is larger."""
 
 MISMATCHED = 0.01
-"""Integers and comparisons are wrong if a larger share of them differs."""
+"""Integers and results of comparisons are wrong if a larger share of them differs."""
 
 DROWNED = 0.06
-"""A difference is lost in rounding if the error of its operands is larger than this part of it.
+"""A difference is lost in rounding if the rounding error of its operands is larger than this part of it.
 
 Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it is lost, at most 0.015 elsewhere.
 """
@@ -59,7 +59,7 @@ _FOLLOWED = frozenset(
 
 _WAVES = frozenset({"sin", "cos"})
 _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
-"""Ops that measure how large a difference is."""
+"""Ops that measure the size of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
 """Ops after which a difference is still to be judged."""
@@ -72,18 +72,20 @@ _KEEPS_COARSE = frozenset(
 
 
 class _Root(NamedTuple):
-    """The op that made values coarse."""
+    """The place of the op that made values coarse, and their 16-bit dtype."""
 
     place: Place
     dtype: torch.dtype
 
 
 class _Difference(NamedTuple):
-    """A difference that is lost in rounding, until it is known what it is for.
+    """A difference that is lost in rounding, kept until an op shows whether that does harm.
 
     Attributes:
+        place, dtype: the op that made it, and the 16-bit dtype of the rounding.
+        error: the rounding error of the operands, as a part of the difference.
         operands: addresses of the storages of the operands.
-        is_of_alike: whether both operands have its shape.
+        is_of_alike: whether all operands have its shape.
     """
 
     place: Place
@@ -97,9 +99,9 @@ class ValueWatch:
     """Looks at the ops of forward passes.
 
     Args:
-        storages: which op wrote a storage last.
-        find_op: returns the op of a record, as long as it is kept.
-        findings: receives what is found.
+        storages: knows the op that wrote a storage last.
+        find_op: returns the op of a record, or None once it is no longer kept.
+        findings: receives the losses.
     """
 
     def __init__(self, storages: Storages, find_op: Callable[[Written], Op | None], findings: Findings) -> None:
@@ -108,7 +110,7 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a float32 value
+        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: its rounding
         self._differences: dict[int, _Difference] = {}  # by the id of the record of the result
 
     def end_step(self) -> None:
@@ -120,7 +122,7 @@ class ValueWatch:
 
     def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
         """Look at an op of a forward pass. `made` has the records of its floating results."""
-        if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # without values to read, or of a tensor subclass
+        if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # a tensor is empty, or hides its values
             return
         is_root = self._begin(op, call)
         if not is_root:
@@ -140,11 +142,11 @@ class ValueWatch:
     # ---- values that collapse ----------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, call: OpCall) -> bool:
-        """Begin to follow values that the script casts or makes in 16 bits. Return whether there are such."""
+        """Begin to follow values that the script casts to, or makes in, 16 bits. Return whether the op did so."""
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
-        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # casts by rules are none of the script
+        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # of the script, not by a rule
         if not (is_cast or op.overload.name in _MAKERS):
             return False
         if any(tensor.requires_grad or self._exact.find(tensor) is not None for tensor in op.inputs()):
@@ -235,11 +237,11 @@ class ValueWatch:
                 return
 
     def _check_difference(self, op: Op, call: OpCall, written: Written) -> None:
-        """Report a sum or difference that is smaller than the rounding errors of its operands."""
+        """Look for a sum or difference that the rounding errors of its operands make useless."""
         operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
         dtypes = [self._find_coarse(tensor) for tensor in operands]
         dtype = next((each for each in dtypes if each is not None), None)
-        # An update of a tensor, such as x.add_(y) or x + alpha * y, is `UpdateWatch`'s.
+        # `UpdateWatch` looks at updates of tensors, such as x.add_(y) or torch.add(x, y, alpha=a).
         if dtype is None or "alpha" in op.kwargs or (op.overload.written and not torch.is_grad_enabled()):
             return
         if len(operands) == 1 or not written.largest:
@@ -258,7 +260,7 @@ class ValueWatch:
         self._note_difference(op, call, dtype, math.hypot(*roundings), written)
 
     def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
-        """Report a result that differs if the ops just before are not rounded: 1 - exp(-x), or log(1 + x)."""
+        """Report a result that differs if the ops just before it do not round, as in 1 - exp(-x) and log(1 + x)."""
         twins = Twins()
         for tensor in op.inputs():
             self._widen(tensor, twins, 2)
@@ -274,7 +276,7 @@ class ValueWatch:
             self._findings.pass_over(QuietCause.CANCELLED, place)
 
     def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
-        """Store what a tensor would be if the ops that made it had run in float32."""
+        """Store in `twins` the values of a tensor if the last ops before it, `depth` + 1 deep, had run in float32."""
         known = self._storages.find(tensor)
         op = None if known is None else self._find_op(known)
         if op is None or is_random(op.function) or op.overload.written:
@@ -288,10 +290,10 @@ class ValueWatch:
                 twins.put(made, exact)
 
     def _note_difference(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float, written: Written) -> None:
-        """Keep a difference that is lost in rounding until an op is given it."""
+        """Keep a difference that is lost in rounding until an op reads it. `rounding`: the error of the operands."""
         size = _size(op.outputs()[0])
         place = place_of(call)
-        if not math.isfinite(size) or not math.isfinite(rounding):  # a fault of the other kind
+        if not math.isfinite(size) or not math.isfinite(rounding):  # `FaultFinder` reports it
             return
         if not size or rounding <= DROWNED * size:
             self._findings.pass_over(QuietCause.CANCELLED, place)
@@ -306,9 +308,9 @@ class ValueWatch:
         )
 
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
-        """Report the differences that an op is given, unless a small one does no harm there.
+        """Report the lost differences that an op reads, unless the loss does no harm there.
 
-        The distance between two predictions may be small, and x + (y - x) is y.
+        It does no harm to the distance of two tensors of one shape, which may be small, and to x + (y - x), which is y.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
@@ -331,18 +333,18 @@ def _adds_up(op: Op) -> bool:
 
 
 def _number_in(op: Op) -> float:
-    """Return the number that an op adds to a tensor, or inf if it adds a tensor."""
+    """Return the first number among the arguments of an op; inf without one."""
     return next((float(value) for value in op.args if isinstance(value, (int, float))), math.inf)
 
 
 def _make_in_float32(op: Op) -> Tensor | None:
-    """Return what a factory makes in float32; its dtype may be torch's default."""
+    """Return the result of a factory in float32, even if it is given no dtype; None if it cannot run so."""
     run = run_in_float32(op._replace(kwargs={**op.kwargs, "dtype": torch.float32}))
     return None if run is None else next(iter(run.outputs()), None)
 
 
 def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
-    """Return the share of evenly spaced values that stay distinct; None for other values."""
+    """Return the share of evenly spaced values that stay distinct; None for other values, or fewer than 16."""
     values = exact.double().unique()
     if values.numel() < 16:
         return None
@@ -375,9 +377,9 @@ def _size(tensor: Tensor) -> float:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether values have at most four binary digits, such as small integers and masks: none was rounded.
+    """Return whether values have at most four significant bits, as small integers and masks do. Then none was rounded.
 
-    Some hundred values, spread evenly, stand for all.
+    Checks a few hundred values, evenly spread.
     """
     values = tensor.detach().reshape(-1)
     mantissa, _ = torch.frexp(values[:: max(1, values.numel() // 256)].float())

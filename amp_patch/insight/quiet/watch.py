@@ -1,4 +1,4 @@
-"""`QuietWatch`: shows the ops of a run to those that look for quiet losses."""
+"""`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +20,9 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Looks at ops that have 16-bit tensors. It changes no value, and waits for the device.
+    """Sees every op: outside of optimizer steps by an `Observer`, and in steps as a dispatch mode itself.
 
-    Outside of optimizer steps an `Observer` shows it the ops. In a step the watch is a dispatch mode of its own.
+    It changes no value, and waits for the device.
 
     Args:
         get_session: returns the session whose models are trained.
@@ -44,13 +44,13 @@ class QuietWatch(WatchingMode):
         return result
 
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
-        """Prepare for an op that is about to run. Return its line if its results are to be computed in float32."""
+        """Prepare for an op that is about to run. Return its line if `note` has to compute it in float32, else None."""
         if overload.is_silent or not any(tensor.dtype in LOW_DTYPES for tensor in tensors_in((args, kwargs))):
             return None
         return self.updates.prepare(overload, args, kwargs)
 
     def note(self, op: Op, site: Site | None) -> None:
-        """Look at an op that has run. `site` is what `prepare` has returned."""
+        """Look at an op that has run. `site` is the result of `prepare`."""
         self.updates.note_young(op)
         if site is not None:
             with current.without_casts():
@@ -58,12 +58,12 @@ class QuietWatch(WatchingMode):
         self.copies.note(op)
 
     def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
-        """Note that an optimizer's step begins, and watch its ops."""
+        """Note that an optimizer's step begins, and watch its ops. `has_stepped`: see `UpdateWatch.begin_step`."""
         self.updates.begin_step(optimizer, has_stepped=has_stepped)
         self.__enter__()
 
     def end_step(self, optimizer: Optimizer | None, step: int) -> None:
-        """Judge the changes since the last step. `step` is the number of the next step."""
+        """Note that a step ends, and judge its changes. `step` is the number of the next step."""
         leave_mode(self)
         self.updates.end_step(optimizer)
         self._names.clear()
@@ -74,7 +74,7 @@ class QuietWatch(WatchingMode):
         return [*self.updates.records(), *self.copies.records()]
 
     def _find_name(self, tensor: Tensor) -> str | None:
-        """Return the name of a tensor of the models, "" for another one, and None if it has a float32 master."""
+        """Return the name of a tensor of the models; "" for another tensor; None for a parameter with a master."""
         if not self._names:
             session = self._get_session()
             for name, known in name_tensors(session.models()):

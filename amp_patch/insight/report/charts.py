@@ -26,14 +26,20 @@ class Series(NamedTuple):
     skipped: Sequence[int] = ()
 
 
-def draw_curves(series: Sequence[Series], noise: Sequence[float], label: str) -> Markup:
+def draw_curves(
+    series: Sequence[Series], noise: Sequence[float], label: str, steps: Sequence[int] | None = None
+) -> Markup:
     """Return lines over steps on a logarithmic axis.
+
+    `steps` has the number of the step of each value; None: from 1.
 
     Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
     below `noise` is shaded. Skipped steps are marks on the step axis.
     """
     shown = [value for line in series for value in (*line.values, *line.high)] + [max(noise, default=0.0)]
-    steps = max((len(line.values) for line in series), default=1)
+    if steps is None:
+        longest = max((len(line.values) for line in series), default=1)
+        steps = range(1, max(1, longest) + 1)
     axes = _Axes(steps, *_find_axis(shown))
     parts = [*axes.grid()]
     if noise:
@@ -90,8 +96,8 @@ def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float,
 class _Axes:
     """Maps steps and values to pixels."""
 
-    def __init__(self, steps: int, low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
-        self._steps, self._low, self._high, self._ticks = steps, low, high, ticks
+    def __init__(self, numbers: Sequence[int], low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
+        self._steps, self._low, self._high, self._ticks = numbers, low, high, ticks
 
     def grid(self) -> Iterable[Markup]:
         """Return grid lines and labels."""
@@ -102,8 +108,9 @@ class _Axes:
             y = self._y(value)
             yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
             yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
-        for step in _round_steps(self._steps):
-            yield element("text", str(step), x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
+        for step in _round_steps(len(self._steps)):
+            label = str(self._steps[step - 1])
+            yield element("text", label, x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
     def track(self, values: Sequence[float]) -> list[float]:
@@ -128,7 +135,7 @@ class _Axes:
                 parts.append(element("polyline", element("title", series.name), points=" ".join(points), class_="line"))
         for step in series.skipped:
             x, y = self._x(step), HEIGHT - BOTTOM
-            title = element("title", f"{series.name}: step {step + 1} was skipped")
+            title = element("title", f"{series.name}: step {self._steps[0] + step} was skipped")
             parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
@@ -140,7 +147,7 @@ class _Axes:
         return element("polygon", element("title", title), points=" ".join(up + down), class_=style)
 
     def _x(self, step: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self._steps - 1)
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, len(self._steps) - 1)
 
     def _y(self, value: float) -> float:
         power = self._low

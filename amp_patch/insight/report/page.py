@@ -6,10 +6,12 @@ from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
+from ..flight.describe import is_flight
 from ..recordings import Recording
 from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
+from .flown import FLIGHT_STYLE, make_flight
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
@@ -36,7 +38,11 @@ def make_report(recording: Recording, *, command: str = "") -> str:
         sections = [_comparison_header(summary, command), *make_comparison(summary)]
     else:
         sections = [_header(recording, command)]
-    return _frame(title, [*sections, *_ops(recording), _data(recording)], style)
+    if is_flight(recording):
+        title = "What led to it"
+    if recording.flight:
+        style += FLIGHT_STYLE
+    return _frame(title, [*sections, *make_flight(recording), *_ops(recording), _data(recording)], style)
 
 
 def make_page(
@@ -80,7 +86,9 @@ def _style_of(names: Sequence[str]) -> str:
 def _header(recording: Recording, command: str) -> Markup:
     run = recording.run
     terms = [("torch", run.torch), ("device", run.device), ("level", run.opt_level), ("low dtype", run.low)]
-    terms += [("steps", str(len(recording.steps))), *_lists(run.lists, run.digest), ("command", command)]
+    if not is_flight(recording):
+        terms.append(("steps", str(len(recording.steps))))
+    terms += [*_lists(run.lists, run.digest), ("command", command)]
     return _describe(terms)
 
 

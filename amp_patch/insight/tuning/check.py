@@ -1,4 +1,4 @@
-"""`Check`: the losses and gradients of some steps of a run, each from the first weights of the run."""
+"""`Check`: records the losses and gradients of some steps, each from the first weights of the run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from .sketches import sketch
 
 
 class Check(Probe):
-    """Records `steps` steps of each optimizer, and restores its first weights after each step, from a copy.
+    """Records the losses and gradients of `steps` steps of each optimizer. Restores its first weights after each step.
 
     Args:
         steps: the number of steps.
-        loss_scale: the loss scale that a dynamic scale starts with; None: the script's own.
+        loss_scale: the initial loss scale of dynamic scalers; None: the script's own.
         on_end: called after the last step.
     """
 
@@ -32,14 +32,14 @@ class Check(Probe):
         self._loss_scale = loss_scale
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
-        self._taken: list[int] = []
+        self._taken: list[int] = []  # the number of steps of each optimizer
         self._begun: set[int] = set()  # numbers of the optimizers whose step has begun
         self._losses: list[Tensor] = []
-        self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._seen: list[Record] = []
+        self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each optimizer: its weights, and their copies
+        self._recorded: list[Record] = []
 
     def _records(self) -> list[Record]:
-        return list(self._seen)
+        return list(self._recorded)
 
     def session_opened(self, session: Session) -> None:
         """Set the loss scale."""
@@ -53,7 +53,7 @@ class Check(Probe):
         self._losses.append(loss.detach().float().mean())
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Record the gradients."""
+        """Record the gradients, or end the run if all its steps are taken."""
         number = self._number(optimizer)
         self._begun.add(number)
         if self._taken[number] >= self._steps:
@@ -61,13 +61,14 @@ class Check(Probe):
             return
         session, tensors = current.require(), _parameters(optimizer)
         self._scale = float(session.scalers[0].scale)
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for tensor, name in zip(tensors, session.names_of(tensors), strict=True):
-            seen[name] += 1
-            if seen[name] > 1:  # a parameter outside of the models is named by its shape
-                name = f"{name} ({seen[name]})"
+            counts[name] += 1
+            # parameters outside of the models are named by their shapes, which may be equal
+            if counts[name] > 1:
+                name = f"{name} ({counts[name]})"
             if tensor.grad is not None:
-                self._seen.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
+                self._recorded.append(SketchRecord(self._taken[number], number, name, *sketch(tensor.grad)))
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Record a step, and restore the weights."""
@@ -78,7 +79,7 @@ class Check(Probe):
         skipped = session.is_skipped(optimizer)
         is_dynamic = any(scaler.is_dynamic for scaler in session.scalers)
         losses = tuple(float(loss) for loss in self._losses)
-        self._seen.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
+        self._recorded.append(CheckedStepRecord(self._taken[number], number, losses, skipped, self._scale, is_dynamic))
         self._losses.clear()
         self._taken[number] += 1
         self._count += int(self._is_counted(optimizer))
@@ -95,6 +96,7 @@ class Check(Probe):
         self._losses.clear()
 
     def _number(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer. Copies its weights at the first call for it."""
         if id(optimizer) not in self._optimizers:
             self._optimizers.append(id(optimizer))
             self._taken.append(0)

@@ -24,7 +24,7 @@ class ListEntry:
     name: str
 
     def matches(self, module: str) -> bool:
-        """Return whether this entry names a module."""
+        """Return whether the pattern of this entry matches the name of a module."""
         if self.kind != "module":
             return False
         if self.name in ("**", module):
@@ -33,7 +33,7 @@ class ListEntry:
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
     def covers(self, other: "ListEntry") -> bool:
-        """Return whether this entry makes another one redundant, because it covers its modules."""
+        """Return whether this entry makes another one needless, because its modules contain those of the other one."""
         if self == other or self.kind != "module" or other.kind != "module":
             return False
         if self.name == "**":
@@ -43,12 +43,12 @@ class ListEntry:
 
 
 def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
-    """Return the entries that apply a remedy with these units only; none if that is impossible."""
+    """Return entries of these units that apply a remedy; an empty list if there are none."""
     choosers = [chooser.partition("match: ") for chooser in remedy.regions]
     modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
     modules = [entry for entry in modules if not entry.name.startswith("re:")]
     ops = [ListEntry("op", name) for name in remedy.ops]
-    # A rule by class, or for the root of several models, cannot be tried or left out by itself.
+    # no `ListEntry` expresses a rule by class, or one for the root of several models
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
@@ -56,26 +56,26 @@ def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
     if units == "modules":
         return [] if ops else modules
     if modules and not remedy.alternative:
-        return []
+        return []  # no ops suffice in place of the modules
     return ops + [ListEntry("op", name) for name in remedy.alternative]
 
 
 def prune(entries: Iterable[ListEntry]) -> tuple[ListEntry, ...]:
-    """Return entries without needless ones, sorted: modules first, then by name."""
+    """Return entries without needless ones, modules before ops, each by name."""
     given = set(entries)
     kept = [entry for entry in given if not any(wider.covers(entry) for wider in given)]
     return tuple(sorted(kept, key=lambda entry: (entry.kind, natural_order(entry.name))))
 
 
 def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListEntry]:
-    """Return entries for modules, in the order of their first names.
+    """Return entries for modules, in the order of `names`.
 
-    Siblings whose names differ only in numbers get one entry if `names` has all of them.
+    Siblings, whose names differ only in numbers, get one entry if `names` has all that exist.
     """
     left, entries = list(dict.fromkeys(names)), []
     while left:
         name = left[0]
-        # The pattern with the most stars comes first, so the first that matches no other module is the widest.
+        # patterns with more stars come first, so the first that matches only modules in `left` is the widest
         for pattern in _patterns(name):
             entry = ListEntry("module", pattern)
             matched = [module for module in existing if entry.matches(module)]
@@ -89,7 +89,7 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Yield a name with `*` for some of its numbers: starting with all of them, ending with a single one."""
+    """Yield a name with `*` in place of some of its numbers: first of all, at last of a single one."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     for size in range(len(numbers), 0, -1):
@@ -101,7 +101,7 @@ def _patterns(name: str) -> Iterator[str]:
 
 
 def format_list(extends: Sequence[str], entries: Sequence[ListEntry], reasons: dict[ListEntry, str]) -> str:
-    """Return the text of a list file with these entries."""
+    """Return the text of a list file with these entries, and with a reason for each if it has one."""
     lines = []
     if len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0]):
         lines.append(f"extends: {extends[0]}")

@@ -25,13 +25,13 @@ from ..tensors import storage_of, tensors_in
 from .check import Check
 
 WHOLE_MODEL = "**"
-"""The pattern that matches the model itself."""
+"""The pattern that matches every module, also the model itself."""
 
 
 class Float32Run(Check):
-    """A `Check` of a run whose last list has `modules: [{match: "**", run: float32}]`.
+    """A `Check` that also measures ops. The last list of its run has `modules: [{match: "**", run: float32}]`.
 
-    It measures listed ops everywhere and other ops in modules, in the forward pass of the first thread. Code of
+    It measures listed ops everywhere and other ops in modules, in the forward passes of the first thread. Code of
     torch.compile runs uncompiled.
     """
 
@@ -77,35 +77,35 @@ class Float32Run(Check):
 class _Shadowing:
     """Finds the calls of one session that would run in 16 bits, and gives them to a `Shadow`.
 
-    The lists decide for listed ops. Any other op runs in the dtype of its inputs, so the addresses of storages that
-    would hold 16 bits are kept until the step ends. At levels that cast the model, all ops in it would run in 16 bits,
-    except where module rules say otherwise.
+    For listed ops, the lists decide. Any other op would run in the dtype of its inputs: for this, the addresses of all
+    storages that would hold 16 bits are kept until the step ends. At levels that cast the model, all ops in modules
+    would run in 16 bits, except where module rules say otherwise.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
         self._session = session
         self.shadow = shadow
-        self._names: dict[int, str] = {}
-        self._runs: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of modules, by id
+        self._rules: dict[int, str] = {}  # the dtype that module rules give a module, by its id; "" for none
         for model in session.models():
-            self._see(model, "", "")
-        self._ran: set[str] = set()
+            self._add_module(model, "", "")
+        self._ran: set[str] = set()  # the names of modules that ran
         self._watch = OpWatch(session, self._call, _name_function)
         self._low_storages: set[int] = set()
         self._undo = UndoStack()
 
-    def _see(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Note the rule of the script's own lists that decides for a module, and for each module in it."""
-        run = inherited
+    def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
+        """Note the dtype that the script's own module rules give a module, and each module in it; "" for none."""
+        dtype = inherited
         if self._session.oplists is not None:
             for rule in self._session.oplists.modules[:-1]:
                 if rule.chooses(name, module):
-                    run = rule.run
-        if not run and isinstance(module, BatchNormBase) and self._session.policy.keep_batchnorm_fp32:
-            run = "float32"
-        self._names[id(module)], self._runs[id(module)] = name, run
+                    dtype = rule.run
+        if not dtype and isinstance(module, BatchNormBase) and self._session.policy.keep_batchnorm_fp32:
+            dtype = "float32"
+        self._names[id(module)], self._rules[id(module)] = name, dtype
         for child_name, child in module.named_children():
-            self._see(child, join_names(name, child_name), run)
+            self._add_module(child, join_names(name, child_name), dtype)
 
     def modules(self) -> ModulesRecord:
         """Return the names of all modules below the models, and of the modules that ran."""
@@ -139,13 +139,13 @@ class _Shadowing:
         is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(rule, module, inputs)
         is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
         if is_composed:
-            self._watch.is_busy = False  # a function written in Python may call listed ones, which are measured
+            self._watch.is_busy = False  # measure the ops that a function written in Python calls
         if is_low and not is_composed:
             place = ""
             if module is not None:
                 place = self._names[id(module)] or WHOLE_MODEL
             is_listed = rule is not None and bool(rule.runs_in)
-            if self._session.casts is None:  # the inputs of a layer are cast, whatever their dtype
+            if self._session.casts is None:  # the cast model casts the inputs of its layers, as lists do
                 is_listed = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
             result = self.shadow.run(place, op, function, args, kwargs, is_listed=is_listed)
         else:
@@ -154,27 +154,33 @@ class _Shadowing:
         return result
 
     def _find_module(self) -> nn.Module | None:
+        """Return the innermost module that runs, or None. Notes all modules that run."""
         named = [module for module in self._watch.modules_here() if id(module) in self._names]
         self._ran.update(self._names[id(module)] for module in named)
         return next(iter(named), None)
 
     def _is_low(self, rule: OpRule | None, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
-        run = ""
+        """Return whether an op would run in 16 bits, by its rule, the module that runs, and its inputs."""
+        dtype = ""
         if module is not None:
-            run = self._runs[id(module)]
+            dtype = self._rules[id(module)]
         if self._session.casts is None:
-            return module is not None and run != "float32"
+            return module is not None and dtype != "float32"
         switch = self._session.switch
         if switch.autocast is not None and not switch.is_autocast_here():
             return False
         if rule is not None and rule.runs_in:
-            return run == "low" or (rule.runs_in == "low" and run != "float32")
+            return dtype == "low" or (rule.runs_in == "low" and dtype != "float32")
         if rule is OpRule.BANNED:
             return False
         arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
-        return all(storage_of(tensor) in self._low_storages for tensor in arrays)
+        are_low = [storage_of(tensor) in self._low_storages for tensor in arrays]
+        if rule is OpRule.MATCH:  # one argument decides; which one is not looked up
+            return any(are_low)
+        return all(are_low)
 
     def _mark(self, result: Any, is_low: bool) -> None:
+        """Note whether the storages of a result would hold 16 bits."""
         storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
         if is_low:
             self._low_storages |= storages
@@ -183,7 +189,7 @@ class _Shadowing:
 
 
 def _name_function(function: Any) -> str:
-    """Return a function as scripts write it."""
+    """Return the name of a function as scripts write it, such as `F.linear`."""
     name = ""
     with contextlib.suppress(Exception):
         name = resolve_name(function) or ""

@@ -1,4 +1,4 @@
-"""`Ranking`: which modules and ops must be in float32, and which to try next, from the run in float32."""
+"""`Ranking`: finds in the run in float32 which modules and ops must be in float32, and which to try next."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ ROUNDING = 8
 class Ranking:
     """Makes entries for modules, ops, or both, from the recording of a `Float32Run`.
 
-    With both, an op in a submodule becomes an entry for the submodule, and an op in the model itself or outside of it
+    With the units "both", an op in a submodule leads to an entry for the submodule, another op to
     an entry for the op.
     """
 
@@ -30,11 +30,12 @@ class Ranking:
             self._existing.update(record.names)
             self._ran.update(record.ran)
         steps = reference.of(CheckedStepRecord)
+        # the largest dynamic scale of the script; 0 if it has none
         self._loss_scale = max((step.loss_scale for step in steps if step.is_dynamic), default=0.0)
         self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[ListEntry]:
-        """Return entries for all ops that overflow. Siblings share an entry if all of them overflow."""
+        """Return entries for all ops that overflow. Sibling modules share an entry if each has such an op."""
         modules: list[ListEntry] = []
         ops: list[ListEntry] = []
         for op in filter(_overflows, self._ops):
@@ -50,29 +51,30 @@ class Ranking:
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
         """Return entries for all other ops, the most promising first.
 
-        First come ops that lose more precision than rounding explains, then ops in the same modules, since the error
-        may come from their results. The rest is sorted by the effect of its rounding on the loss.
+        First come ops that lose more precision than rounding explains, by their errors, then ops in the same modules,
+        because the error may come from their results. Of equal rank, entries for fewer modules come first, then those
+        whose rounding has more effect on the loss.
         """
         by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for op in self._ops:
             entry = self._make_entry(op)
-            # An entry for the whole model would keep everything in float32, which `find_everything` tries last.
+            # an entry for the whole model keeps everything in float32: the search tries that last
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(wider.covers(entry) or wider.matches(entry.name) for wider in forced):
                 by_entry.setdefault(entry, []).append(op)
 
-        beside = {op.module for op in self._ops if self._find_outlying(op)}
+        modules_of_outliers = {op.module for op in self._ops if self._find_outlying_error(op)}
 
         def key(entry: ListEntry) -> tuple[float, bool, int, float]:
             ops = by_entry[entry]
-            outlying = max(map(self._find_outlying, ops))
-            is_beside = any(op.module in beside for op in ops)
-            return -outlying, not is_beside, self.count_modules([entry]), -sum(op.effect for op in ops)
+            error = max(map(self._find_outlying_error, ops))
+            is_beside_outlier = any(op.module in modules_of_outliers for op in ops)
+            return -error, not is_beside_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
 
         return sorted(by_entry, key=key)
 
-    def _find_outlying(self, op: LowOpRecord) -> float:
+    def _find_outlying_error(self, op: LowOpRecord) -> float:
         """Return the error of an op if it is larger than rounding explains, else 0."""
         error = max(op.error, op.gradient_error, op.backward_error)
         if error <= ROUNDING * EPS.get(self._low, 0.0):
@@ -80,36 +82,38 @@ class Ranking:
         return error
 
     def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
-        """Return entries that keep everything in float32, given all entries for ops."""
+        """Return entries that keep as much in float32 as these units can, given all their smaller entries."""
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
             return ops
         return [ListEntry("module", WHOLE_MODEL), *ops]
 
     def count_modules(self, entries: Iterable[ListEntry]) -> int:
-        """Return the number of modules that ran and that entries keep in float32. An op counts as one."""
+        """Return the number of modules that ran and that entries keep in float32, plus the number of ops."""
         given = list(entries)
         modules = [entry for entry in given if entry.kind == "module"]
-        covered = [name for name in self._ran if any(_is_in(name, entry) for entry in modules)]
+        covered = [name for name in self._ran if any(_keeps_module(entry, name) for entry in modules)]
         return len(covered) + len(given) - len(modules)
 
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
-        """Return the largest power of 2 under which no gradient overflows, if the script's own is larger.
+        """Return the largest power of 2 for a loss scale at which no gradient overflows, with room for later steps.
 
-        Gradients in forced entries do not count. None if the script has no dynamic scale, or a smaller one.
+        Gradients in modules of forced entries do not count. Returns None if the script has no dynamic scale, or if no
+        gradient overflows at it.
         """
         rest = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
         for gradient in self._gradients:
-            if not any(_is_in(gradient.parameter.rpartition(".")[0], entry) for entry in forced):
+            if not any(_keeps_module(entry, gradient.parameter.rpartition(".")[0]) for entry in forced):
                 rest.append(gradient.largest)
         return self._lower(max(rest, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
-        """Return the same for the gradient of the loss alone, which is 1, so that it overflows float16 at 2**16."""
+        """Do as `find_loss_scale` for the gradient of the loss alone. It is 1, which overflows float16 at 2**16."""
         return self._lower(1.0, scale or self._loss_scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:
-        # Half of the largest number leaves room for later steps.
+        """Return a lower scale at which a gradient of size `largest` fits; None if it fits at `scale`."""
+        # half of the largest number leaves room for later steps
         limit = LARGEST.get(self._low, math.inf) / 2
         if not self._loss_scale or largest * scale <= limit:
             return None
@@ -117,16 +121,16 @@ class Ranking:
 
     def find_reason(self, entry: ListEntry) -> str:
         """Return the reason for an entry: the first op that overflows, or else the op with the largest error."""
-        mine = [op for op in self._ops if _is_of(op, entry)]
-        if not mine:
+        kept = [op for op in self._ops if _keeps_op(entry, op)]
+        if not kept:
             return "ops here that cannot be measured by themselves"
         low = spell_out(self._low)
-        for op in mine:
+        for op in kept:
             if op.overflow:
                 return f"{op.op}: {_percent(op.overflow)} of its results overflow {low}"
-        for op in filter(_overflows, mine):
+        for op in filter(_overflows, kept):
             return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
-        op = max(mine, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
+        op = max(kept, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
         if op.backward_error > max(op.error, op.gradient_error):
             return f"{op.op}: its backward pass is off by {op.backward_error:.2g} in {low}"
         if op.gradient_error > op.error:
@@ -134,7 +138,7 @@ class Ranking:
         return f"{op.op}: its results are off by {op.error:.2g} in {low}"
 
     def find_hint(self) -> str:
-        """Return advice about ops that entries of these units cannot reach; "" if there are none."""
+        """Return advice for a search in modules about listed ops outside of all modules; "" if there are none."""
         if self._units != "modules":
             return ""
         outside = sorted({op.op for op in self._ops if op.module == "" and op.is_listed})
@@ -154,18 +158,20 @@ class Ranking:
 
 
 def _overflows(op: LowOpRecord) -> bool:
-    """Return whether an op overflows by itself. An op on no list stays in float32 if its arguments are."""
+    """Return whether an op overflows. Its inputs count only if it is listed, because no other inputs are cast."""
     return op.overflow > 0.0 or (op.is_listed and op.overflow_in > 0.0)
 
 
-def _is_in(name: str, entry: ListEntry) -> bool:
+def _keeps_module(entry: ListEntry, name: str) -> bool:
+    """Return whether an entry keeps a module in float32, by its own name or that of a module around it."""
     return entry.matches(name) or entry.covers(ListEntry("module", name))
 
 
-def _is_of(op: LowOpRecord, entry: ListEntry) -> bool:
+def _keeps_op(entry: ListEntry, op: LowOpRecord) -> bool:
+    """Return whether an entry keeps an op in float32, by its name or its module."""
     if entry.kind == "op":
         return op.op == entry.name
-    return bool(op.module) and _is_in(op.module, entry)
+    return bool(op.module) and _keeps_module(entry, op.module)
 
 
 def _percent(share: float) -> str:

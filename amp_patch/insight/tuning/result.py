@@ -19,8 +19,8 @@ class Trial:
     Attributes:
         number: the number of the run.
         entries: the entries.
-        size: how many modules and ops they keep in float32.
-        verdict: how far the run is off.
+        size: the number of modules and ops that they keep in float32.
+        verdict: whether the run passed, and how far it is off.
     """
 
     number: int
@@ -43,7 +43,7 @@ class TuneResult:
     Attributes:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
-        runs: the number of all runs.
+        runs: the number of all runs of the search, without those that trace its result.
         is_reached: whether gradients are within the tolerance with these entries.
         message: the result in words.
         text: the text of the list file; empty without entries.

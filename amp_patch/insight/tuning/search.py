@@ -11,13 +11,14 @@ Test = Callable[[tuple[Unit, ...]], bool]
 
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
-    """Return units that pass, none of them needless; None if all units together do not pass.
+    """Return units that pass, none of them needless, or None if all units together do not pass.
 
-    `forced` is tested first. If it does not pass, units of `ranked` are added: the last unit of the shortest prefix of
-    `ranked` that passes is needed. With this unit kept, the search goes on in the prefix before it. Each needed unit
-    takes a number of tests that grows with the logarithm of the length of `ranked`.
+    `forced` is tested first. If it does not pass, the search finds the shortest prefix of `ranked` that passes with it.
+    The last unit of this prefix is needed: it is kept, and the search goes on in the prefix before it. At the end,
+    needless units of `forced` are left out. The number of tests for each needed unit grows with the logarithm of the
+    length of `ranked`.
     """
-    base, left = tuple(forced), tuple(ranked)
+    base, left = tuple(forced), tuple(ranked)  # `left`: where further needed units may be
     needed: tuple[Unit, ...] = ()
 
     def passes(number: int) -> bool:
@@ -39,7 +40,7 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
     """Return a number from 1 to `length` that passes while the next smaller one does not, by doubling and bisection.
 
-    The caller knows that 0 does not pass. None if no number that doubling tries passes, the last of them `length`.
+    The caller must know that 0 does not pass. Returns None if none of the doubled numbers passes, nor `length`.
     """
     low, high = 0, 1
     while low < length:

@@ -1,4 +1,4 @@
-"""Sketches of gradients: small enough for a file, and good enough to compute the difference of two gradients."""
+"""Sketches of gradients: few enough numbers for a file, from which the distance of two gradients can be estimated."""
 
 import base64
 import math
@@ -11,9 +11,10 @@ SIZE = 4096
 
 
 def sketch(gradient: Tensor) -> tuple[float, float, str]:
-    """Return the norm of a gradient, its largest magnitude, and its sketch: see SketchRecord.
+    """Return the norm of a gradient, its largest magnitude, and its sketch, as fields of a SketchRecord.
 
-    It draws no random numbers from the generators of the run.
+    A gradient with more than `SIZE` values is sketched as `SIZE` sums of its values with random signs. Equal shapes get
+    equal signs. The random numbers of the run stay the same.
     """
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
@@ -37,8 +38,8 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 def distance(first: str, second: str) -> float:
     """Return the norm of the difference of two gradients, from their sketches.
 
-    It is exact up to 4,096 values, and within a few percent beyond. It is inf for different shapes, and NaN if a
-    gradient is not finite.
+    It is exact up to `SIZE` values, and within a few percent for more. If the sketches have different lengths, it is
+    inf; if a gradient is not finite, inf or NaN.
     """
     values, subtracted = _decode(first), _decode(second)
     if len(values) != len(subtracted):

@@ -1,4 +1,4 @@
-"""`Traced`: whether every value fits with a list, in more steps than the search compares."""
+"""`Traced`: the result of a run that traces more steps with a list than the search compares."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,19 @@ from ..recordings import Recording
 from ..records import StepRecord
 
 TRACED = 20
-"""The least number of traced steps. Steps that a dynamic loss scale skips do not count."""
+"""The least number of steps to trace. Steps that a dynamic loss scale skips do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The result of a traced run in words, and the first fault; None without a fault, or without a run."""
+    """The result of a traced run in words, and its first fault; None without a fault, or if the run was not made."""
 
     text: str
     fault: FaultRecord | None = None
 
 
 def read_trace(recording: Recording) -> Traced:
-    """Return the result of a `Tracer` with `keeps_steps`."""
+    """Return the result of a run that a `Tracer` with `keeps_steps` recorded."""
     steps = len(recording.of(StepRecord))
     if recording.faults:
         first = recording.faults[0]

@@ -1,9 +1,9 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
 The run in float32 shows which ops overflow in 16 bits, and which lose most precision. The first candidate keeps the
-former in float32. Entries are added until the gradients are right, and then needless ones are removed. These runs
-compare a few steps. A traced run checks more steps with the list, and entries against its faults join the list. The
-written list is the file that the best run has read, with comments in front.
+ops that overflow in float32. Entries are added until losses and gradients are right, and then needless ones are
+removed. These runs compare a few steps. A traced run checks more steps with the list, and the search adds entries
+against the faults that it finds. The written list is the file that the best run read, with comments in front.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...config import shipped
+from ...config import list_names
 from ...errors import SessionError
 from ...files import write_file
 from ...script_settings import Settings
@@ -36,7 +36,7 @@ from .verdict import Verdict, explain_non_finite, find_zero_gradients, judge
 
 FLOAT32 = "tuning.float32_run:Float32Run"
 
-_ROUNDS = 4  # the most traced runs, each with the entries that the faults of the one before need
+_ROUNDS = 4  # the most traced runs; each has the entries that the fault of the one before needs
 
 
 class Tuner:
@@ -52,13 +52,13 @@ class Tuner:
         self._runner = runner
         self._runs = 0
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}
-        self._loss_scale: float | None = None
-        self._kept: list[ListEntry] = []  # entries against faults in steps that are not compared
-        self._reasons: dict[ListEntry, str] = {}
+        self._loss_scale: float | None = None  # the initial scale of candidates; None: the script's own
+        self._kept: list[ListEntry] = []  # entries against the faults of traced runs
+        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_kept`
         self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
 
     def run(self) -> TuneResult:
-        """Search, and return the best list.
+        """Search, and return the best list that was found.
 
         Raises:
             RunFailedError: the run in float32 ended early.
@@ -80,7 +80,7 @@ class Tuner:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _run_in_float32(self, folder: Path) -> None:
-        """Make the run in float32 that all other runs are compared with."""
+        """Make the run in float32, with which all other runs are compared."""
         self._bases = []
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
@@ -95,7 +95,7 @@ class Tuner:
         if self._reference.run.not_widened:
             self._not_float32 = ", ".join(self._reference.run.not_widened)
         if self._not_float32:
-            self.options.log(f"the run in float32 keeps what the script itself makes 16-bit: {self._not_float32}")
+            self.options.log(f"the run in float32 keeps 16 bits that the script itself makes: {self._not_float32}")
         if self.options.extends is None:
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
         fault = explain_non_finite(self._reference)
@@ -114,13 +114,14 @@ class Tuner:
         self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
-        """Make a run that counts, with a list."""
+        """Make a run of the search with the list in `text`. Raises _EnoughRunsError if no more are allowed."""
         if self._runs >= self.options.max_runs:
             raise _EnoughRunsError
         self._runs += 1
         return self._run(probe, text, steps=self.options.steps, **options)
 
     def _run(self, probe: str, text: str, **options: object) -> Recording:
+        """Make a run with the list in `text`; without a list if it is empty."""
         lists: tuple[str, ...] = ()
         if text:
             write_file(self._file, text)
@@ -130,25 +131,26 @@ class Tuner:
         return self._runner(Run(probe, options, settings, self.options.seed, "last-run", in_float32))
 
     def _spell(self, name: str, folder: Path) -> str:
-        """Return how a list in a folder names another list: a shipped list by its name, others by a path."""
-        if name in shipped.shipped_names():
+        """Return the name by which a list in `folder` can extend another list: a shipped name, or a path."""
+        if list_names.is_shipped(name):
             return name
         if self.options.out is None:
             return os.path.abspath(name)
         return Path(os.path.relpath(name, folder)).as_posix()
 
     def _format(self, entries: Sequence[ListEntry]) -> str:
+        """Return the text of a list with these entries and their reasons."""
         reasons = {entry: self._reasons.get(entry) or self._ranking.find_reason(entry) for entry in entries}
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with some entries passes. Each set of entries is run once."""
+        """Return whether a run with these entries and `_kept` passes. Each set of entries is tried only once."""
         candidate = prune([*entries, *self._kept])
         if candidate not in self._trials:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
-            # The gradient of the loss itself, 1, overflows float16 at the default scale of 2**16. No list helps against
-            # that, so the first run is repeated at a lower scale.
+            # The gradient of the loss itself is 1, so it overflows float16 at the default scale of 2**16. No list
+            # helps against that: the first run is repeated at a lower scale.
             if verdict.is_skipped and not self._trials and lower is not None:
                 self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
                 self._loss_scale = lower
@@ -159,7 +161,7 @@ class Tuner:
         return self._trials[candidate].verdict.passed
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Make a run with a candidate. An error of the training counts as a failure, since an overflow may cause it."""
+        """Make a run with a candidate, and judge it. An error of the training fails: an overflow may cause it."""
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
             return judge(self._reference, run, self.options.tolerance)
@@ -171,13 +173,14 @@ class Tuner:
     # ---- the search --------------------------------------------------------------------------------------------------
 
     def _search(self) -> TuneResult:
+        """Try candidates, trace the best one, and return the result, also after Ctrl-C or too many runs."""
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
-            # If all entries together do not pass, the last try is everything in float32.
+            # if all entries together do not pass, the last candidate keeps everything in float32
             if find_fewest(self._passes, forced, ranked) is None:
                 self._passes(self._ranking.find_everything([*forced, *ranked]))
             traced = self._trace()
@@ -201,13 +204,13 @@ class Tuner:
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
     def _choose_best(self) -> Trial | None:
-        """Return the best trial among those that include the entries to keep."""
+        """Return the best trial among those whose entries include `_kept`."""
         trials = self._trials.values()
         return choose_best([trial for trial in trials if prune([*trial.entries, *self._kept]) == trial.entries])
 
     def _trace(self) -> Traced:
-        """Trace more steps with the best list if it passes, and keep the entries that faults need."""
-        # The search compares two steps by default, each from the first weights; later steps may overflow.
+        """Trace more steps with the best list if it passes. If a fault needs more entries, try them and trace again."""
+        # the search compares few steps, each from the first weights; later steps may overflow
         for _ in range(_ROUNDS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
@@ -221,18 +224,19 @@ class Tuner:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
-                return traced
+                return traced  # there is no fault, or none against which more entries help
             self._kept = [*self._kept, *needed]
             self._passes(best.entries)
         return Traced("not traced")
 
     def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
+        """Make a traced run with these entries."""
         steps = max(TRACED, self.options.steps)
         try:
             recording = self._run(
                 "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
             )
-        except RunFailedError as error:  # often because of a fault
+        except RunFailedError as error:  # perhaps because of a fault, which the recording then has
             if error.recording is None:
                 return Traced(f"not traced: {_last_line(error)}")
             recording = error.recording
@@ -241,7 +245,7 @@ class Tuner:
         return read_trace(recording)
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
-        """Return the result in words."""
+        """Return the result of the search in words. `stopped` says why it ended early; "" if it did not."""
         taken = len(self._reference.of(CheckedStepRecord))
         tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
@@ -292,8 +296,9 @@ def tune(train: Callable[[], object], **options: Any) -> TuneResult:
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
-    and trains. It is called up to `max_runs` times, writes its files each time, and is stopped after `steps` steps. The
-    list is written to `out` if it has entries.
+    and trains. It is called up to `max_runs` times, and stopped after `steps` steps. Up to four further calls, which
+    trace the result, are stopped later. `train` writes its files in each call. The list is written to `out` if it has
+    entries.
 
     Args:
         train: the function.
@@ -310,7 +315,7 @@ def tune(train: Callable[[], object], **options: Any) -> TuneResult:
 
 
 def _name_keywords(function: Callable[..., object]) -> None:
-    """Let help() and notebooks show the options that a function takes as `**options` by their names."""
+    """Make help() and notebooks show the fields of `TuneOptions` in place of the `**options` of a function."""
     train, _ = inspect.signature(function).parameters.values()
     parameters = [train, *inspect.signature(TuneOptions).parameters.values()]
     setattr(function, "__signature__", inspect.signature(function).replace(parameters=parameters))  # noqa: B010

@@ -1,4 +1,4 @@
-"""`Verdict`: whether each gradient of a run agrees with float32 within one tolerance, and each loss within a share."""
+"""`Verdict`: whether the gradients of a run agree with float32 within a tolerance, its losses within a part of it."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from ..records import CheckedStepRecord, SketchRecord
 from .sketches import distance
 
 SMALL = 1e-5
-"""A gradient whose norm is below this share of the largest of its step is not compared."""
+"""A gradient whose norm is at most this share of the largest norm in its step is not compared."""
 
 LOSS_SHARE = 0.2
 """The share of the tolerance that is allowed for the relative error of a loss."""
@@ -38,8 +38,8 @@ class Verdict:
 
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
-    """Compare a run with the float32 run, step by step."""
-    wanted, taken = _steps(reference), _steps(run)
+    """Compare a run with the run in float32, `reference`."""
+    wanted, taken = _steps_by_number(reference), _steps_by_number(run)
     missing = [key for key in wanted if key not in taken]
     if missing:
         fault = f"it took {len(wanted) - len(missing)} of {len(wanted)} steps"
@@ -73,8 +73,8 @@ def explain_non_finite(run: Recording) -> str:
 def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
     """Return the parameters whose gradients are zero in every step, and the number of all that have gradients.
 
-    They show no error, whatever the run does. A layer whose weights start at zero (LoRA's B) makes the gradients of the
-    layers before it zero.
+    A gradient of zero shows no error, whatever the run does. A layer whose weights start at zero (LoRA's B) makes the
+    gradients of the layers before it zero.
     """
     is_zero: dict[tuple[int, str], bool] = {}
     for gradient in reference.of(SketchRecord):
@@ -83,12 +83,13 @@ def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
     return [parameter for (_, parameter), zero in is_zero.items() if zero], len(is_zero)
 
 
-def _steps(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
+def _steps_by_number(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
+    """Return the steps of a run, by the numbers of the optimizer and the step."""
     return {(record.optimizer, record.step): record for record in run.of(CheckedStepRecord)}
 
 
 def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
-    """Return the first parameter whose gradient is not finite in a step."""
+    """Return the first parameter whose gradient is not finite in a step, or ""."""
     for gradient in run.of(SketchRecord):
         is_of_step = (gradient.step, gradient.optimizer) == (step.step, step.optimizer)
         if is_of_step and not math.isfinite(gradient.norm):
@@ -97,10 +98,7 @@ def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
 
 
 def _compare_losses(wanted: CheckedStepRecord, taken: CheckedStepRecord) -> float:
-    """Return the largest relative error of a loss.
-
-    inf if a loss is not finite, or the runs have different counts of losses.
-    """
+    """Return the largest relative error of a loss; inf if one is not finite, or the numbers of losses differ."""
     if len(wanted.losses) != len(taken.losses):
         return math.inf
     largest = 0.0
@@ -126,6 +124,6 @@ def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]
         gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))
         if gradient is not None:
             error = distance(exact.sketch, gradient.sketch) / exact.norm
-        if math.isnan(error):  # a value of a sketch is not finite
+        if math.isnan(error):  # a value of the gradient is not finite
             error = math.inf
         yield error, exact.parameter

@@ -5,7 +5,7 @@ Scripts may edit these lists before they call `initialize` or `init`, which then
 
 from types import ModuleType
 
-from ..._core import replace_registered
+from ..._core import Registration, replace_registered
 from . import functional_overrides, tensor_overrides, torch_overrides
 
 _MODULES = (functional_overrides, torch_overrides, tensor_overrides)
@@ -28,7 +28,7 @@ def _read_rules(module: ModuleType) -> dict[str, str]:
 
 
 _SHIPPED = {module.__name__: _read_rules(module) for module in _MODULES}
-_registered: list[tuple[ModuleType, str, str]] = []
+_registered: list[Registration] = []
 
 
 def register_edits() -> None:
@@ -39,7 +39,7 @@ def register_edits() -> None:
         edited = [name for name in shipped.keys() | present.keys() if shipped.get(name) != present.get(name)]
         # neutral: the script has removed the name from its list
         edits += [
-            (module.MODULE, name, present.get(name, "neutral"))
+            Registration(module.MODULE, name, present.get(name, "neutral"))
             for name in sorted(edited)
             if hasattr(module.MODULE, name)
         ]

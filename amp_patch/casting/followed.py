@@ -1,0 +1,86 @@
+"""Finds the dtype of a call under the rules by which ops run in a dtype that their arguments decide.
+
+A *dtype finder* takes the arguments of a call, and returns the dtype that all tensors in them are cast to. It returns
+None for a call that runs as it was written: torch's own promotion, or its own error, then applies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import op_arguments
+from ..dtypes import CASTABLE, dtype_name
+from ..errors import OpListError
+from .tensor_cast import tensors_in
+
+DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
+
+
+def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return float32 if the tensors among the arguments have several dtypes, all castable.
+
+    float16 beside bfloat16 gives float32, as torch promotes. float64, float8 and complex leave the choice to torch.
+    Tensors in lists have no say.
+    """
+    dtypes = set()
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            dtypes.add(value.dtype)
+    if len(dtypes) < 2 or not dtypes <= CASTABLE:
+        return None
+    return torch.float32
+
+
+def follow_first(device_type: str) -> DtypeFinder:
+    """Return a finder of the dtype of the first argument, to which an op in place writes."""
+    return _follow(0, "input", device_type, None)
+
+
+def follow_argument(function: Any, name: str, device_type: str, location: str) -> DtypeFinder:
+    """Return a finder of the dtype of the argument `name` of a function.
+
+    Calls raise OpListError if the argument is no tensor, or a tensor of integers beside others of several dtypes.
+
+    Args:
+        location: the place of the entry, for errors.
+
+    Raises OpListError, with the place of the entry, if the function has no such argument.
+    """
+    try:
+        position = op_arguments.find_position(function, name)
+    except OpListError as error:
+        raise OpListError(f"{location}: {error}") from None
+    shown = getattr(function, "__name__", str(function))
+
+    def refuse(value: Any, values: Sequence[Any]) -> None:
+        followed = f"{location}: {shown} is to run in the dtype of {name!r}"
+        advice = "name an argument that is a tensor of floating-point numbers"
+        if not isinstance(value, Tensor):
+            raise OpListError(f"{followed}, which is a {type(value).__name__} in this call; {advice}")
+        given = sorted({dtype_name(tensor.dtype) for tensor in tensors_in([*values]) if tensor.dtype in CASTABLE})
+        if len(given) > 1 and not value.is_floating_point() and not value.is_complex():
+            dtype = dtype_name(value.dtype)
+            raise OpListError(f"{followed}, which is {dtype} in this call, beside {' and '.join(given)}; {advice}")
+
+    return _follow(position, name, device_type, refuse)
+
+
+def _follow(
+    position: int | None, name: str, device_type: str, refuse: Callable[[Any, Sequence[Any]], None] | None
+) -> DtypeFinder:
+    """Return a finder of the dtype of one argument: none if the call leaves it out, or if it is never cast.
+
+    `refuse` gets the argument and all values of a call in which it is given, and has no castable dtype.
+    """
+
+    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+        value = args[position] if position is not None and len(args) > position else kwargs.get(name)
+        if isinstance(value, Tensor) and value.dtype in CASTABLE:
+            return value.dtype if value.device.type == device_type else None
+        if value is not None and refuse is not None:
+            refuse(value, (*args, *kwargs.values()))
+        return None
+
+    return find

@@ -1,0 +1,231 @@
+"""`amp-patch trace --fix`: writes a list against a fault, an exception or a quiet loss, and runs the script with it."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import config
+from ..files import write_file
+from ..script_settings import NoRegionError, Settings
+from ..tables import count_of
+from .scripts import ScriptRunner, describe_command
+from .trace_raised import find_entries
+from .traced_run import FAULT, TracedRun, run_traced
+
+if TYPE_CHECKING:
+    from ..insight import FaultRecord, RaisedRecord, Recording, remedies
+
+FURTHER = 10
+"""The number of steps after the fault that a list must get through without a fault, unless --steps is given.
+
+Steps that a dynamic loss scale skips do not count, because they prove nothing about the list.
+"""
+
+_ROUNDS = 5
+"""The largest number of lists that are tried. Each has more entries than the one before, or alternative entries."""
+
+
+def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
+    """Write a list against what a traced run has reported, or find a level. Return 0 if the repair is enough."""
+    if traced.faults:
+        return _fix_fault(runner, arguments, *traced.faults[0])
+    if traced.raised:
+        return _fix_raised(runner, arguments, traced)
+    return _fix_quiet(runner, arguments, traced)
+
+
+def _fix_fault(
+    runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording"
+) -> int:
+    """Write a list against a fault, and run the script with it. Each fault that remains adds entries to the list.
+
+    Return the exit code: 0 if the list is enough.
+    """
+    from ..insight import find_remedy, format_fault, remedies
+
+    path: Path = arguments.fix
+    remedy = find_remedy(fault, recording.run)
+    if not remedy.has_list:
+        reason = "none helps against this"
+        if remedy.may_need_list:
+            reason = "trace knows none that helps; amp-patch tune --units both may find one"
+        print(f"\nno list was written: {reason}", flush=True)
+        return FAULT
+    remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
+    alternative = replace(remedy, regions=(), ops=remedy.alternative, alternative=())
+    last = 0
+    for _ in range(_ROUNDS):
+        last = max(last, fault.step + 1 + FURTHER)
+        first, end = arguments.steps or (0, last)
+        write_file(path, _format_list(remedy, describe_command(arguments)))
+        print(f"\nwritten: {path}; the script runs again with it", flush=True)
+        traced = run_traced(runner, arguments, first, end, Settings(None, (str(path),)))
+        if not traced.faults:
+            return _report_fixed(traced, path, arguments)
+        fault, recording = traced.faults[0]
+        next_remedy = remedies.merge(remedy, find_remedy(fault, recording.run))
+        if next_remedy == remedy and alternative.has_list:
+            next_remedy, alternative = alternative, replace(alternative, ops=())  # try the alternative once
+        # if no entry can be added, another round would have the same result
+        if next_remedy == remedy or traced.is_interrupted:
+            break
+        remedy = next_remedy
+    print(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", flush=True)
+    if traced.is_interrupted:
+        raise KeyboardInterrupt
+    return FAULT
+
+
+def _locate(name: str, lists: list[str], folder: Path) -> str:
+    """Return the value of `extends` for a list in `folder`: the name of a shipped list, or the path of a file.
+
+    Args:
+        name: the list that the run used: the name of a shipped list, or a file, of which recordings may have no folder.
+        lists: the lists of the command line, among which the file is looked for.
+
+    Returns "" if the file is not found, because only the script knows its path. The new list then extends nothing, and
+    is used on top of the script's lists.
+    """
+    if config.list_names.is_shipped(name):
+        return name
+    candidates = [Path(path) for path in (*lists, os.path.abspath(name)) if Path(path).name == Path(name).name]
+    return next((os.path.relpath(file, folder) for file in candidates if file.is_file()), "")
+
+
+def _format_list(remedy: "remedies.Remedy", command: str) -> str:
+    """Return the text of a list, with the command that made it in a comment."""
+    from ..insight import remedies
+
+    lines = [f"# {command}"]
+    if remedy.extends:
+        lines.append(f"extends: {remedy.extends}")
+    return "\n".join([*lines, *remedies.format_entries(remedy), ""])
+
+
+def _report_fixed(traced: TracedRun, path: Path, arguments: argparse.Namespace) -> int:
+    """Print whether a list is enough, after a run with it that had no fault. Return the exit code."""
+    traced.print_search()
+    if traced.are_all_skipped:  # without a step that was taken, the run proves nothing about the list
+        return FAULT
+    code = traced.report_none()
+    if code != 0:
+        return code
+    settings = Settings(None, (str(path),))
+    if not _agrees_with_float32(path.name, settings, arguments, max(traced.watched.steps)):
+        return FAULT
+    print(
+        f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
+        f" lists=...\nto see whether it trains as float32 does: {_format_compare(path, arguments)}",
+        flush=True,
+    )
+    return 0
+
+
+def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
+    """Write a list against an exception, and run the script with it. Return 0 if the list is enough."""
+    from ..insight import find_base, format_fault, format_raised
+
+    path: Path = arguments.fix
+    raised, recording = traced.raised[0]
+    if not raised.choices:
+        print("\nno list was written: no list helps here, but an edit of the script does", flush=True)
+        return FAULT
+    base = _locate(find_base(raised, recording.run), arguments.lists, path.parent)
+    runs: list[TracedRun] = []
+
+    def run_again(entries: Sequence[str]) -> "RaisedRecord | None":
+        lines = [f"# {describe_command(arguments)}", *([f"extends: {base}"] if base else []), *entries, ""]
+        write_file(path, "\n".join(lines))
+        print(f"\nwritten: {path}; the script runs again with it", flush=True)
+        first, last = arguments.steps or (0, raised.step + 1 + FURTHER)
+        runs.append(run_traced(runner, arguments, first, last, Settings(None, (str(path),))))
+        return next((left for left, _ in runs[-1].raised), None)
+
+    left = find_entries(raised, run_again)
+    if runs[-1].is_interrupted:
+        raise KeyboardInterrupt
+    if left is not None:
+        print(f"{path.name} is not enough: this is left\n{format_raised(left, recording.run)}", flush=True)
+        return FAULT
+    if runs[-1].faults:
+        fault, with_fault = runs[-1].faults[0]
+        print(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", flush=True)
+        return FAULT
+    if not runs[-1].watched.code and not any(runs[-1].watched.steps):  # there are no losses to compare
+        print(f"{path.name} is enough: the script runs to its end with it", flush=True)
+        return 0
+    return _report_fixed(runs[-1], path, arguments)
+
+
+def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
+    """Run the script at the level that keeps the values that are lost quietly. Return 0 if that level is enough."""
+    from ..insight import find_level, format_quiet
+
+    levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
+    level = next(filter(None, levels), "")
+    if not level:
+        print("\nno list was written: no list keeps what is lost here, but an edit of the script does", flush=True)
+        return FAULT
+    print(f"\nno list keeps what is lost; the script runs again at {level}", flush=True)
+    first, last = arguments.steps or (0, max(traced.watched.steps))
+    again = run_traced(runner, arguments, first, last, Settings(level))
+    name = f'opt_level="{level}"'
+    if again.faults or again.quiet:
+        left = [format_quiet(lost, recording.run) for lost, recording in again.quiet]
+        print("\n".join([f"{name} is not enough", *left[:1]]), flush=True)
+        return FAULT
+    code = again.report_none()
+    if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
+        return code or FAULT
+    print(f"{name} is enough for these steps", flush=True)
+    return 0
+
+
+def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:
+    """Train with a repair and in float32, both without a tracer. Print the losses, and return whether they agree.
+
+    Returns True if there is nothing to compare: then it prints the reason, and the repair still counts as enough.
+
+    Args:
+        name: the name of the repair, for messages.
+        settings: the settings that apply it.
+    """
+    from ..insight import agreement
+    from ..insight.runs import Run, RunFailedError
+
+    runner, curves = ScriptRunner(arguments, is_quiet=True, is_repeated=True), []
+    for each in (settings, Settings(config.levels.find_plain_level().name)):
+        try:
+            recording = runner(Run("comparing.probes:CurveProbe", {"steps": steps}, each, seed=0))
+        except (RunFailedError, NoRegionError) as error:
+            print(f"not compared with float32: {error}", flush=True)
+            return True
+        curves += agreement.find_curves(recording)
+    if len(curves) < 2:
+        print("not compared with float32: the script has no loss that was seen", flush=True)
+        return True
+    repaired, plain = curves
+    reason = agreement.find_disagreement(repaired, plain)
+    if reason:
+        print(f"{name} is not enough: every value fits, but {reason}", flush=True)
+        return False
+    moves = f"{agreement.describe_losses(repaired)} with {name}, {agreement.describe_losses(plain)} in float32"
+    print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)
+    return True
+
+
+def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
+    """Return the command that compares a training with the list to one in float32, with the options of this trace."""
+    command = ["amp-patch", "compare"]
+    command += ["-m", arguments.module] if arguments.module else [arguments.script]
+    command += ["--runs", f"{config.levels.find_plain_level().name},as-is+{os.path.relpath(path)}"]
+    for name in arguments.lists:
+        command += ["--lists", name]
+    command += [option for option in ("--everywhere", "--force") if getattr(arguments, option[2:])]
+    if arguments.rest:
+        command += ["--", *arguments.rest]
+    return shlex.join(command)

@@ -1,0 +1,188 @@
+"""A run of a script under `amp-patch trace`: what its recordings say, and the lines that the command prints of them."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..script_settings import Settings
+from ..tables import count_of
+from ..terminal import print_error
+from .scripts import ScriptRunner, WatchedRun
+
+if TYPE_CHECKING:
+    from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
+
+FAULT, TROUBLE = 1, 2
+"""Exit codes: a value does not fit; the script could not be checked."""
+
+
+class TracedRun:
+    """The result of running the script under a tracer.
+
+    Args:
+        watched: the exit code of the script, and the recording of each process.
+        first: the number of the first step to check.
+        prog: the name of the command, for messages.
+    """
+
+    def __init__(self, watched: WatchedRun, first: int, prog: str) -> None:
+        self.watched = watched
+        self._first = first
+        self._prog = prog
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self.watched.is_interrupted
+
+    @property
+    def faults(self) -> "list[tuple[FaultRecord, Recording]]":
+        """The faults to report in order, each with its recording."""
+        pairs = [(fault, recording) for recording in self.watched.recordings for fault in recording.faults]
+        return sorted(pairs, key=lambda pair: _order(pair[0]))
+
+    @property
+    def raised(self) -> "list[tuple[RaisedRecord, Recording]]":
+        """The exceptions that dtypes explain, each with its recording: the first of all ranks comes first."""
+        pairs = [(raised, recording) for recording in self.watched.recordings for raised in recording.raised]
+        return sorted(pairs, key=lambda pair: (pair[0].step, pair[0].rank))
+
+    @property
+    def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
+        """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
+
+        The first recording is enough, because all ranks lose the same.
+        """
+        return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
+
+    @property
+    def _searches(self) -> "list[FaultRecord]":
+        """The faults of steps that were skipped while a dynamic loss scale came down, in search of a scale that fits.
+
+        The first recording is enough, because all ranks skip the same steps.
+        """
+        return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
+
+    @property
+    def _checked(self) -> int:
+        """The number of steps that were checked. Steps before the first region of torch.autocast were not."""
+        begun = max((recording.run.steps_before for recording in self.watched.recordings), default=0)
+        return max(self.watched.steps, default=0) - max(self._first, begun)
+
+    @property
+    def are_all_skipped(self) -> bool:
+        """Whether the script ended without an error, and a dynamic loss scale that came down skipped all its steps."""
+        return 0 < self._checked <= len(self._searches) and not self.watched.code
+
+    def print_search(self) -> None:
+        """Print how a dynamic loss scale came down, if it did."""
+        from ..insight import describe_search
+
+        if self._searches:
+            print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
+
+    def print_faults(self) -> None:
+        """Print the first fault, where others are, and the quiet losses beside them."""
+        from ..insight import describe_further, format_fault
+
+        if not self.faults:
+            return
+        fault, recording = self.faults[0]
+        print(format_fault(fault, recording.run), flush=True)
+        for line in describe_further([fault for fault, _ in self.faults]):
+            print(line, flush=True)
+        self.print_quiet()
+
+    def print_quiet(self) -> None:
+        """Print the quiet losses."""
+        from ..insight import format_quiet
+
+        for lost, recording in self.quiet:
+            print(f"\n{format_quiet(lost, recording.run)}", flush=True)
+
+    def print_raised(self) -> None:
+        """Print the exception that ended the script, if dtypes explain it."""
+        from ..insight import format_raised
+
+        for raised, recording in self.raised[:1]:
+            if self.faults:
+                print()
+            print(format_raised(raised, recording.run), flush=True)
+        if self.raised and not self.faults:
+            self.print_quiet()
+
+    @property
+    def misuses(self) -> "list[MisuseRecord]":
+        """How the script uses GradScaler and autocast wrongly. Ranks do the same."""
+        return [misuse for recording in self.watched.recordings[:1] for misuse in recording.misuses]
+
+    def print_misuses(self) -> None:
+        """Print how the script uses GradScaler and autocast wrongly."""
+        from ..insight import format_misuses
+
+        if self.misuses:
+            print(format_misuses(self.misuses), flush=True)
+
+    def report_none(self) -> int:
+        """Print that no fault was found, or why nothing could be checked. Return the exit code."""
+        if self.are_all_skipped:
+            return 0  # `print_search` has said so
+        has_checked = bool(self.watched.recordings) and self._checked > 0
+        if has_checked and (self.is_interrupted or not self.watched.code):
+            fitting = self._checked - len(self._searches)
+            print(f"every value fits, in {count_of(fitting, 'step')}", flush=True)
+            self.print_quiet()
+            if not self.is_interrupted:
+                return FAULT if self.quiet else 0
+        elif self.quiet:  # weights may be changed by hand, without an optimizer
+            self.print_quiet()
+            return FAULT
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        print_error(self._prog, "failed", self._describe_end())
+        return TROUBLE
+
+    def _describe_end(self) -> str:
+        """Return how the script ended before it could be checked."""
+        code, steps = self.watched.code, max(self.watched.steps, default=0)
+        ended = f"the script ended with exit code {code}" if code else "the script ended"
+        if not self.watched.recordings:
+            return ended if code else "the script called no model and no amp.initialize"
+        if not steps:
+            question = "" if code else ". Are weights changed by hand?"
+            return f"{ended} without an optimizer step; the values that it computed fit{question}"
+        if self._checked <= 0:
+            taken = count_of(steps, "optimizer step")
+            return f"{ended} after {taken}, but steps from {self._first} on were to be checked"
+        return f"{ended} after {count_of(self._checked, 'step')}, in which every value fits"
+
+
+def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
+    """Return the key that sorts the faults of several ranks, the likeliest cause of the others first.
+
+    A rank may have received a bad value from another rank; such a fault comes after the fault of that other rank.
+    """
+    may_be_received = fault.may_come_from_another_rank
+    return fault.step, may_be_received, may_be_received and fault.origin.module is None
+
+
+def run_traced(
+    runner: ScriptRunner,
+    arguments: argparse.Namespace,
+    first: int,
+    last: int | None,
+    settings: Settings | None = None,
+) -> TracedRun:
+    """Run the script under a tracer that checks the steps from `first` up to, but not including, `last`."""
+    from ..insight.runs import Run
+
+    options = {
+        "first": first,
+        "last": last,
+        "underflow": arguments.underflow,
+        "ignore": arguments.ignore,
+        "counts_skipped": arguments.steps is not None,
+    }
+    # The files that repeated runs write go to a folder of this name. One name for all, so that the last run's are kept.
+    run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
+    watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
+    return TracedRun(watched, first, arguments.parser.prog)

@@ -1,0 +1,238 @@
+"""Finds ops in the modules of torch beside its namespaces of ops, such as `torch.nn.attention.flex_attention`.
+
+torch does not import all of these modules itself. A look-up imports none of them: of a module that is not imported yet,
+it reads the source file.
+"""
+
+import functools
+import importlib.machinery
+import inspect
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import OpListError, did_you_mean
+from .op_namespaces import NAMESPACES, explain_non_op
+
+_WITHOUT_OPS = {
+    "send tensors to other processes or devices": "distributed cuda nn.parallel",
+    "take models, optimizers or programs": (
+        "ao autograd compiler export fb func futures fx hub jit library nativert nn.modules nn.parameter nn.utils onnx"
+        " optim overrides package profiler quantization return_types types utils"
+    ),
+    "set initial values": "nn.init",
+    "run kernels": "classes ops",
+    "take quantized tensors": "nn.intrinsic nn.qat nn.quantizable nn.quantized",
+    "create tensors": "distributions quasirandom random signal",
+    "control devices, files or processes": (
+        "accelerator amp backends contrib cpu monitor mps mtia multiprocessing nn.backends nn.cpp numa serialization"
+        " storage testing version xpu"
+    ),
+}
+_REASONS = {f"torch.{name}": reason for reason, names in _WITHOUT_OPS.items() for name in names.split()}
+"""Modules of torch whose functions are not ops, with what these functions do instead."""
+
+_DEFINITION = re.compile(r"^(def|class) (\w+)", re.MULTILINE)
+
+
+def find_in_module(op: str, owner_name: str, name: str) -> object | None:
+    """Return the module that has an op of torch, or None if that module is not imported yet.
+
+    Args:
+        op: the name as a list has it, for messages.
+        owner_name, name: the module, which is not in `NAMESPACES`, and the function in it.
+
+    Raises LookupError if torch has no such module or function, and OpListError if it is not an op.
+    """
+    _check_module(op, owner_name)
+    module: Any = torch
+    path = "torch"
+    for part in owner_name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if path not in sys.modules:
+            source = _find_source(path)
+            if source is None:
+                _check_attribute(op, path, inspect.getattr_static(module, part, None))
+                raise LookupError(f"torch {torch.__version__} has no {path!r}.")
+            _check_source(op, owner_name, name)
+            return None
+        module = sys.modules[path]
+    value = vars(module).get(name)
+    if value is None:
+        if _find_source(f"{owner_name}.{name}") is not None:
+            raise OpListError(f"{op!r} is a module, so no rule can apply to it; name a function in it")
+        raise LookupError(f"{owner_name!r} has no {name!r}.{did_you_mean(name, _get_public(module))}")
+    reason = explain_non_op_in(value, name, owner_name)
+    if reason:
+        raise OpListError(f"{op!r} is {reason}, so no rule can apply to it; name a function that computes with tensors")
+    return module  # type: ignore[no-any-return]
+
+
+def find_short_name(name: str) -> dict[tuple[str, str], object | None]:
+    """Return the owners of an op that none of the namespaces has, by module and name. The owner is None if the module
+    is not imported yet.
+
+    Raises OpListError if only classes, modules, context managers and the like have that name.
+    """
+    owners: dict[tuple[str, str], object | None] = {}
+    reasons: list[str] = []
+    for module_name in _list_op_modules():
+        reason = _classify(module_name, name)
+        if reason == _AN_OP:
+            owners[module_name, name] = sys.modules.get(module_name)
+        elif reason is not None:
+            reasons.append(f"{module_name}.{name} is {reason}")
+    if reasons and not owners:
+        raise OpListError(f"{reasons[0]}, so no rule can apply to it; name a function that computes with tensors")
+    return owners
+
+
+def get_op_names() -> tuple[str, ...]:
+    """Return the full names of the ops in those modules that are imported, sorted. Private names are left out."""
+    names: list[str] = []
+    for module_name in _list_op_modules():
+        module = sys.modules.get(module_name)
+        for name in () if module is None else _get_public(module):
+            if _classify(module_name, name) == _AN_OP:
+                names.append(f"{module_name}.{name}")
+    return tuple(sorted(names))
+
+
+def has_op(module_name: str, name: str) -> bool:
+    """Return whether a module of torch, imported or not, defines an op of that name."""
+    return _may_have_ops(module_name) and _classify(module_name, name) == _AN_OP
+
+
+_AN_OP = ""
+
+
+def _classify(module_name: str, name: str) -> str | None:
+    """Return why an attribute of a module is not an op, `_AN_OP` if it is one, or None if the module does not define
+    it, but has only imported it.
+    """
+    module = sys.modules.get(module_name)
+    if module is None:
+        kind = _read_definitions(module_name).get(name)
+        return {"def": _AN_OP, "class": "a class", None: None}[kind]
+    value = vars(module).get(name)
+    is_own = value is not None and getattr(value, "__module__", None) == module_name
+    if not is_own and name not in getattr(module, "__all__", ()):
+        return None
+    return explain_non_op_in(value, name, module_name) or _AN_OP
+
+
+def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
+    """Return why an attribute of a module of torch is not an op, such as "a context manager"; None if it is an op."""
+    reason = explain_non_op(value, name, module_name=owner_name)
+    if reason or not isinstance(value, types.FunctionType):
+        return reason
+    function = inspect.unwrap(value)
+    if inspect.isgeneratorfunction(function):
+        return "a context manager"
+    annotations = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
+    is_unknown = bool(annotations) and annotations[0] is inspect.Parameter.empty
+    if is_unknown or any("Tensor" in str(annotation) for annotation in annotations):
+        return None
+    return "a function that takes no tensors"
+
+
+def _check_module(op: str, owner_name: str) -> None:
+    """Raise OpListError if the functions of a module, or of a package around it, are not ops."""
+    parts = owner_name.split(".")
+    for length in range(2, len(parts) + 1):
+        path = ".".join(parts[:length])
+        if parts[length - 1].startswith("_"):
+            raise OpListError(f"{op!r} is not an op: {path!r} is private to torch. Name a public function")
+        if path in _REASONS:
+            raise OpListError(f"{op!r} is not an op: functions in {path!r} {_REASONS[path]}. Leave it out")
+
+
+def _check_attribute(op: str, path: str, value: object) -> None:
+    """Raise OpListError if the path of an op leads through a class, and not through modules."""
+    if isinstance(value, type) and issubclass(value, torch.nn.Module):
+        raise OpListError(
+            f"{op!r} is a method of a class of modules, and a rule applies to functions. Choose these modules by"
+            f" `modules: [{{type: {path}, run: float32}}]` (or low)"
+        )
+    if isinstance(value, type):
+        raise OpListError(f"{op!r} is a method of the class {path!r}, so no rule can apply to it; name a function")
+
+
+# ---- modules that are not imported yet -------------------------------------------------------------------------------
+
+
+def _check_source(op: str, owner_name: str, name: str) -> None:
+    """Check by the source of a module that it has a function. Raises like `find_in_module`."""
+    source = _find_source(owner_name)
+    if source is None:
+        raise LookupError(f"torch {torch.__version__} has no {owner_name!r}.")
+    definitions = _read_definitions(owner_name)
+    if definitions.get(name) == "class":
+        raise OpListError(f"{op!r} is a class, so no rule can apply to it; name a function")
+    if name not in definitions:
+        public = [known for known in definitions if not known.startswith("_")]
+        raise LookupError(f"{owner_name!r} has no {name!r}.{did_you_mean(name, public)}")
+
+
+@functools.cache
+def _find_source(module_name: str) -> str | None:
+    """Return the source file of a module of torch, or None if there is no such module. Imports nothing."""
+    parts = module_name.split(".")
+    search_path: Any = torch.__path__
+    spec = None
+    for length in range(2, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:length]), search_path)
+        if spec is None:
+            return None
+        search_path = spec.submodule_search_locations or []
+    return None if spec is None else spec.origin
+
+
+@functools.cache
+def _read_definitions(module_name: str) -> dict[str, str]:
+    """Return what a module of torch defines by its source: "def" or "class" by name."""
+    source = _find_source(module_name)
+    if source is None or not source.endswith(".py"):
+        return {}
+    text = Path(source).read_text(encoding="utf-8")
+    return {name: kind for kind, name in _DEFINITION.findall(text)}
+
+
+def _list_op_modules() -> list[str]:
+    """Return the names of torch's public modules that may have ops beside `NAMESPACES`, imported or not."""
+    names: dict[str, None] = {}
+    for name, module in list(sys.modules.items()):
+        if _may_have_ops(name) and module is not None:
+            names[name] = None
+            for below in _list_below(name):
+                names[below] = None
+    return list(names)
+
+
+@functools.cache
+def _list_below(package_name: str) -> tuple[str, ...]:
+    """Return the public modules directly in a package of torch, as its folder has them."""
+    names = [
+        f"{package_name}.{file.stem}"
+        for folder in getattr(sys.modules[package_name], "__path__", ())
+        for file in sorted(Path(folder).glob("*.py"))
+    ]
+    return tuple(name for name in names if _may_have_ops(name))
+
+
+def _may_have_ops(name: str) -> bool:
+    """Return whether a module is a public one of torch, and neither one of `NAMESPACES` nor without ops."""
+    if not name.startswith("torch.") or name in NAMESPACES or name == "torch.functional":  # which `torch` passes on
+        return False
+    parts = name.split(".")
+    if any(part.startswith("_") for part in parts):
+        return False
+    return not any(".".join(parts[:length]) in _REASONS for length in range(2, len(parts) + 1))
+
+
+def _get_public(module: types.ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]

@@ -1,0 +1,238 @@
+"""Rules of the doctor about 16-bit values that grow by additions, and about positions and timesteps in 16 bits."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from .flow import Flow
+from .precision_checks import grade_by, may_be_low
+from .rules import Fault, Severity, rule
+from .script import Script
+from .tree import LOOPS, argument_of, function_of, names_in, text_of
+
+LARGEST = {"float16": 2048, "bfloat16": 256}
+"""The number up to which a dtype holds all whole numbers."""
+
+_FACTORIES = tuple(f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like"))
+_GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
+
+
+@rule(
+    "AMP604",
+    "a running value in 16 bits",
+    bad="""
+        total = torch.zeros((), dtype=torch.bfloat16)  # AMP604
+        for batch in batches:
+            total += loss_of(batch).detach()
+    """,
+    good="""
+        total = torch.zeros(())
+        for batch in batches:
+            total += loss_of(batch).detach()
+    """,
+)
+def grows_in_low(script: Script) -> Iterator[Fault]:
+    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop
+    once they are large beside the next addend.
+    """
+    if not may_be_low(script):
+        return
+    flow = Flow(script)
+    for target, value in _find_made(script):
+        verdict = flow.judge(value, value)
+        growth = None if verdict is None else _grade_growth(script, target, value)
+        if verdict is not None and growth is not None:
+            message = f"{target} grows in {verdict.dtype}, where counting by one stops at {LARGEST[verdict.dtype]}"
+            severity, message = grade_by(verdict, message)
+            if growth == "note":
+                severity, message = growth, f"if many additions meet: {message}"
+            yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
+
+
+def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each name that is assigned a tensor of a factory, and each buffer that is registered with one."""
+    for target, value in script.assignments:
+        if _is_from(script, value, _FACTORIES):
+            yield target, value
+    for call, receiver in script.method_calls("register_buffer"):
+        name, tensor = argument_of(call, "name", 0), argument_of(call, "tensor", 1)
+        if isinstance(name, ast.Constant) and tensor is not None and _is_from(script, tensor, _FACTORIES):
+            yield f"{text_of(receiver)}.{name.value!s}", tensor
+
+
+def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
+    """Return whether an expression is a call of one of these functions, with any methods called on its result."""
+    while isinstance(value, ast.Call):
+        if not script.names.resolve(value.func).isdisjoint(factories):
+            return True
+        if not isinstance(value.func, ast.Attribute):
+            return False
+        value = value.func.value
+    return False
+
+
+def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | None:
+    """Return the severity of repeated additions to a tensor; None if there are none.
+
+    They are in a loop, or for an attribute in another function, which may be called often. Additions to parts, such as
+    windows of an image, make a note, because each element may get only a few.
+    """
+    growth: Severity | None = None
+    for node in script.nodes:
+        if isinstance(node, ast.AugAssign):
+            grows = isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
+        elif isinstance(node, ast.Assign):
+            grows = text_of(node.targets[0]) == target and _is_increment(node.value, target)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            grows = node.func.attr in _GROWING and _root(node.func.value) == target
+        else:
+            continue
+        is_same_function = script.frame(node) is script.frame(made)
+        is_attribute = "." in target
+        if not grows or not (is_same_function or is_attribute):
+            continue
+        if is_same_function and _adds_once(script, node, made):
+            continue
+        # in another function, an attribute outlives each call
+        if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
+            if not _adds_to_part(node):
+                return "warning"
+            growth = "note"
+    return growth
+
+
+def _adds_to_part(node: ast.AST) -> bool:
+    """Return whether a statement adds a tensor to a part of another: `x[a:b] += y` does, `x[i] += 1` does not."""
+    if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Subscript):
+        return False
+    return not isinstance(node.value, ast.Constant)
+
+
+def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
+    """Return whether an addition meets each element once, as in `for i in range(n): x[i] += y`.
+
+    Then the index contains the counter of every loop around the addition.
+    """
+    indices = set[str]()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Subscript):
+            indices |= names_in(part.slice)
+    around_made = {outer for outer, _ in script.around(made)}
+    loops = [outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made]
+    return bool(loops) and all(indices & set(_counters_of(loop)) for loop in loops)
+
+
+def _counters_of(loop: ast.AST) -> Iterator[str]:
+    """Yield the name that counts the passes of a loop: `i` of `range(n)`, or of `enumerate(x)`."""
+    if not isinstance(loop, (ast.For, ast.AsyncFor)) or not isinstance(loop.iter, ast.Call):
+        return
+    name, target = function_of(loop.iter), loop.target
+    if name == "enumerate" and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    if name in ("range", "trange", "enumerate") and isinstance(target, ast.Name):
+        yield target.id
+
+
+def _root(node: ast.expr) -> str:
+    """Return the tensor that an expression indexes or changes in place: `x` for `x[i]` and `x.mul_(2)`."""
+    while True:
+        if isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+            node = node.func.value
+        else:
+            return text_of(node)
+
+
+def _is_increment(value: ast.expr, target: str) -> bool:
+    """Return whether a value is `target + x` where `x` is not computed from the target, as a state of a network is."""
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Add, ast.Sub)):
+        return False
+    return text_of(value.left) == target and target not in names_in(value.right)
+
+
+_POSITIONS = re.compile(r"(?:\w+_)?(?:time_?steps?|positions?|position_ids|pos_ids)$")
+_ARANGE = ("torch.arange",)
+
+
+@rule(
+    "AMP605",
+    "positions or timesteps in 16 bits",
+    bad="""
+        positions = torch.arange(length).to(torch.bfloat16)  # AMP605
+        loss = model(x, positions)
+    """,
+    good="""
+        positions = torch.arange(length).float()
+        loss = model(x, positions)
+    """,
+)
+def positions_in_low(script: Script) -> Iterator[Fault]:
+    """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Of larger ones, several become the same number:
+    256 and 257, or the timesteps 998 to 1002 in bfloat16. Tables of sines and rotary angles made of them repeat.
+    """
+    if not may_be_low(script):
+        return
+    flow = Flow(script)
+    for call in script.calls:
+        is_made = not script.names.resolve(call.func).isdisjoint(_ARANGE)
+        positions: ast.expr = call
+        if not is_made:
+            if not isinstance(call.func, ast.Attribute) or function_of(call) not in ("to", "half", "bfloat16", "type"):
+                continue
+            positions = call.func.value
+            if not _holds_positions(script, positions, call):
+                continue
+        verdict = flow.judge(call, call)
+        if verdict is None or verdict.node is not call or _is_small(script, positions, LARGEST[verdict.dtype]):
+            continue
+        name = "torch.arange" if is_made else text_of(positions)
+        severity, message = grade_by(
+            verdict, f"{name} in {verdict.dtype}: whole numbers above {LARGEST[verdict.dtype]} become equal"
+        )
+        yield Fault(
+            call, severity, message, "Keep it in an integer dtype or float32, and cast values computed from it."
+        )
+
+
+def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
+    """Return whether the argument of a cast holds positions: arange makes it, or it or the result is named so."""
+    parent = script.parent(cast)
+    names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        names.append(text_of(node))
+    if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
+        # timesteps that are scaled to 0..1 are no whole numbers
+        if _is_scaled_down(script, node):
+            return False
+        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _ARANGE)
+    return any(_is_from(script, value, _ARANGE) for value in (node, *_own_values(script, node)))
+
+
+def _is_scaled_down(script: Script, node: ast.expr) -> bool:
+    """Return whether a name gets the result of a division or subtraction, or is divided in place."""
+    parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
+    if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
+        return True
+    changes = (part for part in script.nodes if isinstance(part, ast.AugAssign) and isinstance(part.op, ast.Div))
+    return any(text_of(change.target) == text_of(node) for change in changes)
+
+
+def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
+    """Return the values that the same function assigns to a name."""
+    return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
+
+
+def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
+    """Return whether an expression is an arange that surely has no number above `largest`."""
+    for value in (node, *_own_values(script, node)):
+        while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_ARANGE):
+            value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
+        if isinstance(value, ast.Call):
+            # arange(end), or arange(start, end, step)
+            ends = value.args[:2] if len(value.args) > 1 else value.args
+            numbers = [
+                end.value for end in ends if isinstance(end, ast.Constant) and isinstance(end.value, (int, float))
+            ]
+            return bool(ends) and len(numbers) == len(ends) and max(numbers) <= largest + 1
+    return False

@@ -1,0 +1,173 @@
+"""Edits of the script that repair a call which raised, such as `train.py:12: h.float() in place of h`."""
+
+import ast
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .dtype_trials import Trial, Trials
+from .expressions import find_expression
+from .failing_call import FailingCall, Level
+from .module_casts import casts
+
+_METHODS = {
+    torch.float32: ".float()",
+    torch.float16: ".half()",
+    torch.bfloat16: ".bfloat16()",
+    torch.float64: ".double()",
+}
+_SIMPLE = re.compile(r"[A-Za-z_][\w.]*")  # a name or an attribute
+_ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, Trial.WRITTEN, Trial.LOW)
+"""The trials, the one with the best edit first."""
+
+_FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
+"""A call that raises in its backward pass is most often a loss, which is better in float32."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How to name the operands of a call, in the order of `FailingCall.operands`.
+
+    Attributes:
+        names: the name of each in reports.
+        texts: how the line of the script writes each; "" where that is not known.
+        weights: whether each is a weight: see `Operands.is_weight`.
+    """
+
+    names: Sequence[str]
+    texts: Sequence[str]
+    weights: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The place where a call raised.
+
+    Attributes:
+        site: the line of the call; "" if it is not known.
+        called_from: the line of the user's own code, if `site` is in an installed package; else None.
+        level: the frame of `site`; None without one.
+        region: the edit that calls the model under torch.autocast; "" if the call does not work there.
+        module: the module in which it raised; "" for none.
+    """
+
+    site: str
+    called_from: str | None
+    level: Level | None
+    region: str
+    module: str
+
+
+def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
+    """Yield the edits of the script, the best first. Each repairs the call without the others."""
+    trial = _choose_trial(call, trials)
+    targets, low = trials.targets[trial], trials.low
+    tensors = [tensor for _, tensor in call.operands]
+    changed = [index for index, tensor in enumerate(tensors) if tensor.dtype is not targets[index]]
+    if call.forward is not None:  # the script has no name for gradients
+        changed = [index for index in changed if not spelling.names[index].startswith("grad")]
+    if trial is not Trial.WRITTEN:
+        changed = [index for index in changed if not spelling.weights[index]]
+    if not changed:
+        yield from _advise_weights(
+            [tensor for tensor, is_weight in zip(tensors, spelling.weights, strict=True) if is_weight]
+        )
+        return
+    if not place.site:
+        return
+    # Casts to a wider dtype would pass this dtype on to the 16-bit layers after the call.
+    if low is not None and low not in targets and Trial.MODEL in trials.targets:
+        yield from _keep_low(low, spelling, place)
+    if place.called_from is not None:
+        yield f"{place.called_from}: {_METHODS[targets[0]]} on what it is passed"
+        return
+    written = _find_written(call, spelling)
+    is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
+    if written and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
+        yield f"{place.site}: before this line, {written} = {written}{_METHODS[low]}"
+    if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
+        text = _cast_back(spelling, changed, low, place)
+        if text:
+            yield f"{place.site}: {text}"
+            return
+    parts = []
+    for index in changed:
+        method = _METHODS[targets[index]]
+        if trial is Trial.WRITTEN and written:
+            method = f".to({written}.dtype)"
+        text = spelling.texts[index]
+        if text:
+            parts.append(f"{_enclose(text)}{method} in place of {text}")
+        else:
+            dtype = str(tensors[index].dtype).removeprefix("torch.")
+            parts.append(f"{method} on the {dtype} tensor ({spelling.names[index]})")
+    yield f"{place.site}: {', and '.join(dict.fromkeys(parts))}"
+
+
+def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
+    """Return the trial with the best edit, of those that worked."""
+    first: tuple[Trial, ...] = () if call.forward is None else _FIRST_OF_LOSSES
+    if call.written is not None:
+        first = (Trial.WRITTEN,)
+    return next(trial for trial in (*first, *_ORDER) if trial in trials.targets)
+
+
+def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator[str]:
+    """Yield edits after which a call in a 16-bit model has a 16-bit result, which later layers need."""
+    if place.region:
+        yield place.region
+    names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
+    if place.module and names and all(name.startswith(f"{place.module}.") for name in names):
+        yield f"{_METHODS[low]} on module {place.module}, whose weights are in another dtype than those of the model"
+
+
+def _find_written(call: FailingCall, spelling: Spelling) -> str:
+    """Return how the script writes the tensor that a call writes to; "" for none, or if it is no name or attribute."""
+    for text, (_, tensor) in zip(spelling.texts, call.operands, strict=True):
+        if tensor is call.written and _SIMPLE.fullmatch(text):
+            return text
+    return ""
+
+
+class _FloatAdder(ast.NodeTransformer):
+    """Appends `.float()` to the expressions with one of the given texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.expr) and ast.unparse(node) in self._texts:
+            method = ast.Attribute(node, "float", ast.Load())
+            return ast.Call(method, [], [])
+        return self.generic_visit(node)
+
+
+def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
+    """Return the edit that runs a call in float32 and casts its result back to `low`.
+
+    Returns "" if the line has no such call, or has no text for one of the operands.
+    """
+    expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
+    texts = [spelling.texts[index] for index in changed]
+    if expression is None or not isinstance(expression[0], ast.Call) or not all(texts):
+        return ""
+    before, node = ast.unparse(expression[0]), copy.deepcopy(expression[0])
+    after = ast.unparse(ast.fix_missing_locations(_FloatAdder(texts).visit(node)))
+    return f"{after}{_METHODS[low]} in place of {before}"
+
+
+def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
+    """Yield the edit that keeps weights in float32, if a line of the script is known that has cast them."""
+    lines = dict.fromkeys(filter(None, map(casts.find, weights)))
+    if lines:
+        yield f"float32 weights: no {' and no '.join(lines)}; torch.autocast around the forward casts what may be cast"
+
+
+def _enclose(text: str) -> str:
+    """Return an expression so that a method can follow: in brackets unless it is a name, attribute, call or item."""
+    node = ast.parse(text, mode="eval").body
+    return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"

@@ -1,0 +1,471 @@
+"""Finds the call that raised an exception, and its arguments, in the frames of the traceback."""
+
+import ast
+import functools
+import operator
+import os
+import site
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..casting import cast_tree
+from ..config import op_names
+from ..torch_dispatch import OpOverload, get_argument_names
+from ..torch_private import MODULE_CALL
+from .expressions import UNKNOWN, Reader, Source, find_expression
+from .folding import OpCall
+from .observe import Observer
+from .ops import find_overload
+from .sites import describe_line, is_of_user
+from .tensors import storage_of, tensors_in
+
+Cast = Callable[[Tensor], Tensor]
+
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    ast.Add: ("__add__", operator.add, operator.iadd),
+    ast.Sub: ("__sub__", operator.sub, operator.isub),
+    ast.Mult: ("__mul__", operator.mul, operator.imul),
+    ast.Div: ("__truediv__", operator.truediv, operator.itruediv),
+    ast.MatMult: ("__matmul__", operator.matmul, operator.imatmul),
+    ast.Pow: ("__pow__", operator.pow, operator.ipow),
+}
+_PACKAGES = tuple(
+    f"{folder}{os.sep}"
+    for folder in {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
+    if folder.endswith("-packages")
+)
+"""Folders of installed packages."""
+
+_CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
+_GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
+"""The kinds of nodes in a condition that can be evaluated a second time, since it calls nothing."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A frame of a traceback, with the line and the instruction that ran in it."""
+
+    frame: types.FrameType
+    line: int
+    index: int
+
+    @property
+    def file(self) -> str:
+        """The file of the code."""
+        return self.frame.f_code.co_filename
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether the code is neither torch's nor of amp_patch. Other packages count as the user's."""
+        return is_of_user(self.file)
+
+    @property
+    def is_in_package(self) -> bool:
+        """Whether the code is an installed package's."""
+        return self.file.startswith(_PACKAGES)
+
+    @property
+    def place(self) -> str:
+        """The line, as `train.py:6`."""
+        return describe_line(self.file, self.line)
+
+
+class Levels:
+    """The frames of an exception, the innermost last.
+
+    Args:
+        error: the exception; None: no frames.
+        levels: frames to put before these.
+    """
+
+    def __init__(self, error: BaseException | None, levels: Sequence[Level] = ()) -> None:
+        self.all: list[Level] = list(levels)
+        trace = None if error is None else error.__traceback__
+        while trace is not None:
+            self.all.append(Level(trace.tb_frame, trace.tb_lineno, trace.tb_lasti))
+            trace = trace.tb_next
+
+    @property
+    def caller(self) -> "Levels | None":
+        """The frames without the innermost one; None if the user's code is in none of them."""
+        outer = Levels(None, self.all[:-1])
+        return None if outer.innermost is None else outer
+
+    @property
+    def of_user(self) -> list[Level]:
+        """The frames of the user's code (see `Level.is_of_user`), the innermost last."""
+        return [level for level in self.all if level.is_of_user]
+
+    @property
+    def innermost(self) -> Level | None:
+        """The innermost frame of the user's code; None without one."""
+        return next(reversed(self.of_user), None)
+
+    @property
+    def own(self) -> Level | None:
+        """The innermost frame of the user's code outside of installed packages; None without one."""
+        return next((level for level in reversed(self.of_user) if not level.is_in_package), None)
+
+    def down_to_own(self) -> "Levels":
+        """Return the frames down to `own`; none if there is no such frame."""
+        return Levels(None, self.all[: self.all.index(self.own) + 1] if self.own is not None else ())
+
+    def within(self) -> list[Level]:
+        """Return the innermost frame of the user's code and the frames inside of it; all frames without one."""
+        start = max((index for index, level in enumerate(self.all) if level.is_of_user), default=0)
+        return self.all[start:]
+
+    def find_local(self, file: str, name: str) -> Any:
+        """Return the variable `name` of the innermost frame that has it and whose path ends with `file`; else None."""
+        for level in reversed(self.all):
+            if level.file.endswith(file) and name in level.frame.f_locals:
+                return level.frame.f_locals[name]
+        return None
+
+    def find_module(self, observer: Observer) -> str:
+        """Return the name of the innermost module of the models that is `self` in a frame; "" for none."""
+        for level in reversed(self.all):
+            name = observer.name_module(level.frame.f_locals.get("self"))
+            if name is not None:
+                return name
+        return ""
+
+    def find_call_of_model(self) -> Level | None:
+        """Return the frame of the user's own code that called the outermost module; None without one."""
+        codes = [level.frame.f_code for level in self.all]
+        if MODULE_CALL not in codes:
+            return None
+        outer = self.all[: codes.index(MODULE_CALL)]
+        return next((level for level in reversed(outer) if level.is_of_user and not level.is_in_package), None)
+
+    def find_covered(self) -> OpCall | None:
+        """Return the outermost call of a listed op that was running; None without one.
+
+        It is the local `call` of the function `cover` in `Observer`.
+        """
+        calls = (level.frame.f_locals.get("call") for level in self.all if level.frame.f_code.co_name == "cover")
+        return next((call for call in calls if isinstance(call, OpCall)), None)
+
+    def find_names(self) -> Iterator[tuple[str, bool]]:
+        """Yield the name of the function that each frame of `within` calls.
+
+        With each name comes whether it may be a function of torch, or a method of tensors.
+        """
+        for level in self.within():
+            expression = find_expression(level.frame, level.index)
+            node = None if expression is None else expression[0]
+            if isinstance(node, ast.Call):
+                yield _name_function(node.func), _may_be_of_torch(node.func, Reader(level.frame))
+            elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _OPERATORS:
+                yield _OPERATORS[type(node.op)][0], True
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                yield "__setitem__", True
+
+    def find_variable(self, storage: int, tensor: Tensor | None = None) -> tuple[str, str]:
+        """Return the name of a variable that holds a tensor, or another one with its storage; "" without one.
+
+        It is a variable of the outermost frame of the user's code that has one. Returns the line of this frame, too.
+        """
+        for level in self.of_user:
+            for name, value in list(level.frame.f_locals.items()):
+                for part in tensors_in([value]):
+                    if part is tensor or (storage and storage_of(part) == storage):
+                        return name, level.place
+        return "", ""
+
+
+def name_of_call(levels: Levels) -> str:
+    """Return the name of the function that the user's line calls; "" if it is not known."""
+    return next((name for name, _ in levels.find_names()), "")
+
+
+def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
+    """Return whether an expression, which is called, may be a function of torch or a method of tensors."""
+    value = reader.read(function)
+    if value is UNKNOWN:  # perhaps a method of the result of another call
+        return isinstance(function, ast.Attribute) and reader.read(function.value) is UNKNOWN
+    if isinstance(value, nn.Module):
+        return False
+    if isinstance(getattr(value, "__self__", None), Tensor):
+        return True
+    spellings = op_names.find_or_none(_name_function(function))
+    return any(getattr(owner, name, None) is value for (_, name), owner in spellings.items())
+
+
+@dataclass(frozen=True)
+class FailingCall:
+    """A call that may have raised, and that can be run again with other arguments.
+
+    Attributes:
+        name: the name of the op or of the function.
+        operands: the tensors among its arguments, each with its name.
+        run: makes the call again, with each tensor replaced by the result of the function that it is given.
+        written: the operand that it writes to; None for none.
+        has_out: whether it has the argument `out`.
+        is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
+        forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
+        is_reached: whether lists act where it runs; None: not known.
+        is_check: whether it is no call, but the condition of an `assert`, or of the `if` around a `raise`.
+        stand_in: the operand that stands for the result of another call; None for none.
+    """
+
+    name: str
+    operands: Sequence[tuple[str, Tensor]]
+    run: Callable[[Cast], Any]
+    written: Tensor | None = None
+    has_out: bool = False
+    is_kernel: bool = False
+    forward: OpCall | None = None
+    is_reached: bool | None = None
+    is_check: bool = False
+    stand_in: Tensor | None = None
+
+
+def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCall]:
+    """Yield the calls that may have raised: the op that torch dispatched, then the calls of `within` from inside out.
+
+    An argument that is itself the result of a call cannot be read. Therefore the call in the user's line comes once
+    more, at last, with a stand-in for such arguments: a tensor in the dtype of the latest result.
+    """
+    within = levels.within()
+    for level in reversed(levels.all):
+        if level.frame.f_code.co_name == "__torch_dispatch__" and not level.is_of_user:
+            call = _read_kernel(level, observer)
+            if call is not None:
+                yield call
+                break
+    for level in reversed(within):
+        if level.file.startswith(os.path.dirname(os.path.dirname(__file__))):  # a frame of this package
+            continue
+        call = _read_call(level)
+        if call is not None:
+            yield call
+    latest = observer.origins.last
+    if latest is not None and latest.call is not None and levels.innermost is not None:
+        stand_in = torch.zeros(1, dtype=latest.dtype)
+        call = _read_call(levels.innermost, stand_in)
+        if call is not None and any(tensor is stand_in for _, tensor in call.operands):
+            yield replace(call, stand_in=stand_in)
+
+
+def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
+    """Return the op that a dispatch mode of this package was running; None if the frame is of another mode."""
+    known = level.frame.f_locals
+    function, args, kwargs = known.get("func"), known.get("args"), known.get("kwargs")
+    if not isinstance(function, OpOverload) or not isinstance(args, tuple):
+        return None
+    names = get_argument_names(function)
+    operands: list[tuple[str, Tensor]] = []
+    for name, value in (*zip(names, args, strict=False), *(kwargs or {}).items()):
+        tensors = list(tensors_in([value]))
+        operands += [(f"{name}[{n}]" if len(tensors) > 1 else name, tensor) for n, tensor in enumerate(tensors)]
+    where = observer.failed_in
+    overload = find_overload(function)
+    return FailingCall(
+        overload.name,
+        operands,
+        functools.partial(_call_again, function, args, kwargs or {}),
+        written=next(tensors_in(_find_written(function, overload.written, args, kwargs or {})), None),
+        has_out="out" in (kwargs or {}),
+        is_kernel=True,
+        forward=None if where is None else where.forward,
+        is_reached=None if where is None else where.is_reached,
+    )
+
+
+def _find_written(function: Any, places: frozenset[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to. Those beyond the positional ones, such as `out`, are in `kwargs`."""
+    names = get_argument_names(function)
+    return [args[place] if place < len(args) else kwargs.get(names[place]) for place in sorted(places)]
+
+
+def _call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any], cast: Cast) -> Any:
+    """Call a function with the result of `cast` for each tensor among its arguments."""
+    kwargs = {name: cast_tree(value, cast) for name, value in kwargs.items()}
+    return function(*[cast_tree(value, cast) for value in args], **kwargs)
+
+
+# ---- calls of Python -------------------------------------------------------------------------------------------------
+
+
+def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | None:
+    """Return the call, operator, assignment or check that ran in a frame; None if not all of its parts can be read."""
+    expression = find_expression(level.frame, level.index)
+    if expression is None:
+        return None
+    node, source = expression
+    reader = Reader(level.frame, stand_in)
+    if isinstance(source.parents.get(node), ast.Assert):
+        return _read_check(source.parents[node], source, level)
+    match node:
+        case ast.Call():
+            return _read_function(node, reader)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            name, function, _ = _OPERATORS[type(node.op)]
+            return _make_call(name, function, [(node.left, reader), (node.right, reader)])
+        case ast.AugAssign() if type(node.op) in _OPERATORS:
+            name, _, function = _OPERATORS[type(node.op)]
+            return _make_call(name, function, [(node.target, reader), (node.value, reader)], writes=True)
+        case ast.Subscript(ctx=ast.Store()):
+            return _read_item_assignment(node, source, reader)
+        case ast.Attribute(ctx=ast.Store(), attr="grad"):
+            return _read_grad_assignment(node, source, reader)
+        case ast.Raise():
+            return _read_check(node, source, level)
+    return None
+
+
+Parts = Sequence[tuple[ast.expr, Reader]]
+
+
+def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:
+    """Return the call of a function with positional arguments, if all of them can be read."""
+    values = [reader.read(node) for node, reader in parts]
+    if any(value is UNKNOWN for value in values):
+        return None
+    operands = [
+        (ast.unparse(node), tensor)
+        for (node, _), value in zip(parts, values, strict=True)
+        for tensor in tensors_in([value])
+    ]
+    run = functools.partial(_call_again, function, values, {})
+    return FailingCall(name, operands, run, written=operands[0][1] if writes and operands else None)
+
+
+def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
+    """Return a call of a function, method or module, if a second call has no effect and all arguments can be read."""
+    function, name = reader.read(node.func), _name_function(node.func)
+    parts: list[tuple[str, ast.expr]] = [(ast.unparse(part), part) for part in node.args]
+    if isinstance(node.func, ast.Attribute):
+        owner = reader.read(node.func.value)
+        if isinstance(owner, Tensor):
+            function = functools.partial(_call_method, node.func.attr)
+            parts.insert(0, (ast.unparse(node.func.value), node.func.value))
+        elif owner is UNKNOWN:
+            return None
+    if not callable(function) or function is UNKNOWN or not _may_run_again(function):
+        return None
+    values = [_read_argument(part, reader) for _, part in parts]
+    args = [value for given in values for value in given]
+    keywords = {item.arg: reader.read(item.value) for item in node.keywords if item.arg is not None}
+    has_mapping = len(keywords) < len(node.keywords)  # `**kwargs`, which is not read
+    if has_mapping or any(value is UNKNOWN for value in (*args, *keywords.values())):
+        return None
+    operands = [(text, tensor) for (text, _), given in zip(parts, values, strict=True) for tensor in tensors_in(given)]
+    operands += [
+        (ast.unparse(item.value), tensor) for item in node.keywords for tensor in tensors_in([keywords[item.arg or ""]])
+    ]
+    if isinstance(function, nn.Module):
+        operands += list(function.named_parameters())
+        function = functools.partial(_call_module, function)
+    written = keywords.get("out")
+    if name.endswith("_") and not name.endswith("__") and operands:  # an op in place, such as add_
+        written = operands[0][1]
+    run = functools.partial(_call_again, function, args, keywords)
+    return FailingCall(name, operands, run, written=next(tensors_in([written]), None), has_out="out" in keywords)
+
+
+def _read_argument(node: ast.expr, reader: Reader) -> Sequence[Any]:
+    """Return the values of an argument: one, or several for `*args`."""
+    if not isinstance(node, ast.Starred):
+        return [reader.read(node)]
+    value = reader.read(node.value)
+    return value if isinstance(value, (tuple, list)) else [UNKNOWN]
+
+
+def _name_function(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # `forward` alone: hooks are code of the script, and may have effects.
+    return module.forward(*args, **kwargs)
+
+
+def _may_run_again(function: Any) -> bool:
+    """Return whether a second call is taken to have no effect of its own.
+
+    So it is for methods of tensors, layers of torch without buffers, functions of torch and of amp_patch, and callable
+    objects that are neither Python functions nor classes, such as functions in C.
+    """
+    if isinstance(function, functools.partial):
+        return True  # a method of a tensor
+    if isinstance(function, nn.Module):
+        has_state = any(buffer.numel() for buffer in function.buffers())
+        return type(function).__module__.startswith("torch.nn.modules") and not has_state
+    if isinstance(function, (types.FunctionType, types.MethodType)):
+        return (function.__module__ or "").startswith(("torch", "amp_patch"))
+    return not isinstance(function, type)
+
+
+def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -> FailingCall | None:
+    """Return the call of `x[index] = value`."""
+    assignment = source.parents.get(node)
+    if not isinstance(assignment, ast.Assign):
+        return None
+    return _make_call(
+        "__setitem__",
+        operator.setitem,
+        [(part, reader) for part in (node.value, node.slice, assignment.value)],
+        writes=True,
+    )
+
+
+def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -> FailingCall | None:
+    """Return the call of `parameter.grad = value`."""
+    assignment = source.parents.get(node)
+    if not isinstance(assignment, ast.Assign):
+        return None
+
+    def assign(parameter: Tensor, gradient: Tensor) -> None:
+        parameter.detach().clone().grad = gradient
+
+    return _make_call("assignment of .grad", assign, [(node.value, reader), (assignment.value, reader)], writes=True)
+
+
+def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
+    """Return the condition by which an `assert` or `raise` was reached, as a call that fails under this condition.
+
+    Returns None for a condition that calls something, or that is not about the dtype of a local or global tensor.
+    """
+    test: ast.AST | None = node
+    expects = False
+    if isinstance(node, ast.Assert):
+        test, expects = node.test, True
+    else:
+        while test is not None and not isinstance(test, ast.If):
+            test = source.parents.get(test)
+        test = None if test is None else test.test
+    if not isinstance(test, ast.expr) or not all(map(_is_of_check, ast.walk(test))):
+        return None
+    reader, operands = Reader(level.frame), []
+    is_about_dtype = any(isinstance(part, ast.Attribute) and part.attr == "dtype" for part in ast.walk(test))
+    for part in ast.walk(test):
+        value = reader.read(part) if isinstance(part, ast.Name) else None
+        if isinstance(part, ast.Name) and isinstance(value, Tensor):
+            operands.append((part.id, value))
+    if not is_about_dtype or not operands:
+        return None
+    code = compile(ast.Expression(test), "<condition>", "eval")
+    names: Mapping[str, Any] = level.frame.f_locals
+
+    def run(cast: Cast) -> None:
+        changed = {name: cast(value) if isinstance(value, Tensor) else value for name, value in names.items()}
+        if bool(eval(code, level.frame.f_globals, changed)) is not expects:
+            raise AssertionError
+
+    return FailingCall(level.frame.f_code.co_name, list(dict(operands).items()), run, is_check=True)
+
+
+def _is_of_check(node: ast.AST) -> bool:
+    return isinstance(node, (*_CHECKS, *_GRAMMAR))

@@ -1,0 +1,154 @@
+"""`find_growth`: whether magnitudes have grown up to the last sample, and when the format will end. Needs no torch.
+
+The magnitudes are fitted by an exponential: their base-2 logarithms by a line over the steps.
+
+The limits below, with those of `describe`, were chosen on 55 small trainings of 1,500 steps on a CPU, in bfloat16,
+float16 and float32. None of the 31 that learn showed a growth after 20, 40, 60, 80 or 100 % of its steps. Of the 19
+that grow beyond 64 over several samples, 18 did at the end; the other was inf after 8 samples. The remaining five
+stayed below 64, or jumped at once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+MIN_SAMPLES = 8
+"""Fewer samples show no growth."""
+
+BLOCKS = 24
+"""A window is divided into at most so many blocks of samples, and each block replaced by its medians."""
+
+MIN_RISE = 1.0
+"""The least rise, in powers of two."""
+
+NOISE = 4.0
+"""The rise must be larger than the noise by this factor."""
+
+ORDERED = 0.7
+"""Of all pairs of blocks, the later one must be larger in so many more than it is smaller (Kendall's tau)."""
+
+PACE_KEPT = 0.5
+"""The last half of the window must rise at this part of the pace of the whole window. A rise that levels off is the
+beginning of a healthy training.
+"""
+
+HORIZON = 2.0
+"""A forecast reaches at most so many times as far as the window of its fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How magnitudes have grown.
+
+    Attributes:
+        first_step, last_step: the steps of the window.
+        start, end: the magnitudes there: medians of three samples.
+        rise: by how much the fit rises in the window, in powers of two.
+        pace: powers of two per step, in the last half of the window.
+        noise: the standard deviation around the fit, in powers of two.
+        is_even: whether the last half does not rise much faster than the whole window.
+    """
+
+    first_step: int
+    last_step: int
+    start: float
+    end: float
+    rise: float
+    pace: float
+    noise: float
+    is_even: bool
+
+    def forecast(self, limit: float) -> int | None:
+        """Return in how many steps the fit reaches a limit at this pace: log2(limit / end) / pace.
+
+        0 if it has been reached. None beyond `HORIZON` times the window, where an extrapolation says nothing. Of eight
+        trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of steps in seven, and
+        13 times in one that grew faster and faster.
+        """
+        if self.end >= limit:
+            return 0
+        steps = math.log2(limit / self.end) / self.pace
+        if steps > HORIZON * (self.last_step - self.first_step):
+            return None
+        return round(steps)
+
+
+def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | None:
+    """Return the growth up to the last sample, or None without a clear one.
+
+    Windows that end at the last sample are fitted, each shorter than the one before. The longest with a clear growth
+    at an even pace counts; without one, the shortest with a clear growth.
+
+    The line through the medians of the blocks has the slope of Theil and Sen: the median of the slopes of all pairs. So
+    a fourth of the samples may lie anywhere (Sen, 1968, has 29 % as the limit). The noise is 1.4826 times the median
+    distance from the line, which is the standard deviation if it is normal. Samples that are not finite, and zeros, are
+    left out.
+    """
+    points = [
+        (step, math.log2(magnitude))
+        for step, magnitude in zip(steps, magnitudes, strict=True)
+        if 0 < magnitude < math.inf
+    ]
+    # a growth that began late is clear only in a short window
+    shortest: Growth | None = None
+    length = len(points)
+    while length >= MIN_SAMPLES:
+        growth = _fit(points[-length:])
+        if growth is not None and growth.is_even:
+            return growth
+        shortest = growth or shortest
+        length = length * 3 // 4
+    return shortest
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
+    """Return the growth in a window, or None if it is not clear."""
+    blocks = _divide(points)
+    heights = [height for _, height in blocks]
+    if median(heights[-3:]) - median(heights[:3]) < MIN_RISE / 2:  # saves the fit
+        return None
+    slope = _find_slope(blocks)
+    level = median(height - slope * step for step, height in blocks)
+    noise = 1.4826 * median(abs(height - slope * step - level) for step, height in blocks)
+    first, last = points[0][0], points[-1][0]
+    rise = slope * (last - first)
+    if rise < max(MIN_RISE, NOISE * noise) or _count_order(heights) < ORDERED:
+        return None
+    # where the rise levels off, the last half is slower
+    late = blocks[len(blocks) // 2 :]
+    pace = _find_slope(late)
+    if pace < PACE_KEPT * slope:
+        return None
+    # magnitudes that were there, and not those of the line, which misses a bend
+    start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
+    return Growth(first, last, start, end, rise, pace, noise, is_even=pace * PACE_KEPT <= slope)
+
+
+def _divide(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Return the medians of blocks of equal numbers of samples."""
+    count = min(BLOCKS, len(points))
+    edges = [number * len(points) // count for number in range(count + 1)]
+    blocks = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        block = points[start:end]
+        blocks.append((median(step for step, _ in block), median(height for _, height in block)))
+    return blocks
+
+
+def _find_slope(blocks: Sequence[tuple[float, float]]) -> float:
+    slopes = []
+    for number, (step, height) in enumerate(blocks):
+        for later_step, later_height in blocks[number + 1 :]:
+            slopes.append((later_height - height) / (later_step - step))
+    return median(slopes)
+
+
+def _count_order(heights: Sequence[float]) -> float:
+    """Return Kendall's tau of heights in order: 1 if each is larger than all before, -1 if smaller."""
+    rising = pairs = 0
+    for number, height in enumerate(heights):
+        for later in heights[number + 1 :]:
+            rising += (later > height) - (later < height)
+            pairs += 1
+    return rising / pairs

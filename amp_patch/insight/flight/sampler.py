@@ -1,0 +1,370 @@
+"""`Sampler`: keeps the magnitudes of module outputs and gradients in every so many steps of a training.
+
+It changes no value. In a step that is not sampled, there is no hook on any module.
+"""
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...casting import compiling
+from ...session import Session
+from ...torch_dispatch import get_current_node, get_scale_on_device, without_dispatch
+from ...torch_private import get_local_tensor, get_sparse_values
+from ..flight_record import FlightKind, FlightRecord
+from ..naming import name_modules
+from ..rules import short
+from ..runs import check_count
+from ..short_dtypes import LARGEST
+from ..tensors import floating_in
+from .sheet import UNSEEN, Columns, Page, Sheet
+
+_SPARE_ROWS = 64
+"""Rows for values that a script shows for the first time in a step that has begun already."""
+
+
+class _OutputHook:
+    """Forward hook of a module. A copied or unpickled hook has no sampler, and does nothing."""
+
+    def __init__(self, sampler: "Sampler | None" = None, row: int = 0) -> None:
+        self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)
+        self._row = row
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if compiling.is_compiling():  # compiled code would keep the hook
+            return
+        sampler = self._sampler()
+        if sampler is not None:
+            sampler.look_at_output(self._row, module, output)
+
+    def __deepcopy__(self, memo: Any) -> "_OutputHook":
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
+        return type(self), ()
+
+
+@dataclass(slots=True)
+class _Row:
+    """What a row of the sheets stands for. `owner` is the module or parameter; None: a value or a loss scale."""
+
+    subject: FlightKind
+    name: str
+    owner: "weakref.ref[Any] | None" = None
+    dtype: str = ""
+
+
+class _Sample(NamedTuple):
+    """A sampled step, and what was measured on each device."""
+
+    step: int
+    pages: tuple[Page, ...]
+
+
+class Sampler:
+    """Samples one step in `every`, and keeps the last `keep` samples on the host.
+
+    Whoever drives it tells it of each step: `begin_step`, `look_at_gradients` before each optimizer's step, `end_step`.
+    A sampled step takes two launches for each output of a module and each gradient, six for the step, one for each
+    loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
+
+    Not sampled: modules inside of compiled code, replicas of DataParallel, calls without gradients in eval mode, and
+    what a checkpoint computes again.
+    """
+
+    def __init__(self, every: int = 50, keep: int = 256) -> None:
+        check_count(every, "every")
+        check_count(keep, "keep", 2)
+        self._every = every
+        self._get_models: Callable[[], Iterable[nn.Module]] = list
+        self._session: Session | None = None
+        self._scalers: Sequence[Any] = ()
+        self._rows: list[_Row] = []
+        self._numbers_of_rows: dict[tuple[FlightKind, object], int] = {}  # by the id of the owner, or the name
+        self._sheets: dict[torch.device, Sheet] = {}
+        self._samples: deque[_Sample] = deque(maxlen=keep)
+        self._handles: list[RemovableHandle] = []
+        self._is_sampling = self._is_paused = self._has_scale = False
+        self._last_output: Callable[[], Tensor | None] = lambda: None
+        self._low = ""
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether this step is sampled."""
+        return self._is_sampling
+
+    @property
+    def low(self) -> str:
+        """The short name of the 16-bit dtype that was seen last; "" without one."""
+        return self._low
+
+    def attach(
+        self,
+        get_models: Callable[[], Iterable[nn.Module]],
+        session: Session | None = None,
+        scalers: Sequence[Any] = (),
+    ) -> None:
+        """Sample models from the next step on.
+
+        Args:
+            get_models: returns the models. It is called at each sampled step, so models may join.
+            session: has the masters of parameters, and the loss scalers.
+            scalers: GradScalers of the script, in place of the session's.
+        """
+        self._get_models, self._session, self._scalers = get_models, session, scalers
+
+    def detach(self) -> None:
+        """Remove all hooks, and sample no further step. The samples stay. Harmless twice."""
+        self._remove_hooks()
+        self._is_sampling = False
+        self._get_models, self._session, self._scalers = list, None, ()
+
+    def pause(self) -> None:
+        """Ignore modules that are called until `go_on`."""
+        self._is_paused = True
+
+    def go_on(self) -> None:
+        """End a pause."""
+        self._is_paused = False
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step: if it is sampled, put a hook on each module."""
+        if step % self._every:
+            return
+        self._remove_hooks()
+        self._is_sampling, self._has_scale = True, False
+        for module, row in self._list_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # refuses hooks
+                self._handles.append(module.register_forward_hook(_OutputHook(self, row)))
+        rows = len(self._rows) + _SPARE_ROWS
+        for device, sheet in self._sheets.items():
+            if sheet.rows < len(self._rows):
+                self._sheets[device] = Sheet(device, rows)
+            self._sheets[device].begin()
+
+    def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
+        """Measure the output of a module. A tensor that the last module has returned already is its, and is left out:
+        so containers without ops of their own have no samples.
+        """
+        if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
+            return
+        if get_current_node() is not None:  # a checkpoint calls the module again
+            return
+        for tensor in floating_in([output]):
+            if self._last_output() is tensor:
+                continue
+            self._last_output = weakref.ref(tensor)
+            self._measure(row, tensor)
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Measure a tensor that is no output of a module. Does nothing in a step that is not sampled."""
+        if not self._is_watching():
+            return
+        row = self._find_row(FlightKind.VALUE, name, name)
+        for value in floating_in([tensor]):
+            self._measure(row, value)
+
+    def look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Measure the gradients that an optimizer is about to use, and the loss scale."""
+        if not self._is_watching():
+            return
+        with torch.no_grad():
+            self._note_scales()
+            scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to unscale
+            if not isinstance(scale, Tensor):
+                scale = None
+            masters = self._find_masters()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    row = self._numbers_of_rows.get((FlightKind.GRADIENT, masters.get(id(parameter), id(parameter))))
+                    if row is not None and parameter.grad is not None:
+                        for values in _values_of(parameter.grad):
+                            self._measure(row, values, scale)
+
+    def end_step(self, step: int) -> None:
+        """End a step. If it was sampled, its numbers begin their way to the host."""
+        if not self._is_sampling:
+            return
+        self._remove_hooks()
+        self._is_sampling = False
+        with without_dispatch():
+            pages = [sheet.finish() for sheet in self._sheets.values()]
+        measured = tuple(page for page in pages if page is not None)
+        if measured:
+            self._samples.append(_Sample(step, measured))
+
+    # ---- what was sampled --------------------------------------------------------------------------------------------
+
+    def has_arrived(self) -> bool:
+        """Return whether `records` would not wait for the device."""
+        return all(page.is_here() for page in self._samples[-1].pages) if self._samples else True
+
+    def records(self, last: int | None = None) -> list[FlightRecord]:
+        """Return the samples by module, or only the last few. Waits until the numbers are on the host."""
+        samples = list(self._samples)
+        if last is not None:
+            samples = samples[-last:]
+        columns = [(sample.step, _merge([page.unfold() for page in sample.pages])) for sample in samples]
+        rows: dict[tuple[FlightKind, str], list[int]] = {}
+        for number, row in enumerate(self._rows):
+            rows.setdefault((row.subject, row.name), []).append(number)
+        records = [self._make_record(subject, name, numbers, columns) for (subject, name), numbers in rows.items()]
+        return [record for record in records if record.steps]
+
+    def _make_record(
+        self, subject: FlightKind, name: str, rows: Sequence[int], columns: Sequence[tuple[int, Columns]]
+    ) -> FlightRecord:
+        """Return the samples of some rows, such as the parameters of a module, as one record."""
+        points = []
+        for step, (counts, *numbers) in columns:
+            seen = [row for row in rows if row < len(counts) and counts[row] != UNSEEN]
+            if seen:
+                values = max(1.0, sum(counts[row] for row in seen))
+                largest, zeros, near = ([column[row] for row in seen] for column in numbers)
+                points.append((step, _find_largest(largest), sum(zeros) / values, sum(near) / values))
+        return FlightRecord(
+            subject,
+            name,
+            self._rows[rows[-1]].dtype,
+            tuple(point[0] for point in points),
+            tuple(point[1] if subject is FlightKind.SCALE else _shorten(point[1]) for point in points),
+            tuple(_shorten(point[2]) for point in points),
+            tuple(_shorten(point[3]) for point in points),
+            self._low,
+        )
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def _is_watching(self) -> bool:
+        return self._is_sampling and not self._is_paused and not _is_capturing()
+
+    def _list_modules(self) -> list[tuple[nn.Module, int]]:
+        """Return the modules of all models with their rows, and give each parameter a row."""
+        modules = list(dict(name_modules(list(self._get_models()))).values())
+        listed = [(module, self._find_row(FlightKind.OUTPUT, id(module), name, module)) for module, name in modules]
+        for module, name in modules:
+            for parameter in module.parameters(recurse=False):
+                self._find_row(FlightKind.GRADIENT, id(parameter), name, parameter)
+        return listed
+
+    def _find_row(self, subject: FlightKind, key: object, name: str, owner: object = None) -> int:
+        number = self._numbers_of_rows.get((subject, key))
+        if number is not None:
+            row = self._rows[number]
+            if row.owner is None or row.owner() is owner:
+                return number
+        # new, or the id of an object that has been freed
+        number = self._numbers_of_rows[subject, key] = len(self._rows)
+        self._rows.append(_Row(subject, name, None if owner is None else weakref.ref(owner)))
+        return number
+
+    def _measure(self, row: int, tensor: Tensor, scale: Tensor | None = None) -> None:
+        sheet = self._find_sheet(tensor.device)
+        if row >= sheet.rows:  # a new value: from the next sampled step on
+            return
+        dtype = self._rows[row].dtype = short(tensor.dtype)
+        if dtype in LARGEST:
+            self._low = dtype
+        with without_dispatch():
+            sheet.measure(row, tensor, scale)
+
+    def _find_sheet(self, device: torch.device) -> Sheet:
+        sheet = self._sheets.get(device)
+        if sheet is None:
+            sheet = self._sheets[device] = Sheet(device, len(self._rows) + _SPARE_ROWS)
+            sheet.begin()
+        return sheet
+
+    def _note_scales(self) -> None:
+        """Note the loss scales, once in a step, before they are updated."""
+        if self._has_scale:
+            return
+        self._has_scale = True
+        scalers = list(self._scalers)
+        if self._session is not None and not scalers:
+            scalers = list(self._session.scalers)
+        for number, scaler in enumerate(scalers):
+            scale = _read_scale(scaler)
+            if scale is not None:
+                name = str(number) if number else ""
+                device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
+                row, sheet = self._find_row(FlightKind.SCALE, name, name), self._find_sheet(device)
+                if row < sheet.rows:
+                    with without_dispatch():
+                        sheet.note(row, scale)
+
+    def _find_masters(self) -> dict[int, int]:
+        """Return for the id of each master the id of its parameter."""
+        masters: dict[int, int] = {}
+        if self._session is not None:
+            for model in self._session.models():
+                for parameter in model.parameters():
+                    master = self._session.find_master(parameter)
+                    if master is not None:
+                        masters[id(master)] = id(parameter)
+        return masters
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+
+
+def _values_of(gradient: Tensor) -> Iterator[Tensor]:
+    """Yield the values of a gradient that are on this rank; of a sparse gradient those that are stored."""
+    local = get_local_tensor(gradient)
+    values = gradient if local is None else local
+    yield from floating_in([get_sparse_values(values) if values.layout is torch.sparse_coo else values])
+
+
+def _read_scale(scaler: Any) -> Tensor | float | None:
+    """Return the scale of a GradScaler, of a loss scaler of a session, or None for a scaler that does not scale."""
+    if getattr(scaler, "is_identity", False):
+        return None
+    scaler = getattr(scaler, "scaler", scaler)  # a session wraps the GradScaler of a script
+    if isinstance(scaler, torch.amp.GradScaler):
+        return get_scale_on_device(scaler) if scaler.is_enabled() else None
+    scale: Tensor | float = scaler.scale
+    return scale
+
+
+def _is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured, which would keep the launches of a sample."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _merge(pages: Sequence[Columns]) -> Columns:
+    """Return the columns of all devices as one. Most models are on one."""
+    merged, *others = pages
+    for columns in others:
+        for row, count in enumerate(columns[0]):
+            if count == UNSEEN:
+                continue
+            for column in merged:
+                column.extend([UNSEEN if column is merged[0] else 0.0] * (row + 1 - len(column)))
+            is_first = merged[0][row] == UNSEEN
+            merged[0][row] = count if is_first else merged[0][row] + count
+            merged[1][row] = columns[1][row] if is_first else _find_largest([merged[1][row], columns[1][row]])
+            for column, added in zip(merged[2:], columns[2:], strict=True):
+                column[row] = added[row] if is_first else column[row] + added[row]
+    return merged
+
+
+def _find_largest(numbers: Sequence[float]) -> float:
+    """Return the largest number; NaN if one is."""
+    return math.nan if any(number != number for number in numbers) else max(numbers)
+
+
+def _shorten(number: float) -> float:
+    """Return a number with five digits."""
+    return float(f"{number:.5g}") if number else 0.0

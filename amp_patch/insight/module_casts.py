@@ -1,0 +1,69 @@
+"""Notes the lines of a script that cast the weights of modules, such as `model.half()`."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..interrupts import UndoStack
+from ..patching import Patch, Patcher
+from .sites import find_site
+
+_CASTS = ("half", "bfloat16", "float", "double", "to", "type")
+
+
+class ModuleCasts:
+    """The last cast of each parameter and buffer.
+
+    Only methods of modules are noted, and only if they change a dtype. Casts by amp_patch are left out.
+    """
+
+    def __init__(self) -> None:
+        self._lines: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._texts: dict[int, str] = {}
+
+    def install(self, undo: UndoStack) -> None:
+        """Note casts until `undo` is closed."""
+        patcher = Patcher()
+        undo.callback(patcher.undo)
+        patcher.install([Patch(nn.Module, name, self._make_noting(name)) for name in _CASTS])
+
+    def find(self, tensor: Tensor) -> str:
+        """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did."""
+        return self._texts[id(tensor)] if self._lines.get(id(tensor)) is tensor else ""
+
+    def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+            def cast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                before = {name: tensor.dtype for name, tensor in _tensors_of(module)}
+                result = original(module, *args, **kwargs)
+                self._note(module, name, before)
+                return result
+
+            return cast
+
+        return replace
+
+    def _note(self, module: nn.Module, name: str, before: dict[str, torch.dtype]) -> None:
+        site = find_site()
+        if site.by == "amp":
+            return
+        for key, tensor in _tensors_of(module):
+            if before.get(key, tensor.dtype) is not tensor.dtype:
+                self._lines[id(tensor)] = tensor
+                self._texts[id(tensor)] = f".{name}() at {site.place}"
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+casts = ModuleCasts()
+"""The casts in this process, from the call of `note_casts` on."""
+
+
+def note_casts() -> None:
+    """Note the casts of models until the process ends."""
+    casts.install(UndoStack())

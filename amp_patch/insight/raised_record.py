@@ -1,0 +1,113 @@
+"""`RaisedRecord`: an exception of the script that dtypes, or the use of a GradScaler, explain."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from . import display
+from .fault_record import Phase, Word
+from .json_values import absent
+
+
+class RaisedCause(Word):
+    """Why the call raised. `raised_text` describes each."""
+
+    MIXED = "mixed dtypes"  # the operands have several dtypes, and the call refuses that
+    UNSUPPORTED = "unsupported dtype"  # all operands have one dtype, and the call refuses it
+    LOW_WEIGHTS = "16-bit weights"  # a GradScaler unscales no float16 gradients
+    NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
+    SCALER_ORDER = "order of calls"  # of the methods of a GradScaler
+
+    @property
+    def is_of_scaler(self) -> bool:
+        """Whether a GradScaler has raised the exception."""
+        return self in (RaisedCause.LOW_WEIGHTS, RaisedCause.NO_GRADIENTS, RaisedCause.SCALER_ORDER)
+
+
+class OperandOrigin(Word):
+    """What gave an operand its dtype."""
+
+    RULE = "rule"  # of a list, a module rule or a level
+    CAST = "cast"  # of the script
+    OP = "op"  # an op that made it so, such as torch.zeros
+    WEIGHT = "weight"  # a parameter or buffer
+    INPUT = "input"  # made before the recording began, or outside of torch
+    UNKNOWN = "unknown"
+
+
+class Operand(NamedTuple):
+    """A tensor among the arguments of the call.
+
+    Attributes:
+        name: how the script writes it, else the name of the argument.
+        dtype: its dtype, as "bf16".
+        origin: an `OperandOrigin`.
+        made_by: the op that gave it this dtype; of a weight, its name; of an input, its variable; else "".
+        module, site: the module and the line of that op. For an input, the line of the frame with the variable.
+        rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
+            the op took; "" for none.
+        entry: the place of the rule; "" without one.
+    """
+
+    name: str
+    dtype: str
+    origin: str
+    made_by: str = ""
+    module: str = ""
+    site: str = ""
+    rule: str = ""
+    entry: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RaisedRecord:
+    """An exception that left the script, or the function that ran under a recording.
+
+    Attributes:
+        error, message: the class and the text of the exception.
+        cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
+        step, phase: the number of the step, and the part of it that ran.
+        op: the name of the call that raised: in lists if they can name it, else in the script.
+        module, site: the module and the line of the script; for the backward pass of an op, where the op itself ran.
+        raised_at: for the backward pass of an op, the line that was running; else None.
+        called_from: the line of the user's own code, if `site` is in an installed package.
+        operands: the floating tensors among the arguments, each as the fields of an `Operand`.
+        details: further facts, a line each.
+        entries: lines of op lists. Each repairs the call without the others.
+        regions: module rules. Each repairs the call without the others.
+        edits: edits of the script. Each repairs the call without the others.
+        list_name: the shipped list that a new list extends if the run has no lists.
+        rank: the rank of the process.
+    """
+
+    kind: ClassVar[str] = "raised"
+
+    error: str
+    message: str
+    cause: RaisedCause
+    step: int
+    phase: Phase
+    op: str
+    module: str | None = absent("")
+    site: str | None = absent("")
+    raised_at: str | None = absent("")
+    called_from: str | None = absent("")
+    operands: tuple[tuple[str, str, str, str, str, str, str, str], ...] = ()
+    details: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    list_name: str = "float16"
+    rank: int = 0
+
+    @property
+    def given(self) -> list[Operand]:
+        """The operands as `Operand`s."""
+        return [Operand(*row) for row in self.operands]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Lines of lists, the best first. Each repairs the call without the others."""
+        return (*self.entries, *self.regions)
+
+    def __str__(self) -> str:
+        return display.as_text(self)

@@ -1,0 +1,62 @@
+"""The section of a flight recorder: a chart for each module, gradient or value that has grown."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ..flight.describe import Grown, find_grown, find_limit, name_subject, summarize
+from ..flight_record import FlightKind, FlightRecord
+from ..recordings import Recording
+from ..short_dtypes import spell_out
+from .charts import Series, draw_curves
+from .markup import Markup, element
+
+MOST_CHARTS = 12
+"""The most charts of what has grown. The other samples are in the data of the page."""
+
+_LARGEST_SHOWN = 1e6  # the end of float16 fits on the axis of a chart; the ends of bfloat16 and float32 do not
+
+FLIGHT_STYLE = ".c0{--c:var(--accent)}\n.c1{--c:var(--hot)}\n"
+
+
+def make_flight(recording: Recording) -> Iterator[Markup]:
+    """Yield the section, if the recording has samples of a flight recorder."""
+    if not recording.flight:
+        return
+    title, *lines = summarize(recording.flight, next(iter(recording.faults), None)).splitlines()
+    grown = find_grown(recording.flight)
+    charts = [_draw_grown(item) for item in grown[:MOST_CHARTS]]
+    charts += [_draw_scale(record) for record in recording.flight if record.subject is FlightKind.SCALE]
+    yield element(
+        "section",
+        element("h2", "Flight recorder"),
+        element("p", title.capitalize()),
+        element("ul", *(element("li", line.strip()) for line in lines)) if lines else Markup(""),
+        element("div", *charts, class_="pair"),
+    )
+
+
+def _draw_grown(grown: Grown) -> Markup:
+    record, name = grown.record, name_subject(grown.record)
+    limit = find_limit(record)
+    drawn = [_make_series(0, "largest magnitude", record.largest)]
+    caption = f"Largest magnitude of {name}."
+    if limit < _LARGEST_SHOWN:
+        drawn.append(_make_series(1, "end of the format", [limit] * len(record.steps)))
+        caption += f" Orange: the largest {spell_out(record.low)}."
+    return _figure(drawn, record, caption)
+
+
+def _draw_scale(record: FlightRecord) -> Markup:
+    name = name_subject(record)
+    return _figure([_make_series(0, name, record.largest)], record, f"{name.capitalize()}.")
+
+
+def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:
+    drawing = draw_curves(drawn, (), caption, record.steps)
+    return element("figure", drawing, element("figcaption", caption))
+
+
+def _make_series(colour: int, name: str, values: Sequence[float]) -> Series:
+    # samples that are inf or NaN are gaps
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    return Series(name, colour, finite, (), ())

@@ -1,0 +1,128 @@
+"""`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
+
+It patches functions of torch at the end of a scaled backward pass. `ScalerWatch` undoes this at the next region of
+autocast, backward pass, or call of `scale`, `unscale_` or `step`, so that no forward pass in a region meets a patch.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..casting import compiling
+from ..patching import Patch, Patcher
+from .misuse import Kind
+from .roots import find_line
+
+_CLIP_FILE = torch.nn.utils.clip_grad.__file__
+
+_READERS: tuple[tuple[Any, str, Kind], ...] = (
+    (Tensor, "norm", Kind.READ),
+    (torch, "norm", Kind.READ),
+    (torch, "_foreach_norm", Kind.READ),
+    (torch.linalg, "norm", Kind.READ),
+    (torch.linalg, "vector_norm", Kind.READ),
+    (Tensor, "std", Kind.READ),
+    (Tensor, "histc", Kind.READ),
+    (torch, "histc", Kind.READ),
+    (Tensor, "clamp", Kind.CLIPPED),
+    (torch, "clamp", Kind.CLIPPED),
+    (Tensor, "clamp_", Kind.CLIPPED),
+    (torch, "clamp_", Kind.CLIPPED),
+    (Tensor, "clip_", Kind.CLIPPED),
+    (torch, "_foreach_clamp_min_", Kind.CLIPPED),
+    (torch, "_foreach_clamp_max_", Kind.CLIPPED),
+)
+"""Functions whose results on gradients depend on the scale, each with the kind of misuse.
+
+`clip_grad_value_` calls the last two.
+"""
+
+_ORIGINALS = {(owner, name): getattr(owner, name) for owner, name, _ in _READERS}
+"""The functions as torch has them."""
+
+_ALWAYS = 10
+"""The number of scaled backward passes at the start of a run after each of which torch is patched.
+
+Later it is patched after few of them: it takes 0.3 ms, which would slow small steps down.
+"""
+
+
+class GradientReads:
+    """Keeps the tensors that were measured or clamped while torch was patched, until `clear`."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Kind, str]] = {}  # by the address of the data
+        self._patcher: Patcher | None = None
+
+    def begin(self, count: int) -> None:
+        """Patch torch, until `end`. `count`: the number of scaled backward passes so far.
+
+        After the first ten, it patches only if `count` ends in 0 or 1: many scripts log in every tenth step.
+        """
+        if count > _ALWAYS and count % 10 > 1:
+            return
+        if self._patcher is None:
+            self._patcher = Patcher()
+            # Functions that a session has patched are left out: its patches may be undone before these.
+            patches = [
+                Patch(owner, name, self._make_noting(kind))
+                for owner, name, kind in _READERS
+                if getattr(owner, name) is _ORIGINALS[owner, name]
+            ]
+            # torch.jit.script knows torch's functions by their identity, so they have to be back when it runs.
+            self._patcher.install([*patches, Patch(torch.jit, "script", self._end_before)])
+
+    def end(self) -> None:
+        """Undo the patches."""
+        if self._patcher is not None:
+            self._patcher.undo()
+            self._patcher = None
+
+    def clear(self) -> None:
+        """Forget the tensors."""
+        self._read.clear()
+
+    def find(self, parameters: Iterable[Tensor]) -> tuple[Kind, str] | None:
+        """Return the kind and the line of a call that measured or clamped a gradient of these parameters, or None."""
+        if not self._read:
+            return None
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._read:
+                return self._read[gradient.data_ptr()]
+        return None
+
+    def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that undoes the patches and then calls the original."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.end()
+            return original(*args, **kwargs)
+
+        return call
+
+    def _make_noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+            def read(*args: Any, **kwargs: Any) -> Any:
+                if not compiling.is_compiling():
+                    self._note(kind, args[0] if args else kwargs.get("input"), sys._getframe(1).f_code.co_filename)
+                return original(*args, **kwargs)
+
+            return read
+
+        return replace
+
+    def _note(self, kind: Kind, argument: Any, caller: str) -> None:
+        # `ScalerWatch` notices clip_grad_norm_ itself: with a large limit, a script only measures the norm by it.
+        if kind is Kind.READ and caller == _CLIP_FILE:
+            return
+        tensors = [argument] if isinstance(argument, Tensor) else argument
+        if not isinstance(tensors, (list, tuple)):
+            return
+        for tensor in tensors:
+            # A gradient has no grad_fn, unless it was made with create_graph=True.
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.grad_fn is None:
+                self._read.setdefault(tensor.data_ptr(), (kind, find_line()))

@@ -1,0 +1,93 @@
+"""`ScaleState`: notices learning rate schedules that count skipped steps, and checkpoints without the loss scale."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..patching import Patch
+from .misuse import Kind, Misuse
+from .roots import find_line, is_in_library
+
+_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
+_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor"})
+_DEEPEST = 3
+_MOST_PARTS = 64
+"""The depth to which a checkpoint is searched, and how many items of each container: a model has many weights."""
+
+
+class ScaleState:
+    """Follows the schedules and the checkpoints of a script with a GradScaler. `tell` is called with each misuse."""
+
+    def __init__(self, tell: Callable[[Misuse], None]) -> None:
+        self._tell = tell
+        # For each optimizer, the number of steps that a GradScaler took or skipped.
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
+        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # calls of `step`
+        self._saved_at = ""  # the line that saved an optimizer without a scaler since the last step
+        self._is_state_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
+
+    def patches(self) -> Iterator[Patch]:
+        """Yield the patches of LRScheduler.step, torch.save and GradScaler.state_dict."""
+        yield Patch(LRScheduler, "step", self._check_schedule)
+        yield Patch(torch, "save", self._note_saving)
+        yield Patch(torch.amp.GradScaler, "state_dict", self._note_state)
+
+    def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
+        """Record a step by an enabled GradScaler. Report a checkpoint that was saved before it without the scaler."""
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if is_skipped:
+            self._skipped.add(optimizer)
+        else:
+            self._skipped.discard(optimizer)
+        if self._saved_at and not self._is_state_read:
+            self._tell(Misuse(Kind.UNSAVED_SCALER, self._saved_at))
+        self._saved_at = ""
+
+    def note_reading(self) -> None:
+        """Record that the script has read the scale, by which it may notice a skipped step."""
+        self._skipped.clear()
+
+    def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
+            # Its constructor makes the first call, so counting begins at -1.
+            count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
+            steps = self._steps.get(scheduler.optimizer, 0)
+            # A schedule of epochs takes fewer steps than its optimizer, and may count skipped ones.
+            if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():
+                self._tell(Misuse(Kind.SCHEDULED_SKIP, find_line()))
+            return original(scheduler, *args, **kwargs)
+
+        return step
+
+    def _note_saving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._steps and _holds(obj, _OPTIMIZER_KEYS):
+                self._saved_at = "" if _holds(obj, _SCALER_KEYS) else find_line()
+            return original(obj, *args, **kwargs)
+
+        return save
+
+    def _note_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def state_dict(scaler: Any) -> Any:
+            self._is_state_read = True
+            return original(scaler)
+
+        return state_dict
+
+
+def _holds(value: Any, keys: frozenset[str], depth: int = 0) -> bool:
+    """Return whether a checkpoint is a mapping with these keys, or holds one not deeper than `_DEEPEST`."""
+    if isinstance(value, Mapping):
+        if keys <= value.keys():
+            return True
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    else:
+        return False
+    return depth < _DEEPEST and any(_holds(part, keys, depth + 1) for part in parts[:_MOST_PARTS])
