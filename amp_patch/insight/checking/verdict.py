@@ -27,8 +27,8 @@ class Break(NamedTuple):
 
     Attributes:
         kind: "precision", "rule", "cast", "constant", "optimizer", "ops", "start", "output", "gradient", "update",
-            "lost", "steps", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision any
-            more.
+            "lost", "steps", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision
+            any more.
         text: the promise, and how the run differs from it.
         site: the line of the script, `file.py:line`; "" if none is known.
     """
