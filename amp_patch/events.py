@@ -16,6 +16,9 @@ class Watcher:
     steps in a script that `amp_patch.native` observes.
     """
 
+    observes_ops = True
+    """Whether it observes every op, so that ops which torch casts by itself are wrapped, too."""
+
     def session_opened(self, session: Any) -> None:
         """Called when a session has been opened, and when models have joined it."""
 

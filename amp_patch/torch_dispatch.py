@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_function_stack_at as _get_function_mode
 from torch._C import _len_torch_function_stack
 from torch._ops import OpOverload as OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -153,19 +155,33 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
     return True
 
 
-def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Take a function mode off the stack of this thread, even if others are above it. Harmless if it is not there.
+def leave_function_mode(mode: TorchFunctionMode) -> bool:
+    """Take a function mode off the stack of this thread, even if others are above it. Return False if it is not there,
+    as while the mode itself handles a function.
 
     Without the names used here, the mode that a script has entered last would be taken off instead.
     """
     above = []
+    is_there = False
     for _ in range(_len_torch_function_stack()):
         top = _pop_mode()
         if top is mode:
+            is_there = True
             break
         above.append(top)
     for other_mode in reversed(above):
         _push_mode(other_mode)
+    return is_there
+
+
+def has_foreign_function_mode() -> bool:
+    """Return whether a function mode is on in this thread, other than the one of `torch.set_default_device`.
+
+    torch itself always takes the topmost mode off. So no mode may be put above that of a `with` block of the user,
+    which may end first. A `torch.device` block finds its own mode.
+    """
+    modes = [_get_function_mode(index) for index in range(_len_torch_function_stack())]
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")
@@ -188,6 +204,13 @@ def has_compiled() -> bool:
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames"))
+
+
+def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the flags that a GradScaler has for an optimizer since its last update. Empty if torch drops the name."""
+    states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
+    found_inf = states.get(id(optimizer), {}).get("found_inf_per_device", {})
+    return list(found_inf.values())
 
 
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:

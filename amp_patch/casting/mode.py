@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -214,6 +214,11 @@ class Switch:
         # autocast is disabled here: by the region itself, which has paused it, or by a block inside the region
         return region.is_active and region.depth == get_autocast_depth()
 
+    def region_here(self) -> Mode | None:
+        """Return the mode of the innermost region of this thread, or None outside of all regions."""
+        innermost = self._find_innermost()
+        return None if innermost is None else innermost.mode
+
     def is_in(self, mode: Mode) -> bool:
         """Return whether the innermost region of this thread has this mode."""
         innermost = self._find_innermost()
@@ -231,6 +236,25 @@ class Switch:
     def region(self, mode: Mode, *, pauses: bool = True) -> Region:
         """Return a region, not yet open, in which the casts of this thread act as `mode` says. See `Region`."""
         return Region(self, mode, pauses=pauses)
+
+    @contextlib.contextmanager
+    def outside_regions(self) -> Iterator[None]:
+        """Context manager: inside the block, no region is open in this thread but those that the block opens."""
+        regions = self._local.regions
+        self._local.regions = []
+        self._hide(regions)
+        try:
+            yield
+        finally:
+            self._local.regions = regions
+            with self._lock:
+                self._open += regions
+                self.regions = len(self._open) + (self.autocast is not None)
+
+    def _hide(self, regions: list[Region]) -> None:
+        with self._lock:
+            self._open = [region for region in self._open if region not in regions]
+            self.regions = len(self._open) + (self.autocast is not None)
 
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
         """Open a region for the forward of a module: in the given mode, or without casts if the outer region has none.

@@ -121,7 +121,7 @@ def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCa
 # ---- inputs and outputs of models ------------------------------------------------------------------------------------
 
 
-def cast_tree(value: Any, cast: TensorCast) -> Any:
+def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
@@ -130,23 +130,23 @@ def cast_tree(value: Any, cast: TensorCast) -> Any:
     generator of cast values. All other objects, such as modules, arrays and text, are returned as they are.
 
     If no tensor in a container changes, the container itself is returned, so a model can still fill a container of its
-    caller.
+    caller. With another `kind`, objects of that class are replaced instead of tensors.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         return cast(value)
     if value is None or isinstance(value, (str, bytes, bool, int, float, torch.nn.Module, torch.Size)):
         return value
     if isinstance(value, (tuple, list, set, frozenset)):
-        items = [cast_tree(item, cast) for item in value]
+        items = [cast_tree(item, cast, kind) for item in value]
         if all(map(operator.is_, items, value)):
             return value
         return _rebuild(value, items)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, cast)
+        return _cast_mapping(value, cast, kind)
     if isinstance(value, types.GeneratorType):
-        return (cast_tree(item, cast) for item in value)
+        return (cast_tree(item, cast, kind) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, cast)
+        return _cast_dataclass(value, cast, kind)
     return value
 
 
@@ -173,18 +173,22 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     return value
 
 
-def _find_changed(values: Mapping[Any, Any], cast: TensorCast) -> dict[Any, Any]:
+def _find_changed(
+    values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type | tuple[type, ...]
+) -> dict[Any, Any]:
     """Return the results of a cast for the values that it changes, by their keys."""
     changed = {}
     for key, value in values.items():
-        result = cast_tree(value, cast)
+        result = cast_tree(value, cast, kind)
         if result is not value:
             changed[key] = result
     return changed
 
 
-def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, Any]:
-    changed = _find_changed(value, cast)
+def _cast_mapping(
+    value: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type | tuple[type, ...]
+) -> Mapping[Any, Any]:
+    changed = _find_changed(value, cast, kind)
     if not changed:
         return value
     if type(value) is dict:
@@ -202,12 +206,12 @@ def _cast_mapping(value: Mapping[Any, Any], cast: TensorCast) -> Mapping[Any, An
     return result
 
 
-def _cast_dataclass(value: Any, cast: TensorCast) -> Any:
+def _cast_dataclass(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, ...]) -> Any:
     fields = {}
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
             fields[field.name] = getattr(value, field.name)
-    changed = _find_changed(fields, cast)
+    changed = _find_changed(fields, cast, kind)
     if not changed:
         return value
     try:

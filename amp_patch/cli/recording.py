@@ -17,12 +17,15 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .. import events
-from ..insight.runs import Probe, Run, make_probe, seed_when_imported
+from ..insight.runs import Probe, Run, make_probe, observes_ops, seed_when_imported
 from ..script_settings import NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
+
+if TYPE_CHECKING:
+    from ..insight import Recording
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
 """Names of files in the folder of the run, by which the process of the script informs the command.
@@ -33,6 +36,7 @@ WIDENED: empty; the script failed after it got float32 where it asks for 16 bits
 """
 
 _PROGRESS_SECONDS = 1.0
+_TROUBLE = 1  # exit code of a script that an armed run has stopped
 _SPAWN = "torch.multiprocessing.spawn"
 
 
@@ -49,17 +53,25 @@ class _ProbeStarter(events.Watcher):
 
     Once the probe has seen enough, it writes the recording and ends the script with SystemExit. A script that ends
     before has its recording written at its exit.
+
+    Args:
+        folder: the folder of the run, which a command reads; None if no command waits for the recording.
+        file: without a folder, the file for the recording; None writes none.
     """
 
-    def __init__(self, folder: str, run: Run) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | None, run: Run, file: str | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._file = None if file is None else Path(file)
         self._run = run
+        self.observes_ops = observes_ops(run)
         self._probe: Probe | None = None
         self._progress_due = time.monotonic() + _PROGRESS_SECONDS
 
     def step_ended(self, optimizer: Any) -> None:
         """Write the number of steps into `PROGRESS`, at most once a second."""
-        if self._probe is not None and time.monotonic() > self._progress_due:
+        if self._folder is None or self._probe is None:
+            return
+        if time.monotonic() > self._progress_due:
             self._progress_due = time.monotonic() + _PROGRESS_SECONDS
             (self._folder / PROGRESS).write_text(str(self._probe.steps), encoding="utf-8")
 
@@ -82,10 +94,10 @@ class _ProbeStarter(events.Watcher):
         assert self._probe is not None
         from ..reporting import find_rank  # imports torch
 
-        if self._probe.ends_alone and find_rank() is not None:
+        if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
             # other ranks would wait for this one for ever, so it goes on until the command ends all of them
             return
-        raise SystemExit(0)
+        raise SystemExit(0 if self._folder is not None else _TROUBLE)
 
     def _write(self) -> None:
         """Stop the probe and write its recording, once."""
@@ -94,13 +106,28 @@ class _ProbeStarter(events.Watcher):
         assert probe is not None
         probe.stop()
         recording = probe.recording
+        if self._folder is None:
+            self._write_in_place(recording)
+            return
         file = self._folder / f"{recording.run.rank}-{os.getpid()}-{probe.steps}.jsonl"
         # written under another name first, because the command may read the folder at any time
         recording.to_jsonl(file.with_suffix(".part"))
         file.with_suffix(".part").replace(file)
 
+    def _write_in_place(self, recording: "Recording") -> None:
+        """Write the recording of this rank to the file that the user has named. A full disk is only reported."""
+        file, rank = self._file, recording.run.rank
+        if file is None:
+            return
+        if rank:
+            file = file.with_suffix(f".{rank}{file.suffix}")
+        try:
+            recording.to_jsonl(file)
+        except OSError as error:
+            print_error("amp-patch run", "failed", f"{file} cannot be written: {error.strerror or error}")
 
-def take_over(*, is_first: bool, folder: str | None, marker: str | None, **options: Any) -> None:
+
+def take_over(*, is_first: bool, folder: str | None, marker: str | None, is_watched: bool, **options: Any) -> None:
     """Start a `Takeover` of torch.autocast as soon as torch is imported.
 
     Args:
@@ -108,6 +135,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, **optio
         folder: the folder of a run that is recorded; None if nothing is recorded.
         marker: the path of a file. The first process that reports how it changed the script creates it, so that the
             others stay silent. None: no process reports anything.
+        is_watched: whether a probe watches the script.
         options: the options of the `Takeover`.
     """
     import wrapt
@@ -123,7 +151,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, **optio
             options["on_plain_step"] = str  # `str` ignores the message, so nothing is reported
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_print_once, marker)
-        native.start(takeover, is_watched=folder is not None)
+        native.start(takeover, is_watched=is_watched)
         takeovers.append(takeover)
 
     # exit handlers run in reverse order, so this one runs after the script's own
@@ -282,17 +310,21 @@ def _shorten(error: BaseException) -> str:
     return "".join(shown.format(chain=False))
 
 
-def record(folder: str, probe: str, options: dict[str, Any], seed: int | None) -> None:
-    """Let a probe watch this process, from its first session on, and write its recording into a file in `folder`.
+def record(folder: str | None, probe: str, options: dict[str, Any], seed: int | None, file: str | None = None) -> None:
+    """Let a probe watch this process, from its first session on, and write its recording.
 
     Args:
+        folder: the folder of the run. The recording is written into a file in it, and so is the error of a script that
+            fails. None: there is no command that waits for them.
+        file: without a folder, the file for the recording, or None.
         probe, options: the class of the probe, as `module:Class`, and its arguments.
         seed: the seed of random, numpy and torch; None leaves them alone.
     """
     import wrapt
 
-    starter = _ProbeStarter(folder, Run(probe, options, seed=seed))
-    sys.excepthook = _make_excepthook(folder, starter)
+    starter = _ProbeStarter(folder, Run(probe, options, seed=seed), file)
+    if folder is not None:
+        sys.excepthook = _make_excepthook(folder, starter)
     _explain_in_processes(starter)
     wrapt.when_imported("torch")(_note_casts_of_models)
     if seed is not None:

@@ -21,7 +21,8 @@ from typing import NoReturn
 
 from .. import config
 from ..errors import did_you_mean
-from .values import check_lists, get_level, oplist, opt_level
+from . import armed
+from .values import check_lists, get_level, new_file, oplist, opt_level
 
 IS_WINDOWS = os.name == "nt"
 
@@ -33,9 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options. Arguments after the script, or after `-m MODULE`, belong to the script."""
     parser.usage = (
         "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force]"
-        " [--quiet] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+        f" [--quiet] {armed.USAGE} [--json FILE] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     )
     add_settings(parser)
+    armed.add_options(parser)
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="with --armed: also write what was recorded as JSON lines"
+    )
     parser.add_argument("--quiet", action="store_true", help="do not print to stderr what was changed in the script")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does"
@@ -92,6 +97,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         force=arguments.force,
         everywhere=arguments.everywhere,
         is_quiet=arguments.quiet,
+        watch=armed.watch_in_place(arguments),
     )
     check_lists(parser, "--lists", *arguments.lists)
     # after --, options are surely meant for the script
@@ -169,7 +175,8 @@ def prepare(
             that never does fails at its end.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         is_quiet: do not print to stderr how the script was changed.
-        watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing.
+        watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Without a folder,
+            no command waits for the recording.
         scratch: the arguments of `scratch.redirect`, which `sitecustomize` calls; None redirects no files.
     """
     settings: dict[str, object] = {
@@ -188,7 +195,7 @@ def prepare(
         marker = None
         if not is_quiet:
             marker = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.reported")
-            if watch is not None:
+            if watch is not None and watch["folder"] is not None:
                 marker = os.path.join(str(watch["folder"]), "reported")
         settings["native"] = {
             "marker": marker,
@@ -198,6 +205,7 @@ def prepare(
             "needs_region": needs_region,
             "in_float32": in_float32,
             "folder": None if watch is None else watch["folder"],
+            "is_watched": watch is not None,
         }
     # the options with which this Python was started, such as -W and -X
     interpreter_options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

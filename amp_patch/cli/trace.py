@@ -10,6 +10,7 @@ import traceback
 
 from ..errors import AmpError
 from ..terminal import print_error
+from . import armed, trace_armed
 from .ranks import refuse_ranks
 from .scripts import ScriptRunner, add_script, write_all
 from .trace_fix import fix
@@ -44,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a list that repairs the fault, run the script with it and in float32, and say whether it is enough",
     )
-    usage = "[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE]"
+    armed.add_options(parser)
+    usage = f"[--steps A:B] [--underflow SHARE] [--ignore OP] [--json FILE] [--fix FILE] {armed.USAGE}"
     add_script(parser, usage=usage, has_report=True)
 
 
@@ -55,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     2 (`TROUBLE`): the script could not be checked, or this command failed.
     """
     try:
+        if arguments.armed:
+            return trace_armed.trace(arguments)
+        armed.read_options(arguments)
         return _trace(arguments)
     except (AmpError, OSError) as error:
         print_error(arguments.parser.prog, "failed", str(error))

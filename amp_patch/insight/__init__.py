@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import comparing as comparing
     from . import remedies as remedies
     from . import report as report
+    from .arming.probe import armed as armed
     from .causes import find_remedy as find_remedy
     from .comparing import compare as compare
     from .fault_record import FaultRecord as FaultRecord
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .recordings import Recording as Recording
     from .text import format_recording as format_recording
     from .tracer import trace as trace
+    from .trouble_record import TroubleRecord as TroubleRecord
     from .tuning.options import TuneOptions as TuneOptions
     from .tuning.result import TuneResult as TuneResult
     from .tuning.tuner import Tuner as Tuner
@@ -49,9 +51,11 @@ _HOMES = {
     "QuietRecord": "quiet_record",
     "RaisedRecord": "raised_record",
     "Recording": "recordings",
+    "TroubleRecord": "trouble_record",
     "TuneOptions": "tuning.options",
     "TuneResult": "tuning.result",
     "Tuner": "tuning.tuner",
+    "armed": "arming.probe",
     "compare": "comparing",
     "describe_further": "fault_text",
     "describe_search": "fault_text",

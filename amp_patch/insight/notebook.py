@@ -14,6 +14,7 @@ from .recordings import Recording
 from .records import ComparisonRecord, RunRecord
 from .report.markup import Markup, element, join
 from .text import OP_COLUMNS, choose_forward, describe_recording, entitle_recording, format_recording, op_cells
+from .trouble_record import format_trouble
 
 ROWS = 200
 """The most rows of ops that are shown."""
@@ -28,7 +29,9 @@ def _format_recording(recording: Recording) -> str:
         return format_recording(recording)
     if is_flight(recording):
         return f"{entitle_recording(recording)}\n{summarize(recording.flight)}"
-    text = f"{entitle_recording(recording)}\n{format_faults(recording)}"
+    troubles = [format_trouble(trouble, (), ()) for trouble in recording.troubles]
+    faults = [] if troubles and not recording.faults else [format_faults(recording)]
+    text = "\n".join([entitle_recording(recording), *troubles, *faults])
     if recording.flight:
         fault = next(iter(recording.faults), None)
         text += f"\nwhat led to it: {summarize(recording.flight, fault)}"

@@ -244,6 +244,11 @@ def describe_run(session: Session) -> RunRecord:
     )
 
 
+def make_empty_run() -> RunRecord:
+    """Return the record of a run without a session, as long as there is none."""
+    return RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
@@ -256,8 +261,7 @@ def recording() -> Iterator[Recording]:
         SessionError: another recording is in progress.
     """
     recorder = Recorder()
-    empty_run = RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
-    recording = Recording(empty_run, [])
+    recording = Recording(make_empty_run(), [])
     with in_block(recorder):
         try:
             yield recording

@@ -38,6 +38,7 @@ from .records import (
     StepRecord,
     UndoneCastRecord,
 )
+from .trouble_record import TroubleRecord
 
 Record = (
     RunRecord
@@ -60,6 +61,7 @@ Record = (
     | SketchRecord
     | LowOpRecord
     | ModulesRecord
+    | TroubleRecord
     | OptimizerRecord
     | ModuleNumbersRecord
     | StepNormsRecord
@@ -117,6 +119,11 @@ class Recording:
     def quiet(self) -> list[QuietRecord]:
         """What 16 bits lose although every value is finite."""
         return self.of(QuietRecord)
+
+    @property
+    def troubles(self) -> list[TroubleRecord]:
+        """The steps of an armed run that went wrong."""
+        return self.of(TroubleRecord)
 
     @property
     def raised(self) -> list[RaisedRecord]:

@@ -112,6 +112,11 @@ class RunFailedError(SessionError):
         self.was_widened = was_widened
 
 
+def observes_ops(run: Run) -> bool:
+    """Return whether the probe that a run names observes every op. Imports no torch."""
+    return not run.probe.startswith("arming.")
+
+
 def make_probe(run: Run, on_end: Callable[[], None]) -> Probe:
     """Return the probe that a run names."""
     module, _, name = run.probe.partition(":")

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,19 +44,56 @@ class Site(NamedTuple):
     by: str
 
 
-def find_site() -> Site:
-    """Return where the code that is running was called from. In a thread of autograd there is no place."""
+class Caller(NamedTuple):
+    """The innermost line of the user's code, as `Site` describes it later.
+
+    Attributes:
+        file, number: the file and the number of the line; "" and 0 without one.
+        by: the role of the code between, as in `Site`.
+        known: the global names of the file.
+    """
+
+    file: str
+    number: int
+    by: str
+    known: dict[str, Any]
+
+
+def find_caller() -> Caller:
+    """Return where the code that is running was called from. In a thread of autograd there is no line."""
     by = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        role = _find_role(frame.f_code.co_filename)
-        if role is None:
-            return Site(describe_line(frame.f_code.co_filename, frame.f_lineno), by)
+        code = frame.f_code
+        caller: Caller | None = None
+        if code is _REPEATS:
+            caller = frame.f_locals["caller"]
+            role = caller.by
+        else:
+            role = _find_role(code.co_filename)
+            if role is None:
+                return Caller(code.co_filename, frame.f_lineno, by, frame.f_globals)
         # The innermost role counts, but a cast yields to the code that asked for it, and "optimizer" always wins.
         if role and (by in ("", "cast") or role == "optimizer"):
             by = role
+        if caller is not None:
+            return caller._replace(by=by)
         frame = frame.f_back
-    return Site("", by)
+    return Caller("", 0, by, {})
+
+
+def repeat(caller: Caller, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function as if `caller` did: the ops that it runs have the site of `caller`."""
+    return function(*args, **kwargs)
+
+
+_REPEATS = repeat.__code__
+
+
+def find_site() -> Site:
+    """Return where the code that is running was called from. In a thread of autograd there is no place."""
+    caller = find_caller()
+    return Site(describe_line(caller.file, caller.number) if caller.file else "", caller.by)
 
 
 def is_of_user(file: str) -> bool:
@@ -68,13 +106,11 @@ def names_dtype() -> bool:
 
     Other lines cast to the dtype of a tensor. Returns True if there is no such line.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _find_role(frame.f_code.co_filename) is None:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
-            return _LOW_DTYPE.search(line) is not None
-        frame = frame.f_back
-    return True
+    caller = find_caller()
+    if not caller.file:
+        return True
+    line = linecache.getline(caller.file, caller.number, caller.known)
+    return _LOW_DTYPE.search(line) is not None
 
 
 def find_low_lines(file: str) -> list[str]:

@@ -20,7 +20,7 @@ from .faults import FaultFinder, name_value, none_if_inf
 from .folding import Folding
 from .quiet.watch import QuietWatch
 from .raised_record import RaisedRecord
-from .recorder import Recorder, in_block, note_raised
+from .recorder import Recorder, describe_run, in_block, note_raised
 from .recordings import Record, Recording
 from .rules import short
 from .runs import check_count, check_function, check_names
@@ -109,6 +109,11 @@ class Tracer(Recorder):
         """The faults of the steps that have ended."""
         return list(self._faults)
 
+    @property
+    def searches(self) -> list[FaultRecord]:
+        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        return list(self._searches)
+
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Look at a loss."""
         super().loss_scaled(loss, scaled_loss)
@@ -188,6 +193,60 @@ class Tracer(Recorder):
             self.stop()
             self._on_end()
 
+    # ---- a step that is repeated -------------------------------------------------------------------------------------
+
+    def begin_at(self, session: Session, step: int, *, smallest_loss: float, largest_weight: float) -> None:
+        """Look at the ops of one step, as if all earlier steps had been looked at.
+
+        Args:
+            step: its number.
+            smallest_loss, largest_weight: of the run until then; inf if unknown.
+        """
+        self._count = self._finder.step = self._finder.findings.step = step
+        self._loss.base, self._largest_weight.base = smallest_loss, largest_weight
+        self.run = describe_run(session)
+        self._session = session
+        self._observe(session)
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Context manager: do not look at the ops of the block, which are not the script's."""
+        if self._observer is None:
+            yield
+            return
+        self._observer.pause()
+        try:
+            yield
+        finally:
+            self._observer.go_on()
+
+    def set_scale(self, scale: float) -> None:
+        """Set the loss scale of the loss that goes backward next."""
+        self._scale = scale
+
+    @property
+    def fault_count(self) -> int:
+        """The number of faults in this step so far, some of which may prove harmless."""
+        return len(self._finder.faults)
+
+    def blame_last_step(self, optimizer: Optimizer) -> None:
+        """Enter a fault for weights that do not fit. The step before has made them, from gradients that were finite."""
+        self._finder.step -= 1
+        self._finder.faults = [self._make_of_step(optimizer)]
+        self._finish_faults(None)
+
+    def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
+        """Complete the faults of a repeated step. No optimizer steps. None: the step had not come yet."""
+        if optimizer is None:
+            self.stop()  # completes them as at the end of a script
+            return
+        super().step_begun(optimizer)
+        self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
+        self._look_at_size(optimizer)
+        self._finish_faults(is_skipped)
+
+    # ---- gradients and weights ---------------------------------------------------------------------------------------
+
     def _look_at_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Look at the gradients that an optimizer uses, and at the gradients of other parameters of the models."""
         seen, finder = self._seen, self._finder
@@ -230,8 +289,11 @@ class Tracer(Recorder):
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
-        if self._are_weights_finite:
-            return
+        if not self._are_weights_finite:
+            self._finder.faults.append(self._make_of_step(optimizer))
+
+    def _make_of_step(self, optimizer: Optimizer) -> FaultRecord:
+        """Return the record of weights that a step of an optimizer has made not fit."""
         bad = next(weight for weight in self._weights_of(optimizer) if not bool(weight.detach().isfinite().all()))
         (name,) = self._watched.names_of([bad])
         master = self._watched.find_master(bad)
@@ -249,8 +311,7 @@ class Tracer(Recorder):
             lr=_read_number(group, "lr"),
         )
         value = name_value(has_nan(bad))
-        fault = FaultRecord(self._finder.step, Phase.STEP, value, Cause.STEP, origin=origin, evidence=evidence)
-        self._finder.faults.append(fault)
+        return FaultRecord(self._finder.step, Phase.STEP, value, Cause.STEP, origin=origin, evidence=evidence)
 
     def _finish_faults(self, is_skipped: bool | None) -> None:
         """Complete the faults of a step, and begin the next."""

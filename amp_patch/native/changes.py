@@ -109,7 +109,9 @@ class Changes:
             policy = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
             policy = replace(policy, description=f"{self.level} in the regions of torch.autocast")
             autocast = Autocast(device_type, policy.low_dtype, torch_lists)
-        return NativeSession(policy, device_type, autocast, observes_all=bool(events.watchers))
+        observes_ops = any(watcher.observes_ops for watcher in events.watchers)
+        observes_all = observes_ops or (bool(events.watchers) and self.kind is not Kind.NOTHING)
+        return NativeSession(policy, device_type, autocast, observes_all=observes_all)
 
 
 def load_torch_lists(device_type: str) -> OpLists | None:

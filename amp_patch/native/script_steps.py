@@ -186,7 +186,7 @@ class ScriptSteps:
         self._checks.end_step(optimizer, is_open=session is not None)
         if session is not None:
             found_inf = getattr(optimizer, "found_inf", None)  # GradScaler sets it for a fused step
-            self._report_end(session, optimizer, is_skipped=isinstance(found_inf, Tensor) and bool(found_inf))
+            self._report_end(session, optimizer, is_skipped=found_inf if isinstance(found_inf, Tensor) else False)
 
     def _check_step(self) -> None:
         """Raise PolicyError for a step that cannot be taken under the changes."""
@@ -202,7 +202,7 @@ class ScriptSteps:
         session.note_optimizer(optimizer)
         events.tell(session.without_casts(), "step_begun", optimizer)
 
-    def _report_end(self, session: NativeSession, optimizer: Optimizer, *, is_skipped: bool) -> None:
+    def _report_end(self, session: NativeSession, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
         session.note_optimizer(optimizer)
         session.note_step(optimizer, is_skipped=is_skipped)
         events.tell(session.without_casts(), "step_ended", optimizer)

@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,9 @@ from ..config import Policy
 from ..dtypes import LOW_DTYPES
 from ..errors import SessionError
 from ..session import Session, Stats, current
+from ..torch_dispatch import get_found_inf
 from ..torch_private import get_autocast_depth
+from ..training import HostCopy
 from .float32_script import find_asked_dtype
 from .roots import find_root
 
@@ -77,13 +80,40 @@ class NativeSession(Session):
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
         self._steps_taken = self._steps_skipped = 0
+        self._has_stepped = False
+        self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()  # ids of optimizers, and whether they skipped
         self._seen_low: torch.dtype | None = None
         self._low_weights: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
         # ops that torch casts by itself are wrapped only to be observed, or because of module rules
-        if autocast is not None and self.casts is not None and (observes_all or has_rules):
-            rules_switch = ModuleRulesSwitch(self.switch)
-            self.casts.by_torch = OpCasts(rules_switch, self.casts.low, device_type, None, autocast=autocast)
+        if observes_all or has_rules:
+            self._wrap_all()
+
+    def _wrap_all(self) -> bool:
+        """Let the next patches of ops include those that torch casts by itself. Return False if they do already."""
+        if self._autocast is None or self.casts is None or self.casts.by_torch is not None:
+            return False
+        rules_switch = ModuleRulesSwitch(self.switch)
+        casts = OpCasts(rules_switch, self.casts.low, self.device_type, None, autocast=self._autocast)
+        self.casts.by_torch = casts
+        return True
+
+    @contextlib.contextmanager
+    def observing_all(self) -> Iterator[None]:
+        """Context manager: inside the block, ops that torch casts by itself are wrapped, too.
+
+        Only for a session without lists, which has no patches of ops outside of the block.
+        """
+        if not self._wrap_all():
+            yield
+            return
+        try:
+            self.patch_ops_again()
+            yield
+        finally:
+            self.forget_patches_of_ops()
+            assert self.casts is not None
+            self.casts.by_torch = None
 
     # ---- events in the script ----------------------------------------------------------------------------------------
 
@@ -106,19 +136,33 @@ class NativeSession(Session):
         if all(reference() is not optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def note_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
-        """Count a step, taken or skipped."""
-        if not self._steps_taken and not self._steps_skipped:
+    def note_step(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
+        """Count a step, taken or skipped. A flag (0-dim, 1.0: skipped) is read once it has reached the host."""
+        if not self._has_stepped:
             # by the end of the first step, the script has called all its modules
             self.bindings.warn_of_unused_rules()
+        self._has_stepped = True
         if self.bindings.regions is not None:
             self.bindings.regions.mark_stale()
-        if is_skipped:
-            self._steps_skipped += 1
-            self._skipped.add(id(optimizer))
-        else:
-            self._steps_taken += 1
-            self._skipped.discard(id(optimizer))
+        outcome = HostCopy([is_skipped]) if isinstance(is_skipped, Tensor) else is_skipped
+        self._uncounted.append((id(optimizer), outcome))
+        self._count_steps(wait=False)
+
+    def _count_steps(self, *, wait: bool) -> None:
+        """Count the steps whose outcome the host knows, in order. With `wait`, wait for the outcomes of all."""
+        while self._uncounted:
+            key, outcome = self._uncounted[0]
+            if isinstance(outcome, HostCopy):
+                if not wait and not outcome.is_known():
+                    return
+                outcome = bool(outcome.read()[0])
+            self._uncounted.popleft()
+            if outcome:
+                self._steps_skipped += 1
+                self._skipped.add(key)
+            else:
+                self._steps_taken += 1
+                self._skipped.discard(key)
 
     def begin_region(self) -> None:
         """Prepare for a block of torch.autocast, enabled or not."""
@@ -178,8 +222,16 @@ class NativeSession(Session):
         return self._low_weights if self._seen_low is None else None
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether the last step of an optimizer was skipped."""
+        """Return whether the last step of an optimizer was skipped. May wait for the device."""
+        self._count_steps(wait=True)
         return id(optimizer) in self._skipped
+
+    def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
+        """Return the flags of the script's GradScaler, all of which skip the step. Its `step` has to be under way."""
+        for shown in self.scalers:
+            if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):
+                return flags, True
+        return [], False
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the qualified names of parameters; `parameter of shape (...)` for other tensors."""
@@ -199,6 +251,7 @@ class NativeSession(Session):
 
     def stats(self, *, wait: bool = True) -> Stats:
         """Return the result of `amp.stats()`, with the steps of the script."""
+        self._count_steps(wait=wait)
         return replace(super().stats(wait=wait), steps=self._steps_taken, steps_skipped=self._steps_skipped)
 
 

@@ -227,6 +227,12 @@ class Patcher:
                 return exchange
         return None
 
+    def attributes(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        """Yield the owner, name, original and replacement of each patched attribute."""
+        for exchange in self._exchanges:
+            if exchange.is_patch:
+                yield exchange.slot.owner(), str(exchange.slot.key), exchange.original, exchange.after
+
     def functions(self) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
         """Yield each patched function with its replacement, in the order of installation. Leaves class methods out."""
         for exchange in self._exchanges:

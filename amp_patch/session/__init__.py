@@ -7,5 +7,7 @@ from .arguments import as_optimizers as as_optimizers
 from .arguments import choose_policy as choose_policy
 from .arguments import find_lists_to_lay_over as find_lists_to_lay_over
 from .session import Session as Session
+from .sharding import find_fsdp_modules as find_fsdp_modules
 from .sharding import find_gathered_dtype as find_gathered_dtype
+from .sharding import is_instance_of as is_instance_of
 from .stats import Stats as Stats

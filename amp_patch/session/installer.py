@@ -135,6 +135,11 @@ class Installer:
         self.redirect(self._bindings.models(), with_modules=True)
         self._turn_on()
 
+    def forget_patches_of_ops(self) -> None:
+        """Undo `patch_ops_again`. Patched functions that something still holds call their originals."""
+        with self._lock:
+            references.undo([self.patcher], self._bindings.models())
+
     def redirect(self, models: Iterable[nn.Module], *, with_modules: bool) -> None:
         """Redirect references to patched functions to their replacements, in models and (`with_modules`) in all
         imported modules. Warn of references that cannot be written.

@@ -124,6 +124,16 @@ class Session:
         """Install the patches of ops again after `patcher.undo()`."""
         self._installer.patch_ops_again()
 
+    def forget_patches_of_ops(self) -> None:
+        """Undo `patch_ops_again`."""
+        self._installer.forget_patches_of_ops()
+
+    def observing_all(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager. Inside its block, watchers can observe all ops by their patches, as they always can
+        in a session of `initialize`.
+        """
+        return contextlib.nullcontext()
+
     def _decide_together(self, overflow_group: Any) -> None:
         """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
         wanted = self._overflow_group if overflow_group is None else overflow_group
@@ -183,6 +193,17 @@ class Session:
         """Return whether the last step of an optimizer was skipped. May wait for the device."""
         return get_step_was_skipped(optimizer)
 
+    def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
+        """Return the flags of an optimizer's gradients (0-dim, 1.0 after an overflow), and whether one skips its step.
+
+        No flags: nothing has checked these gradients.
+        """
+        binding = self.bindings.find_optimizer(optimizer)
+        if binding is None:
+            return [], False
+        found_inf = binding.flags.found_inf
+        return list(found_inf.values()), any(scaler.is_dynamic for scaler in found_inf)
+
     def optimizers(self) -> list[Optimizer]:
         """Return the bound optimizers that are still alive."""
         bound = [binding.optimizer for binding in self.bindings.optimizers()]
@@ -232,6 +253,11 @@ class Session:
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.refresh()
+
+    def drop_casts(self) -> None:
+        """Cast every cached weight again before its next use."""
+        if self._cache is not None:
+            self._cache.invalidate_all()
 
     def sync(self) -> None:
         """Like `refresh`, but copy only masters that have changed: a live graph may have saved the other parameters."""

@@ -62,6 +62,7 @@ from . import loss_scaler as loss_scaler
 from . import unscaling as unscaling
 from .fused_skip import StepHook as StepHook
 from .gradient_sums import GradientSums as GradientSums
+from .host_copy import HostCopy as HostCopy
 from .masters import Masters as Masters
 from .model import ModelBinding as ModelBinding
 from .model import ids_beside_opaque as ids_beside_opaque

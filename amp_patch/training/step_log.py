@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import GradientOverflowError
 from ..reporting import log_warning, reports_parameters, say, warn
+from .host_copy import HostCopy
 from .loss_scaler import LossScaler
 from .step_was_skipped import set_step_was_skipped
 
@@ -42,33 +43,21 @@ class Outcome:
         self.is_skip = False
         self.scales: dict[LossScaler, float] = {}
         self._scalers = list(found_inf)
-        self._numbers = list(found_inf.values())  # the flags, then the scales
-        self._event: torch.Event | None = None
+        numbers = list(found_inf.values())  # the flags, then the scales
         for scaler in found_inf:
-            self._numbers.append(scaler.scale)
+            numbers.append(scaler.scale)
             self.may_skip = self.may_skip or scaler.is_dynamic
-        # On a CPU the numbers are on the host already. On mps no optimizer skips on the device, so the host must wait.
-        if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
-            device = self._numbers[0].device
-            on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)
-            for target, number in zip(on_host, self._numbers, strict=True):
-                # one copy for each number launches no kernel; stacking them for a single copy would launch one
-                target.copy_(number, non_blocking=True)
-            self._numbers = list(on_host)
-            self._event = torch.Event(device)
-            self._event.record(torch.accelerator.current_stream(device))
+        self._numbers = HostCopy(numbers)
 
     def is_known(self) -> bool:
         """Return whether the flags have reached the host, so that `read` does not wait."""
-        return self.is_read or self._event is None or bool(self._event.query())
+        return self.is_read or self._numbers.is_known()
 
     def read(self) -> None:
         """Set the attributes that depend on the flags. Waits for their copy, but not for work queued after it."""
         if self.is_read:
             return
-        if self._event is not None:
-            self._event.synchronize()
-        values = list(map(Tensor.item, self._numbers))
+        values = self._numbers.read()
         flags, scales = values[: len(self._scalers)], values[len(self._scalers) :]
         for scaler, flag in zip(self._scalers, flags, strict=True):
             if flag:

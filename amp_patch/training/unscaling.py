@@ -12,6 +12,7 @@ from ..torch_private import (
     foreach_add_,
     foreach_mul_,
     foreach_non_finite_check_and_unscale_,
+    foreach_norm,
     get_local_tensor,
     get_sparse_values,
     view_negated,
@@ -87,6 +88,18 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     if bool(torch.isfinite(sums).all()):
         return []
     return [parameter for parameter, values in with_values if not bool(torch.isfinite(values).all())]
+
+
+def find_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each gradient: 0-dim float32, inf or NaN if the gradient has one. Waits for nothing.
+
+    The norm of finite values can be inf, too, above 1e19.
+    """
+    norms: list[Tensor] = []
+    for values in _group_values([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        # in 16 bits, the square of a finite number may be infinite
+        norms += foreach_norm(values, 2, dtype=torch.float32)
+    return norms
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

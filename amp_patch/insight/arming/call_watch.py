@@ -1,0 +1,282 @@
+"""`CallWatch`: writes the calls of a script outside of modules onto a `Tape`, and changes none of them."""
+
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ...casting import cast_tree, compiling
+from ...interrupts import UndoStack
+from ...native import calls_under_way
+from ...patching import Patch, Patcher
+from ...session import Session
+from ...torch_dispatch import has_foreign_function_mode, leave_function_mode
+from ...torch_private import get_backward_id, get_call_kwargs, is_replica
+from ..sites import find_caller
+from .surroundings import ModuleState, RandomState, StatefulModules, read_surroundings, read_version
+from .tape import Call, Given, Kind, Tape
+
+_CASTS = frozenset({"to", "float", "half", "bfloat16"})
+_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel")
+_IN_BULK = ("_foreach_", "_amp_", "_fused_")
+_SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
+
+
+class _ThreadState(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        running: the modules that run, outermost first.
+        call: the call of the outermost module; None if it is not written.
+        is_following: whether functions are written.
+        is_entered: whether the mode is on. While it handles `backward`, it cannot be taken off.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.call: Call | None = None
+        self.is_following = self.is_entered = False
+
+
+class CallWatch:
+    """Watches the calls of models by global hooks, functions between them by a mode of torch, and `backward`.
+
+    The mode is on from the end of a call of a model to the next, or to `backward`. So it sees neither the ops of a
+    model nor those of an optimizer.
+
+    Args:
+        tape: where the calls are written.
+        get_session: returns the session in force; None while there is none.
+        on_backward: called with the session and a single tensor that is about to go backward.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        get_session: Callable[[], Session | None],
+        on_backward: Callable[[Session, Tensor], None],
+    ) -> None:
+        self._tape = tape
+        self._get_session = get_session
+        self._on_backward = on_backward
+        self._local = _ThreadState()
+        self._modes: dict[int, _Mode] = {}  # by thread
+        self._models: weakref.WeakKeyDictionary[nn.Module, StatefulModules] = weakref.WeakKeyDictionary()
+        self._states: dict[int, list[ModuleState]] = {}  # by call: of all modules that are compared
+        self._undo = UndoStack()
+        self.is_paused = False
+
+    def start(self) -> None:
+        """Watch from now on."""
+        patcher = Patcher()
+        self._undo.callback(patcher.undo)
+        self._undo.callback(self.leave)
+        self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        patcher.install(
+            [
+                Patch(torch.autograd, "backward", self._watch_backward),
+                Patch(Tensor, "backward", self._leave_before),
+                Patch(torch.optim.Optimizer, "zero_grad", self._leave_during),
+            ]
+        )
+        for module, frame in calls_under_way():  # a session may be opened by the first call of a model
+            self._note_entry(module, frame.f_locals.get("args", ()), frame)
+
+    def stop(self) -> None:
+        """Undo `start`. Harmless twice."""
+        self._undo.close()
+        self._models.clear()
+
+    def end_step(self) -> None:
+        """Begin a step: forget the calls."""
+        self._tape.clear()
+        self._states.clear()
+        self._local.running.clear()  # torch calls no hook of a module that a KeyboardInterrupt has ended
+        self.leave()
+
+    # ---- calls of models ---------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of all modules."""
+        if not compiling.is_dynamo_compiling():
+            self._note_entry(module, args, sys._getframe(1))
+
+    def _note_entry(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
+        """Note that a module is called. `frame` is torch's frame of the call."""
+        local = self._local
+        if not local.running and not self.is_paused and not is_replica(module) and get_backward_id() == -1:
+            session = self._get_session()
+            if session is not None and not compiling.is_traced():
+                self._begin_call(session, module, args, get_call_kwargs(frame))
+        local.running.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of all modules, also after an exception."""
+        if compiling.is_dynamo_compiling():
+            return
+        local = self._local
+        while local.running and local.running.pop() is not module:
+            pass
+        if not local.running and local.call is not None:
+            call, local.call = local.call, None
+            self._end_call(call, output)
+
+    def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leave()
+        call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session))
+        call.random = RandomState(session.device_type, has_python=False)
+        if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
+            call.obstacle = "an argument of the model is a generator, which its call has used up"
+            args, kwargs = (), {}
+        self._tape.add(call, args, dict(kwargs))
+        self._states[id(call)] = self._find_modules(model).read(model)
+        self._local.call = call
+
+    def _end_call(self, call: Call, output: Any) -> None:
+        self._tape.note_results(call, tensors_of(output))
+        call.states = self._find_modules(call.function).compare(self._states.pop(id(call), []))
+        if not self.is_paused:
+            self._follow()
+
+    def _find_modules(self, model: nn.Module) -> StatefulModules:
+        known = self._models.get(model)
+        if known is None:
+            known = self._models[model] = StatefulModules()
+        return known
+
+    # ---- functions ---------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Write functions of this thread from now on.
+
+        The mode is left off beside a mode of the script, whose place on the stack counts.
+        """
+        local = self._local
+        if not local.is_entered and not has_foreign_function_mode():
+            mode = self._modes.setdefault(threading.get_ident(), _Mode(self))
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            local.is_entered = True
+        local.is_following = local.is_entered
+
+    def leave(self) -> None:
+        """Write no more functions of this thread. Harmless twice."""
+        local = self._local
+        local.is_following = False
+        if local.is_entered and leave_function_mode(self._modes[threading.get_ident()]):
+            local.is_entered = False
+
+    def _leave_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `Tensor.backward` that takes the mode off. While the mode handles it, the mode would stay on."""
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._local.is_entered and get_backward_id() == -1:
+                self.leave()
+            return original(*args, **kwargs)
+
+        return backward
+
+    def _leave_during(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `zero_grad` that runs without the mode, which would handle each read of a gradient."""
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if not self._local.is_following:
+                return original(*args, **kwargs)
+            self.leave()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._follow()
+
+        return zero_grad
+
+    def note_function(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Write a call of a function of torch that has run, if it has made or changed a tensor."""
+        session = self._get_session()
+        if session is None or self.is_paused or not self._local.is_following:
+            return
+        name = str(getattr(function, "__name__", ""))
+        changes_first = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        results = [args[0]] if name == "__setitem__" else tensors_of(result)
+        if not results or name.startswith(_IN_BULK) or name in _SKIPPED or _is_gradient(function):
+            return
+        first = next((value for value in args if isinstance(value, Tensor)), None)
+        caller = find_caller()
+        if caller.by == "cast" and name in _CASTS and first is not None:
+            self._tape.note_alias(results[0], first)
+            return
+        # The effect on a tensor from elsewhere is in that tensor already.
+        if changes_first and (first is None or not self._tape.is_known(first)):
+            return
+        if first is None and not tensors_of((args, kwargs)):
+            return  # a new tensor, which is held by reference
+        call = Call(Kind.FUNCTION, function, caller, read_surroundings(session), changes_first=changes_first)
+        if any(word in name for word in _DRAWS):
+            call.random = RandomState(session.device_type, has_python=False)
+        self._tape.add(call, args, dict(kwargs))
+        self._tape.note_results(call, results)
+
+    # ---- losses and backward passes ----------------------------------------------------------------------------------
+
+    def note_loss(self, session: Session, loss: Tensor, scaled_loss: Tensor, scale: Callable[[], float]) -> None:
+        """Write that a tensor is a loss. `scale` returns its loss scale."""
+        call = Call(Kind.LOSS, None, find_caller(), read_surroundings(session), is_kept=True, scale=scale)
+        self._tape.add(call, (loss, scaled_loss), {})
+        call.loss = Given(loss.detach(), read_version(loss))
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_paused or get_backward_id() != -1:
+                return original(tensors, *args, **kwargs)
+            self.leave()
+            session = self._get_session()
+            if session is not None:
+                if isinstance(tensors, Tensor) and tensors.numel() == 1:
+                    self._on_backward(session, tensors)
+                call = Call(Kind.BACKWARD, None, find_caller(), read_surroundings(session), is_kept=True)
+                self._tape.add(call, (tensors, *args), kwargs)
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+
+class _Mode(TorchFunctionMode):
+    """Shows the functions of torch that a script calls outside of modules to a `CallWatch`."""
+
+    def __init__(self, watch: CallWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if compiling.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._watch.note_function(func, args, kwargs, result)
+        return result
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, in the order of `cast_tree`."""
+    if isinstance(value, Tensor):
+        return [value]
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    cast_tree(value, note)
+    return tensors
+
+
+def _is_gradient(function: Any) -> bool:
+    """Return whether a function reads `.grad` of a tensor."""
+    return getattr(getattr(function, "__self__", None), "__name__", "") == "grad"

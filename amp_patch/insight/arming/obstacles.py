@@ -1,0 +1,29 @@
+"""Why a model cannot be called again by one process alone."""
+
+import torch.distributed as dist
+from torch import nn
+
+from ...session import find_fsdp_modules, is_instance_of
+from ...torch_private import get_local_tensor
+
+_PARALLEL = "torch.nn.parallel.distributed"
+
+
+def find_obstacle(model: nn.Module) -> str:
+    """Return why a model cannot be called again, or "": its forward would wait for other ranks, which do not."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    is_sharded = bool(list(find_fsdp_modules([model])))
+    for module in model.modules():
+        is_sharded |= is_instance_of(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+        if isinstance(module, nn.SyncBatchNorm) and module.training and dist.get_world_size() > 1:
+            return "the model has a SyncBatchNorm, whose statistics are of all ranks"
+    is_sharded |= any(get_local_tensor(parameter) is not None for parameter in model.parameters())
+    return "the model is sharded, and its ranks would have to call it together" if is_sharded else ""
+
+
+def unwrap_parallel(model: nn.Module) -> nn.Module:
+    """Return the model in a DistributedDataParallel, which would exchange gradients with other ranks."""
+    while is_instance_of(model, _PARALLEL, "DistributedDataParallel"):
+        model = model.module  # type: ignore[assignment]
+    return model

@@ -1,0 +1,393 @@
+"""`Armed`: watches a run at its full speed, and repeats a step that goes wrong under a tracer. `armed` does so for a
+block of code.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ... import events
+from ...errors import ArgumentValueError, NonFiniteError, SessionError
+from ...interrupts import UndoStack
+from ...native import watch
+from ...reporting import find_rank
+from ...session import Session, current
+from ...torch_private import get_backward_id, get_version
+from ..fault_record import FaultRecord
+from ..fault_text import describe_further, format_fault
+from ..flight import describe_flight
+from ..flight.sampler import Sampler
+from ..misuse_record import record_misuse
+from ..recorder import describe_run, make_empty_run
+from ..recordings import Record, Recording
+from ..runs import Probe, check_count, check_names
+from ..tensors import find_largest_of
+from ..tracer import Tracer
+from ..trouble_record import TroubleRecord, format_trouble
+from .call_watch import CallWatch
+from .replay import Replay, Replayed
+from .tape import Tape
+from .troubles import Trouble, TroubleWatch
+
+Then = Literal["stop", "skip", "go"]
+THEN: tuple[Then, ...] = ("stop", "skip", "go")
+
+_IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
+"""What reports say of the step: None if it does not end."""
+
+_MOST_REPORTS = 5
+_MOST_REPEATED = 64
+"""The largest number of steps that are repeated in a run: each takes longer than a step, and lasting trouble is the
+same in all of them."""
+
+
+class Armed(Probe):
+    """Keeps what is needed to repeat the present step, and repeats it if it goes wrong, before weights change.
+
+    Args:
+        on_end: called after trouble with `then="stop"`.
+        then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run.
+        every: as for `TroubleWatch`.
+        record: record magnitudes in one step of so many; 0: in none.
+        ignore: as for `FaultFinder`.
+        tell: prints a report.
+    """
+
+    ends_alone = True
+    observes_ops = False
+
+    def __init__(
+        self,
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        then: Then = "stop",
+        every: int = 1,
+        record: int = 50,
+        ignore: Sequence[str] = (),
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(on_end)
+        self._then = then
+        self._ignore = tuple(ignore)
+        self._tell = tell or _print
+        self._session: Session | None = None
+        self._tape = Tape()
+        self._watch = CallWatch(self._tape, self._get_session, self._note_plain_loss)
+        self._troubles = TroubleWatch(every)
+        self._sampler = Sampler(record) if record else None
+        self._records_so_far: list[Record] = []
+        self._misuses: list[Record] = []
+        self._told: set[tuple[object, ...]] = set()
+        self._repeated = 0
+        self._stepping: int | None = None
+        self._noted_loss: int | None = None  # id of the scaled loss that was noted last
+        self._largest_weight: float | None = None  # before the first step
+        self._written: dict[
+            int, int
+        ] = {}  # by id of the optimizer: how often its weights were written, at its last step
+        self._is_bad = False  # the step that has begun
+        self._has_stepped = False  # it has changed the weights already
+        self.is_over = False
+        self.error = NonFiniteError("", None)
+
+    def _records(self) -> list[Record]:
+        flight = [] if self._sampler is None else self._sampler.records()
+        return [*self._records_so_far, *self._misuses, *flight]
+
+    def _get_session(self) -> Session | None:
+        return self._session
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def session_opened(self, session: Session) -> None:
+        """Begin. Called again when a session gets more models."""
+        self.run = describe_run(session)
+        if self.is_over:
+            return
+        if self._sampler is not None:
+            self._sampler.attach(session.models, session)
+        if self._session is session:
+            return
+        is_first = self._session is None
+        self._session = session
+        self._count += getattr(session, "steps_before", 0)
+        if is_first:
+            self._watch.start()
+        if self._sampler is not None:
+            self._sampler.begin_step(self._count)
+
+    def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
+        """Note a loss."""
+        if self._session is None or self.is_over or id(scaled_loss) == self._noted_loss:
+            return
+        self._note_loss(self._session, loss, scaled_loss)
+
+    def _note_plain_loss(self, session: Session, loss: Tensor) -> None:
+        """Note a tensor that goes backward, unless it is a loss that was scaled."""
+        if id(loss) != self._noted_loss:
+            self._note_loss(session, loss, loss)
+
+    def _note_loss(self, session: Session, loss: Tensor, scaled_loss: Tensor) -> None:
+        self._noted_loss = id(scaled_loss)
+        scaler: Any = None
+        for block in session.gradients.open_blocks():  # the innermost comes last
+            scaler = block.scaler
+        if scaler is None and scaled_loss is not loss and session.scalers:
+            scaler = session.scalers[0]
+        self._watch.note_loss(session, loss, scaled_loss, (lambda: 1.0) if scaler is None else scaler.loss_scale)
+        self._troubles.note_loss(loss)
+
+    def step_begun(self, optimizer: Optimizer) -> None:
+        """Judge a step, and act if it has gone wrong."""
+        session = self._session
+        self._stepping = id(optimizer)
+        if session is None or self.is_over:
+            return
+        self._watch.leave()
+        if self._sampler is not None:
+            self._sampler.look_at_gradients(optimizer)
+        if self._largest_weight is None:
+            self._largest_weight = find_largest_of(_weights_of(session, optimizer))
+        trouble = self._troubles.judge(session, optimizer)
+        self._is_bad = trouble is not None
+        if trouble is not None:
+            self._act(session, trouble, optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Forget the step, and count it."""
+        session = self._session
+        if session is None or self.is_over:
+            return
+        if self._stepping != id(optimizer):  # a step with a closure reports only its end
+            self._has_stepped = True
+            self.step_begun(optimizer)
+            self._has_stepped = False
+            if self.is_over:
+                return
+        self._stepping = None
+        self._written.pop(id(optimizer), None)
+        if not self._is_bad:
+            self._written[id(optimizer)] = _count_writes(optimizer)
+        self._forget_step()
+        if self._is_counted(optimizer):
+            if self._sampler is not None:
+                self._sampler.end_step(self._count)
+            self._count += 1
+            if self._sampler is not None:
+                self._sampler.begin_step(self._count)
+
+    def misused(self, misuse: Any) -> None:
+        """Record a wrong use of GradScaler or autocast."""
+        self._misuses.append(record_misuse(misuse, self._count))
+
+    def _forget_step(self) -> None:
+        self._watch.end_step()
+        self._troubles.end_step()
+        self._noted_loss = None
+
+    def stop(self) -> None:
+        """Stop watching. If the last step never came and its loss is not finite, repeat it first. Harmless twice."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        bad = self._troubles.bad_loss
+        if bad is not None and not self.is_over:
+            self._session = session
+            self._report(session, Trouble(f"the loss is {bad:g}, and no step followed", bad, False), None)
+            self._session = None
+        self._disarm()
+
+    # ---- trouble -----------------------------------------------------------------------------------------------------
+
+    def _act(self, session: Session, trouble: Trouble, optimizer: Optimizer) -> None:
+        """Repeat a step with trouble, report it, and then stop, skip or go on."""
+        report = self._report(session, trouble, optimizer)
+        if report is None:
+            return
+        if self._then == "skip" and not trouble.is_skipped:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        # a step that is taken although it is bad spoils the weights, and all that follows from them
+        if self._then == "stop" or (self._then == "go" and not trouble.is_skipped):
+            self._disarm()
+        if self._then == "stop":
+            self._on_end()
+
+    def _disarm(self) -> None:
+        self.is_over = True
+        self._forget_step()
+        self._watch.stop()
+        if self._sampler is not None:
+            self._sampler.detach()
+
+    def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
+        """Repeat a step, record what it has shown, and print a report.
+
+        Returns the report. None if there is no trouble after all: the loss scale is still on its way down.
+        """
+        if self._repeated >= _MOST_REPEATED:
+            return None
+        self._repeated += 1
+        self._watch.is_paused = True
+        if self._sampler is not None:
+            self._sampler.pause()
+        try:
+            tracer, replayed = self._repeat(session, trouble, optimizer)
+        finally:
+            self._watch.is_paused = False
+            if self._sampler is not None:
+                self._sampler.go_on()
+        faults, searches = tracer.faults, tracer.searches
+        if trouble.is_skipped and trouble.loss is None and searches and not faults:
+            return None
+        self.run = describe_run(session)
+        record = TroubleRecord(
+            step=self._count,
+            symptom=trouble.symptom,
+            loss=trouble.loss,
+            loss_scale=min(session.stats(wait=True).loss_scales, default=1.0),
+            learning_rates=() if optimizer is None else _rates_of(optimizer),
+            rank=find_rank() or 0,
+            then=self._then,
+            micro_batch=replayed.micro_batch if faults else None,
+            micro_batches=replayed.micro_batches,
+            faults=len(faults),
+            differences=tuple(replayed.differences),
+            obstacle=replayed.obstacle,
+            has_stepped=self._has_stepped,
+        )
+        return self._print_report(record, faults)
+
+    def _repeat(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> tuple[Tracer, Replayed]:
+        """Repeat a step under a tracer, unless the step before has made the weights not fit. The tracer has stopped."""
+        tracer = Tracer(ignore=self._ignore)
+        begin = functools.partial(
+            tracer.begin_at,
+            session,
+            self._count,
+            smallest_loss=self._troubles.smallest_loss(),
+            largest_weight=math.inf if self._largest_weight is None else self._largest_weight,
+        )
+        try:
+            if self._has_stepped:
+                return tracer, Replayed(obstacle="a step with a closure changes weights before anything can be seen")
+            if get_backward_id() != -1:
+                return tracer, Replayed(obstacle="the optimizer steps inside of the backward pass")
+            if optimizer is not None and self._is_of_last_step(optimizer) and _has_bad_weights(session, optimizer):
+                begin()
+                tracer.blame_last_step(optimizer)
+                return tracer, Replayed()
+            is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
+            replay = Replay(self._tape, session, tracer)
+            with session.observing_all():
+                return tracer, replay.run(begin, optimizer, is_skipped=is_skipped)
+        finally:
+            tracer.stop()
+
+    def _is_of_last_step(self, optimizer: Optimizer) -> bool:
+        """Return whether nothing has written the weights since the last step, whose gradients were finite."""
+        return self._written.get(id(optimizer)) == _count_writes(optimizer)
+
+    def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
+        """Record trouble, and print it unless it was reported before."""
+        place = (record.symptom, *((fault.origin.site, fault.origin.module, fault.origin.aten) for fault in faults[:1]))
+        if place in self._told or len(self._told) >= _MOST_REPORTS:
+            return ""
+        self._told.add(place)
+        self._records_so_far += [record, *faults]
+        shown = []
+        if faults:
+            shown = [format_fault(faults[0], self.run), *describe_further(faults)]
+        text = format_trouble(record, shown, self._describe_flight(faults))
+        self.error = NonFiniteError(text, faults[0] if faults else None)
+        self._tell(text)
+        return text
+
+    def _describe_flight(self, faults: list[FaultRecord]) -> list[str]:
+        if self._sampler is None:
+            return []
+        return describe_flight(self._sampler.records(), faults[0] if faults else None)
+
+
+def _count_writes(optimizer: Optimizer) -> int:
+    """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return sum(map(get_version, weights))  # an inference tensor, which has none, cannot be trained
+
+
+def _rates_of(optimizer: Optimizer) -> tuple[float, ...]:
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+
+
+def _has_bad_weights(session: Session, optimizer: Optimizer) -> bool:
+    return not math.isfinite(find_largest_of(_weights_of(session, optimizer)))
+
+
+def _weights_of(session: Session, optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer, which may be masters, and of the models."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for model in session.models():
+        yield from model.parameters()
+
+
+def _print(text: str) -> None:
+    """Print a report to stdout. A full disk or a closed pipe must not end the training."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stdout, flush=True)
+
+
+@contextlib.contextmanager
+def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
+    """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
+
+    A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a
+    scale below 1, or, without such a scale, if a gradient is not finite. A report is printed to stdout.
+
+    Args:
+        then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
+            weights, and "go" changes nothing.
+        every: without a dynamic loss scale, look at the gradients of one step in so many.
+        record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
+        ignore: names of ops whose values are always accepted, such as `masked_fill`.
+
+    Yields a recording, which is complete when the block ends.
+
+    Raises:
+        NonFiniteError: a step has gone wrong; its `fault` is the first fault, or None if none was found.
+        SessionError: another recording is in progress.
+        ArgumentTypeError, ArgumentValueError: an argument is wrong.
+    """
+    check_count(every, "every")
+    check_count(record, "record", 0)
+    check_names(ignore, "ignore")
+    if then not in THEN:
+        raise ArgumentValueError(f"then={then!r} is not 'stop', 'skip' or 'go': pass one of them")
+    recording = Recording(make_empty_run(), [])
+    probe = Armed(lambda: _raise(probe), then=then, every=every, record=record, ignore=ignore)
+    undo = UndoStack()
+    if any(isinstance(watcher, Probe) for watcher in events.watchers):
+        raise SessionError("another recording is in progress: leave its block first, or call amp.reset()")
+    undo.callback(events.watch(probe))
+    try:
+        if current.state.session is None or current.state.session.gives_way:
+            undo.callback(watch())
+        else:
+            probe.session_opened(current.require())
+        yield recording
+    finally:
+        probe.stop()
+        undo.close()
+        if probe.run is not None:
+            recording.run, recording.records[:] = probe.run, probe.recording.records
+
+
+def _raise(probe: Armed) -> NoReturn:
+    raise probe.error

@@ -1,0 +1,273 @@
+"""`Replay`: repeats the calls on a tape under a tracer, and leaves no trace of that in the training."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ... import events
+from ...casting import cast_tree, compiling
+from ...session import Session
+from ...training import unscaling
+from ..sites import repeat
+from ..tracer import Tracer
+from .call_watch import tensors_of
+from .obstacles import find_obstacle, unwrap_parallel
+from .surroundings import ModuleState, RandomState, read_version, restored
+from .tape import Call, Given, Kind, Made, Tape
+
+
+@dataclass
+class Replayed:
+    """What a replay has shown.
+
+    Attributes:
+        differences: how it differs from the first time, or could not follow it; empty if it was the same, bit for bit.
+        obstacle: why the step could not be repeated to its end; "" if it was.
+        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault.
+        micro_batches: the number of losses in the step.
+    """
+
+    differences: list[str] = field(default_factory=list)
+    obstacle: str = ""
+    micro_batch: int | None = None
+    micro_batches: int = 0
+
+
+class Replay:
+    """Repeats one step.
+
+    Args:
+        tape: the calls of the step.
+        session: the session in force.
+        tracer: looks at the ops.
+    """
+
+    def __init__(self, tape: Tape, session: Session, tracer: Tracer) -> None:
+        self._tape = tape
+        self._session = session
+        self._tracer = tracer
+        self._results: dict[int, list[Tensor]] = {}  # by id of the call
+        self._cut: dict[int, Tensor] = {}  # tensors with a graph that is not on the tape, by id: without it
+        self._scale = 1.0
+        self._replayed = Replayed()
+
+    def run(self, begin: Callable[[], None], optimizer: Optimizer | None, *, is_skipped: bool | None) -> Replayed:
+        """Repeat the calls. The tracer has the faults afterwards.
+
+        Args:
+            begin: lets the tracer begin.
+            optimizer: the optimizer that is about to step; None if the step has not come.
+            is_skipped: whether its step will be skipped; None: it will not come.
+        """
+        replayed = self._replayed
+        models = {id(call.function): call.function for call in self._tape.calls if call.kind is Kind.MODEL}
+        replayed.obstacle = self._find_obstacle(list(models.values()))
+        replayed.micro_batches = sum(call.kind is Kind.LOSS for call in self._tape.calls)
+        if replayed.obstacle:
+            return replayed
+        optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
+        with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
+            begin()
+            try:
+                self._repeat_all()
+            except Exception as error:
+                replayed.obstacle = f"its repetition ended with {type(error).__name__}: {error}".partition("\n")[0]
+            self._tracer.judge_step(None if replayed.obstacle else optimizer, is_skipped=is_skipped)
+        self._results.clear()
+        return replayed
+
+    def _find_obstacle(self, models: Sequence[nn.Module]) -> str:
+        """Return why the step cannot be repeated, or ""."""
+        if self._tape.is_too_long:
+            return "the step has too many calls outside of modules to be kept"
+        if not models:
+            return "the step has called no model that could be followed"
+        for call in self._tape.calls:
+            if call.obstacle:
+                return call.obstacle
+        return next(filter(None, map(find_obstacle, models)), "")
+
+    def _repeat_all(self) -> None:
+        losses = 0
+        for call in self._tape.calls:
+            self._repeat(call)
+            losses += call.kind is Kind.LOSS
+            # a fault belongs to the loss that follows it, or, of its backward pass, to the last
+            if self._tracer.fault_count and self._replayed.micro_batch is None:
+                is_of_last = call.kind in (Kind.LOSS, Kind.BACKWARD)
+                self._replayed.micro_batch = losses - 1 if is_of_last else losses
+
+    def _repeat(self, call: Call) -> None:
+        if call.random is not None:
+            call.random.restore()
+        with self._tracer.looking_away():
+            for state in call.states:
+                state.restore()
+        args, kwargs = self._resolve(call.args), self._resolve(call.kwargs)
+        with restored(call.around, self._session):
+            if call.kind is Kind.LOSS:
+                self._note_loss(call, *args)
+                return
+            if call.kind is Kind.BACKWARD:
+                self._go_backward(call, args, kwargs)
+                return
+            is_model = call.kind is Kind.MODEL
+            function = unwrap_parallel(call.function) if is_model else self._find_patched(call.function)
+            result = repeat(call.caller, function, args, kwargs)
+        results = tensors_of(result)
+        if getattr(call.function, "__name__", "") == "__setitem__":
+            results = [args[0]]
+        self._results[id(call)] = results
+        with self._tracer.looking_away():
+            self._compare(call, results)
+
+    # ---- arguments ---------------------------------------------------------------------------------------------------
+
+    def _resolve(self, values: Any) -> Any:
+        return cast_tree(values, self._find, (Made, Given))
+
+    def _find(self, named: Made | Given) -> Tensor:
+        """Return the tensor of this repetition for one of the tape."""
+        if isinstance(named, Made):
+            results = self._results.get(id(named.call), [])
+            if named.position >= len(results):
+                raise RuntimeError("a call has returned other tensors than the first time")
+            return results[named.position]
+        tensor = named.tensor
+        if read_version(tensor) != named.version:
+            self._note("an input was changed in place after it was used")
+        if tensor.grad_fn is None:
+            return tensor
+        # its graph is gone, or would be used up: gradients end here
+        if id(tensor) not in self._cut:
+            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
+            self._cut[id(tensor)] = tensor.detach().requires_grad_()
+        return self._cut[id(tensor)]
+
+    def _find_patched(self, function: Any) -> Any:
+        """Return what scripts call in the place of a function of torch: its patch, which casts and is watched."""
+        for owner, name, original, replacement in self._session.patcher.attributes():
+            if function is original or function is replacement:
+                return getattr(owner, name)
+        return function
+
+    # ---- losses and gradients ----------------------------------------------------------------------------------------
+
+    def _note_loss(self, call: Call, loss: Tensor, scaled_loss: Tensor) -> None:
+        self._scale = 1.0 if call.scale is None else call.scale()
+        self._tracer.loss_scaled(loss, scaled_loss)
+        self._tracer.set_scale(self._scale)
+        first = call.loss
+        with self._tracer.looking_away():
+            is_unchanged = first is not None and read_version(first.tensor) == first.version
+            if first is not None and is_unchanged and not _are_equal(first.tensor, loss):
+                self._note(f"the loss is {float(loss):.9g}, and was {float(first.tensor):.9g}")
+
+    def _go_backward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Repeat a backward pass, and unscale its gradients as the session or GradScaler does."""
+        scale = None
+        if self._scale != 1.0:
+            scale = torch.tensor(self._scale, dtype=torch.float32, device=self._session.device_type)
+            gradients = [holder.grad for holder in self._holders() if holder.grad is not None]
+            unscaling.rescale_(gradients, scale)
+        models = [known for known in self._tape.calls if known.kind is Kind.MODEL]
+        passed_on = {id(source) for known in models for source in known.sources}
+        # what goes on to another model gets its gradient from there
+        arrived = [(self._find(made), gradient) for made, gradient in call.arrived if id(made.call) not in passed_on]
+        if arrived:
+            args, kwargs = ([result for result, _ in arrived], [gradient for _, gradient in arrived]), {}
+        backward = inspect.unwrap(torch.autograd.backward)
+        repeat(call.caller, backward, args, kwargs)
+        pairs = [pair for pairs in self._pairs_with_masters() for pair in pairs]
+        paired = {id(parameter) for parameter, _ in pairs}
+        plain = [holder for holder in self._holders() if id(holder) not in paired]
+        gradients = [holder.grad for holder in plain if holder.grad is not None]
+        if scale is not None:
+            unscaling.unscale_(gradients, scale, None)
+        unscaling.move_to_masters_(pairs, scale, None)
+
+    def _pairs_with_masters(self) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+        for binding in self._session.bindings.optimizers():
+            yield binding.flags.groups.read()[1]
+
+    def _holders(self) -> list[Tensor]:
+        """Return what may hold a gradient, each once."""
+        return _find_holders(self._session.models(), self._session.optimizers())
+
+    # ---- comparing ---------------------------------------------------------------------------------------------------
+
+    def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
+        """Compare the results of a call with the first ones, as far as these are still alive and unchanged."""
+        for (reference, version), result in zip(call.made, results, strict=False):
+            first = reference()
+            if first is None or first is result or read_version(first) != version:
+                continue
+            if not _are_equal(first, result):
+                name = type(call.function).__name__ if call.kind is Kind.MODEL else call.function.__name__
+                self._note(f"{name} has given other values than the first time")
+                return
+
+    def _note(self, difference: str) -> None:
+        if difference not in self._replayed.differences:
+            self._replayed.differences.append(difference)
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same bits, but that any NaN equals any other."""
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return False
+    if first.layout is not torch.strided:
+        return True
+    same = first.detach() == second.detach()
+    if first.is_floating_point() or first.is_complex():
+        same |= first.detach().isnan() & second.detach().isnan()
+    return bool(same.all())
+
+
+@contextlib.contextmanager
+def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Context manager: keep the gradients, buffers, attributes and random numbers of a training from a repetition.
+
+    Inside the block there are no gradients, the buffers are copies, no watcher gets events, and nothing is compiled.
+    """
+    modules = {id(module): module for model in models for module in model.modules()}
+    states = [ModuleState(module, copies=False) for module in modules.values()]
+    holders = _find_holders(list(modules.values()), optimizers)
+    gradients = [(holder, holder.grad) for holder in holders]
+    random = RandomState(session.device_type, has_python=True)
+    watchers = list(events.watchers)
+    with contextlib.ExitStack() as undo:
+        undo.callback(session.drop_casts)
+        if compiling.is_dynamo_imported():
+            undo.callback(compiling.run_eagerly())
+        undo.callback(events.watchers.__setitem__, slice(None), watchers)
+        undo.callback(random.restore)
+        for holder, gradient in gradients:
+            undo.callback(setattr, holder, "grad", gradient)
+        for state in states:
+            undo.callback(state.restore)
+        events.watchers.clear()
+        for holder in holders:
+            holder.grad = None
+        for state in states:
+            state.set_scratch_buffers()
+        yield
+
+
+def _find_holders(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of models and optimizers, each once. Optimizers may hold masters."""
+    holders: dict[int, Tensor] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            holders[id(parameter)] = parameter
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                holders[id(parameter)] = parameter
+    return list(holders.values())

@@ -1,0 +1,202 @@
+"""What a call depends on beside its arguments: settings of its thread, random numbers, attributes of modules."""
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...casting import Mode
+from ...session import Session
+from ...torch_private import BatchNormBase, get_own_buffers, get_version
+
+_SCANNED_CALLS = 3
+"""The number of calls of a model in which all its modules are compared, to find those that a forward pass changes."""
+
+
+class Surroundings(NamedTuple):
+    """The settings of a thread that decide how an op runs.
+
+    Attributes:
+        has_grad, is_inference: whether autograd records ops, and whether inference mode is on.
+        low: the dtype of torch.autocast; None if it is disabled.
+        region: the mode of the region of the session; None outside of its regions.
+    """
+
+    has_grad: bool
+    is_inference: bool
+    low: torch.dtype | None
+    region: Mode | None
+
+
+def read_surroundings(session: Session) -> Surroundings:
+    """Return the settings of this thread."""
+    device_type = session.device_type
+    is_enabled = torch.is_autocast_enabled(device_type)
+    return Surroundings(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype(device_type) if is_enabled else None,
+        session.switch.region_here(),
+    )
+
+
+@contextlib.contextmanager
+def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
+    """Context manager: give this thread the settings that it had."""
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_autocast_as(session.device_type, surroundings.low))
+        undo.enter_context(session.switch.outside_regions())
+        if surroundings.region is not None:
+            undo.enter_context(session.switch.region(surroundings.region, pauses=False))
+        if surroundings.is_inference:
+            undo.enter_context(torch.inference_mode())
+        undo.enter_context(torch.set_grad_enabled(surroundings.has_grad))
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
+    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of a takeover."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.autocast_increment_nesting()
+    try:
+        torch.set_autocast_enabled(device_type, low is not None)
+        if low is not None:
+            torch.set_autocast_dtype(device_type, low)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:  # a cached copy of a weight must not outlive its step
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+class RandomState:
+    """The states of the generators of random numbers.
+
+    Args:
+        device_type: the device whose generator is read as well. Its state is on the host, so nothing waits.
+        has_python: read the generators of Python and numpy, too. This takes 60 us, too long for each step.
+    """
+
+    def __init__(self, device_type: str, *, has_python: bool) -> None:
+        self._on_cpu = torch.get_rng_state()
+        self._on_device: Tensor | None = None
+        self._device_type = device_type
+        if device_type != "cpu":
+            with contextlib.suppress(AttributeError, RuntimeError):  # a device without generators
+                self._on_device = torch.get_device_module(device_type).get_rng_state()
+        numpy = sys.modules.get("numpy.random")
+        self._of_python = random.getstate() if has_python else None
+        self._of_numpy: Any = numpy.get_state() if has_python and numpy is not None else None
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self._on_cpu)
+        if self._on_device is not None:
+            torch.get_device_module(self._device_type).set_rng_state(self._on_device)
+        if self._of_python is not None:
+            random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            sys.modules["numpy.random"].set_state(self._of_numpy)
+
+
+class ModuleState:
+    """The attributes and buffers of a module.
+
+    Args:
+        copies: copy the values of the buffers. Otherwise only the tensors themselves are kept, with their versions.
+    """
+
+    def __init__(self, module: nn.Module, *, copies: bool) -> None:
+        self.module = module
+        self._attributes = dict(vars(module))
+        self._buffers = dict(get_own_buffers(module))
+        # a buffer that is written in place stays the same tensor
+        self._versions = [None if buffer is None else read_version(buffer) for buffer in self._buffers.values()]
+        self._values: dict[str, Tensor] = {}
+        if copies:
+            self._values = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
+
+    def is_changed(self) -> bool:
+        """Return whether an attribute was set since, or a buffer changed or replaced."""
+        attributes, buffers = vars(self.module), get_own_buffers(self.module)
+        if attributes.keys() != self._attributes.keys() or buffers.keys() != self._buffers.keys():
+            return True
+        if any(value is not self._attributes[name] for name, value in attributes.items()):
+            return True
+        for (name, buffer), version in zip(self._buffers.items(), self._versions, strict=True):
+            if buffers[name] is not buffer or (buffer is not None and read_version(buffer) != version):
+                return True
+        return False
+
+    def restore(self) -> None:
+        """Give the module these attributes, and copies of the buffers where they were copied."""
+        attributes = vars(self.module)
+        # the dictionary itself stays: the module looks up its attributes in it
+        attributes.clear()
+        attributes.update(self._attributes)
+        buffers = get_own_buffers(self.module)
+        buffers.clear()
+        buffers.update(self._buffers)
+        # copies of copies, because a model may be called with this state several times
+        buffers.update({name: _copy(value) for name, value in self._values.items()})
+
+    def set_scratch_buffers(self) -> None:
+        """Replace the buffers by copies, so that a call cannot change them.
+
+        The statistics of a batch norm may hold NaN of the step that is repeated. In training they are not read.
+        """
+        copies = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
+        if _is_batch_norm(self.module):
+            copies = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in copies.items()}
+        get_own_buffers(self.module).update(copies)
+
+
+def read_version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 if torch does not count it, as in inference mode."""
+    return -1 if tensor.is_inference() else get_version(tensor)
+
+
+def _copy(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+class StatefulModules:
+    """Finds the modules of a model whose attributes or buffers a forward pass changes, and reads their state.
+
+    The first calls of the model compare all its modules. Later calls read only those that were seen to change. The
+    buffers of a batch norm do not count: in training, its output does not depend on them.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._stateful: list[weakref.ref[nn.Module]] = []
+
+    def read(self, model: nn.Module) -> list[ModuleState]:
+        """Return the states before a call of the model."""
+        if self._calls < _SCANNED_CALLS:
+            modules = [module for module in model.modules() if not _is_batch_norm(module)]
+            return [ModuleState(module, copies=True) for module in modules]
+        stateful = [module for reference in self._stateful if (module := reference()) is not None]
+        return [ModuleState(module, copies=True) for module in stateful]
+
+    def compare(self, states: Sequence[ModuleState]) -> list[ModuleState]:
+        """Note which modules a call has changed. Return their states from before it."""
+        if self._calls >= _SCANNED_CALLS:
+            return list(states)
+        self._calls += 1
+        changed = [state for state in states if state.is_changed()]
+        for state in changed:
+            if all(reference() is not state.module for reference in self._stateful):
+                self._stateful.append(weakref.ref(state.module))
+        return changed
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, BatchNormBase) and module.training and type(module).__module__.startswith("torch.")

@@ -1,0 +1,201 @@
+"""`Tape`: what a script has called since its last optimizer step, so that the step can be repeated.
+
+It holds the calls outside of all modules: of models, of functions of torch between and after them, and of `backward`.
+What happens inside of a model is no part of it. Tensors that a call on the tape has made are not held: a later call
+that takes one names it by the call that made it (`Made`). Other tensors, such as batches, are held by reference
+(`Given`).
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
+
+from ...casting import cast_tree
+from ..sites import Caller
+from .surroundings import ModuleState, RandomState, Surroundings, read_version
+
+_FIRST_PRUNING = 64
+_MOST_CALLS = 20_000
+"""The largest number of calls in a step. A step with more is not repeated."""
+
+
+class Kind(Enum):
+    """The kinds of calls."""
+
+    MODEL = auto()
+    FUNCTION = auto()
+    LOSS = auto()  # no call: a tensor that the session or the script takes for a loss
+    BACKWARD = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a model, a function or `backward`.
+
+    Attributes:
+        function: the model or the function.
+        args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
+        caller: the line of the script.
+        around: the settings of the thread.
+        random: the state of the generators of random numbers before the call; None if that of the call before serves.
+        states: the states of the modules that the call has changed, from before it.
+        changes_first: whether the call changes its first argument in place.
+        is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
+        sources: the calls that made the arguments.
+        made: the tensors among the results, by weak reference, with their versions.
+        loss: the value of a loss, with its version.
+        scale: returns the loss scale of a loss.
+        arrived: of a backward pass whose loss comes from code that was not followed: the gradients of models' results.
+        obstacle: why the call cannot be repeated; "" if it can be.
+    """
+
+    kind: Kind
+    function: Any
+    caller: Caller
+    around: Surroundings
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    random: RandomState | None = None
+    states: list[ModuleState] = field(default_factory=list)
+    changes_first: bool = False
+    is_kept: bool = False
+    sources: "list[Call]" = field(default_factory=list)
+    made: list[tuple["weakref.ref[Tensor]", int]] = field(default_factory=list)
+    loss: "Given | None" = None
+    scale: Callable[[], float] | None = None
+    arrived: "list[tuple[Made, Tensor]]" = field(default_factory=list)
+    obstacle: str = ""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Made:
+    """A tensor that a call on the tape has made: one of the tensors in its result, by position.
+
+    `has_graph`: whether it had a graph when the call returned.
+    """
+
+    call: Call
+    position: int
+    has_graph: bool = True
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Given:
+    """A tensor that no call on the tape has made, with its version when it was used."""
+
+    tensor: Tensor
+    version: int
+
+
+class Tape:
+    """The calls since the last step, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.is_too_long = False
+        self.is_cut = False  # a tensor with a graph came from code that was not followed
+        self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
+        self._next_pruning = _FIRST_PRUNING
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.calls.clear()
+        self._makers.clear()
+        self.is_too_long = self.is_cut = False
+        self._next_pruning = _FIRST_PRUNING
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def add(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Add a call, which has not run yet or has just run."""
+        call.args = tuple(self._name_all(call, args))
+        if kwargs:
+            call.kwargs = dict(zip(kwargs, self._name_all(call, kwargs.values()), strict=True))
+        if self.is_too_long:
+            return
+        if len(self.calls) >= self._next_pruning:
+            self._prune()
+        self.calls.append(call)
+
+    def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
+        """Note the tensors that a call has returned. Its function may have changed them in place."""
+        for position, tensor in enumerate(results):
+            reference = weakref.ref(tensor)
+            call.made.append((reference, read_version(tensor)))
+            made = Made(call, position, tensor.requires_grad)
+            self._makers[id(tensor)] = reference, made
+            if call.kind is Kind.MODEL and tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self.note_gradient, made))
+
+    def note_alias(self, tensor: Tensor, source: Tensor) -> None:
+        """Note that a tensor stands for another one: a copy that amp has cast, and that it will cast again."""
+        named = self._find(source) or Given(source, read_version(source))
+        self._makers[id(tensor)] = weakref.ref(tensor), named
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether a call on the tape has made a tensor."""
+        return isinstance(self._find(tensor), Made)
+
+    def _find(self, tensor: Tensor) -> Made | Given | None:
+        known = self._makers.get(id(tensor))
+        # the id of a tensor that is gone may be that of another one
+        if known is None or known[0]() is not tensor:
+            return None
+        # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
+        is_wrapped = tensor.grad_fn is not None and isinstance(known[1], Made) and not known[1].has_graph
+        return None if is_wrapped else known[1]
+
+    def _name_all(self, call: Call, values: Iterable[Any]) -> Iterator[Any]:
+        """Yield arguments with `Made` and `Given` in the place of tensors."""
+        for value in values:
+            if isinstance(value, Tensor):
+                yield self._name(call, value)
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                yield value
+            else:
+                yield cast_tree(value, functools.partial(self._name, call))
+
+    def _name(self, call: Call, tensor: Tensor) -> "Made | Given":
+        known = self._find(tensor)
+        if isinstance(known, Made):
+            call.sources.append(known.call)
+        elif tensor.grad_fn is not None:
+            self.is_cut = True
+        return known or Given(tensor, read_version(tensor))
+
+    def note_gradient(self, made: Made, gradient: Tensor) -> None:
+        """Keep the gradient of a result of a model, a hook, if the tape does not lead from that result to the loss."""
+        last = self.calls[-1] if self.calls else None
+        if self.is_cut and last is not None and last.kind is Kind.BACKWARD:
+            last.arrived.append((made, gradient.detach()))
+
+    # ---- forgetting --------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        """Drop the calls whose results are gone, and on which no other call depends: those of a validation."""
+        needed: set[int] = set()
+        kept: list[Call] = []
+        for call in reversed(self.calls):
+            if call.is_kept or id(call) in needed or any(_is_alive(call)):
+                kept.append(call)
+                needed.update(map(id, call.sources))
+        self.calls = kept[::-1]
+        self._makers = {key: known for key, known in self._makers.items() if known[0]() is not None}
+        self._next_pruning = max(_FIRST_PRUNING, 2 * len(self.calls))
+        if len(self.calls) > _MOST_CALLS:
+            self.is_too_long = True
+            self.calls.clear()
+            self._makers.clear()
+
+
+def _is_alive(call: Call) -> Iterator[bool]:
+    """Yield for each result whether it is alive; also for those of the source of a call that changes its argument."""
+    for reference, _ in call.made:
+        yield reference() is not None
+    if call.changes_first and call.sources:
+        yield from _is_alive(call.sources[0])

@@ -1,0 +1,98 @@
+"""`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..tables import align
+from .json_values import absent
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleRecord:
+    """A step with trouble in an armed run.
+
+    Attributes:
+        step: the number of the step, from 0.
+        symptom: what was seen, such as "the loss is nan".
+        loss: the loss; None if it was not read.
+        loss_scale: the loss scale, 1 without one.
+        learning_rates: of the groups of the optimizer.
+        rank: the rank of the process.
+        then: "stop", "skip" or "go": what follows.
+        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault.
+        micro_batches: the number of losses in the step.
+        faults: the number of faults that the repetition has found.
+        differences: how the repetition differs from the step; empty if it was the same.
+        obstacle: why the step could not be repeated to its end; "" if it was.
+        has_stepped: whether the step had changed the weights already, as one with a closure does.
+    """
+
+    kind: ClassVar[str] = "trouble"
+
+    step: int
+    symptom: str
+    loss: float | None = absent("")
+    loss_scale: float = 1.0
+    learning_rates: tuple[float, ...] = ()
+    rank: int = 0
+    then: str = "stop"
+    micro_batch: int | None = None
+    micro_batches: int = 0
+    faults: int = 0
+    differences: tuple[str, ...] = ()
+    obstacle: str = ""
+    has_stepped: bool = False
+
+
+_THEN = {
+    "stop": "the script is stopped",
+    "skip": "this step changes no weights, and the script goes on",
+    "go": "the script goes on as it would have; once weights hold such values, no step is repeated",
+}
+
+
+def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequence[str]) -> str:
+    """Return the report of a step with trouble.
+
+    Args:
+        faults: the reports of its faults.
+        flight: the lines about the steps before it.
+    """
+    rows = [(f"  {name}", text) for name, text in _describe(trouble)]
+    rows += [("  flight" if number == 0 else "  ", line) for number, line in enumerate(flight)]
+    # rank 0 may be the only one
+    rank = f"rank {trouble.rank}, " if trouble.rank else ""
+    return "\n".join([f"{rank}step {trouble.step}: {trouble.symptom}", *align(rows), *faults])
+
+
+def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
+    settings = []
+    if trouble.loss is not None:
+        settings.append(f"loss {trouble.loss:.6g}")
+    if trouble.loss_scale != 1:
+        settings.append(f"loss scale {trouble.loss_scale:g}")
+    rates = sorted(set(trouble.learning_rates), reverse=True)
+    if rates:
+        settings.append(f"learning rate {' and '.join(f'{rate:.3g}' for rate in rates[:3])}")
+    if settings:
+        yield "state", ", ".join(settings)
+    yield "replay", _describe_replay(trouble)
+    then = _THEN[trouble.then]
+    if trouble.then == "stop" and not trouble.has_stepped:
+        then += "; weights are as they were before this step"
+    yield "then", then
+
+
+def _describe_replay(trouble: TroubleRecord) -> str:
+    if trouble.obstacle:
+        return f"the step was not repeated to its end: {trouble.obstacle}"
+    text = "the step was repeated under trace, bit for bit as the first time"
+    if trouble.differences:
+        text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
+    if not trouble.faults:
+        return f"{text}. No op gave a value that does not fit: it is of another rank, or of code outside of torch"
+    # people count micro-batches from 1, as in "2 of 4"
+    if trouble.micro_batch is not None and trouble.micro_batches > 1:
+        text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
+    return text

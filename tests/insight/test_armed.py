@@ -1,0 +1,333 @@
+"""An armed run repeats the step that goes wrong, and changes no number of the training.
+
+Guards: insight/arming/probe, insight/arming/replay, insight/arming/tape, insight/arming/call_watch.
+Guards: insight/arming/surroundings, insight/arming/troubles, insight/arming/obstacles, insight/trouble_record.
+"""
+
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+from moved_faults import ONLY_QUIET, find_moved, is_right
+from seeded_faults import CASES
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from training import backward
+
+import amp_patch as amp
+from amp_patch import NonFiniteError, insight
+from amp_patch.errors import ArgumentTypeError, ArgumentValueError, SessionError
+
+pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients", "ignore:the loss scale has fallen")
+
+MOVED = (
+    *("attention_scores", "gan_losses_far_apart", "vae_likelihood", "softmax_by_hand", "contrastive_loss"),
+    *("adam_without_masters", "divergence_in_bfloat16", "scale_too_large", "nan_in_the_data", "infinite_weight"),
+    *("in_a_thread", "teacher_and_student"),
+)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_seeded_fault_that_comes_later_is_told_as_if_it_were_there_at_first(name):
+    fault, recording = find_moved(CASES[name], 4)
+    assert is_right(CASES[name], fault), recording.records
+    assert fault.step >= 3
+    assert not recording.troubles[0].obstacle
+
+
+def test_the_cases_that_are_not_found_are_those_that_stay_finite():
+    assert set(CASES) >= set(ONLY_QUIET)
+    fault, recording = find_moved(CASES["batch_norm"], 2)
+    assert fault is None and not recording.records
+
+
+class Net(nn.Module):
+    """Dropout, a batch norm, a checkpoint, and state in a buffer, in an attribute and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.inner, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), None
+        self.last = nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+        self.calls = 0
+        self.is_bad = False
+
+    def forward(self, x):
+        self.calls += 1
+        h = F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training)
+        self.mean.mul_(0.9).add_(h.detach().float().mean(0), alpha=0.1)
+        h = checkpoint(lambda h: torch.tanh(self.inner(h)), h, use_reentrant=False)
+        h = h + self.mean + 0.01 * self.calls
+        return self.last(h / (h - h) if self.is_bad else h)
+
+
+def train(way, *, bad_at=5, steps=9):
+    """Train by a level, GradScaler, plainly in float32 or in bfloat16. Return every number that may differ."""
+    torch.manual_seed(0)
+    model = Net()
+    model.bfloat16() if way == "bfloat16" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=way == "GradScaler")
+    is_amp = way.startswith("O")
+    if is_amp:
+        amp.initialize(model, optimizer, opt_level=way, loss_scale="dynamic", verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", enabled=way == "GradScaler", init_scale=16.0)
+    numbers = []
+    for step in range(steps):
+        model.is_bad = step == bad_at
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(6, 8).to(torch.bfloat16 if way == "bfloat16" else torch.float32)
+            with torch.autocast("cpu", torch.float16, enabled=way == "GradScaler"):
+                loss = F.cross_entropy(model(x).float(), torch.arange(6) % 4) / 2
+            if is_amp:
+                backward(loss, optimizer)
+            else:
+                scaler.scale(loss).backward()
+            numbers.append(float(loss.detach()))
+        if is_amp:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    weights = [value.double().sum().item() for value in model.state_dict().values()]
+    amp.reset()
+    return [repr(number) for number in (*numbers, *weights, model.calls, *torch.rand(3).tolist())]
+
+
+@pytest.mark.parametrize("way", ["O1", "O2", "GradScaler", "float32", "bfloat16"])
+def test_losses_weights_and_random_numbers_are_those_of_a_run_that_is_not_armed(way):
+    with insight.armed(then="go", record=2) as recording:
+        armed = train(way)
+    assert armed == train(way)
+    trouble = recording.troubles[0]
+    assert (trouble.step, trouble.obstacle, trouble.differences) == (5, "", ())
+    assert recording.faults[0].origin.site.startswith("test_armed.py:")
+
+
+def make_trainer(compute_loss, model, *, lr=0.01):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def step(*given):
+        optimizer.zero_grad()
+        compute_loss(*given).backward()
+        optimizer.step()
+
+    return step
+
+
+def arm(step, *, bad):
+    """Run a step a few times, the last time with `bad` as its argument. Return the recording."""
+    with insight.armed(record=0) as recording, pytest.raises(NonFiniteError):
+        for _ in range(4):
+            step(1.0)
+        step(bad)
+    return recording
+
+
+def test_the_micro_batch_at_fault_is_told(capsys):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(NonFiniteError, match="micro-batch 3 of 4"), insight.armed(record=0) as recording:
+        for number in range(4):
+            loss = (model(torch.ones(2, 4)).sum() * (1e30 if number == 2 else 1.0)).square()
+            loss.backward()
+        optimizer.step()
+    assert recording.troubles[0].micro_batch == 2
+    assert "micro-batch 3 of 4" in capsys.readouterr().out
+
+
+def test_a_step_is_skipped_or_taken_as_it_was_asked_for():
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
+    before = None
+    with insight.armed(then="skip", record=0) as recording:
+        step(1.0)
+        before = model.weight.detach().clone()
+        step(math.nan)
+        assert torch.equal(model.weight, before)
+        step(1.0)
+        assert not torch.equal(model.weight, before)
+    assert [trouble.step for trouble in recording.troubles] == [1]
+
+
+def test_weights_are_those_before_the_step_that_stops_the_run():
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
+    with insight.armed(record=0):
+        step(1.0)
+        before = model.weight.detach().clone()
+        with pytest.raises(NonFiniteError):
+            step(math.inf)
+    assert torch.equal(model.weight, before)
+
+
+class Summing(nn.Module):
+    """Sums what it is given, scaled by a weight. Remembers each call in a list, which changes its result."""
+
+    def __init__(self, *, remembers=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen = [] if remembers else None
+
+    def forward(self, parts, *, factor=1.0):
+        if self.seen is not None:
+            self.seen.append(1)
+        return sum(part + self.weight for part in parts) * factor + len(self.seen or ())
+
+
+def test_a_generator_as_an_input_is_told():
+    model = Summing()
+    step = make_trainer(lambda factor: model(part * factor for part in torch.ones(3)), model)
+    assert "generator" in arm(step, bad=math.nan).troubles[0].obstacle
+
+
+def test_an_input_that_is_changed_in_place_is_told():
+    model = Summing()
+
+    def compute_loss(factor):
+        batch = torch.ones(3)
+        loss = model([batch], factor=factor).sum()
+        batch.zero_()
+        return loss
+
+    recording = arm(make_trainer(compute_loss, model), bad=math.nan)
+    assert any("in place" in text for text in recording.troubles[0].differences)
+
+
+def test_state_that_cannot_be_put_back_is_told():
+    model = Summing(remembers=True)
+
+    def compute_loss(factor):
+        loss = model(torch.ones(2))
+        compute_loss.first = loss  # alive, to be compared
+        return loss * factor
+
+    step = make_trainer(compute_loss, model)
+    assert "Summing has given other values than the first time" in arm(step, bad=math.nan).troubles[0].differences
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the script, whose gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Rooted(nn.Module):
+    """Has an infinite gradient if it is bad, and finite values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.is_bad = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        h = self.linear(x)
+        return torch.sqrt((h - h.detach()).abs() if self.is_bad else h.abs() + 1)
+
+
+def in_thread(model, x):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(model(x)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    "run", [lambda model, x: Doubled.apply(model(x)), in_thread], ids=["a function of the script", "another thread"]
+)
+def test_a_gradient_from_code_that_is_not_followed_goes_back_through_the_model(run):
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(NonFiniteError) as raised, insight.armed(record=0) as recording:
+        for step in range(4):
+            model.is_bad = step == 3
+            optimizer.zero_grad()
+            run(model, torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    fault = raised.value.fault
+    assert (fault.phase, fault.effect.reach) == ("backward", "gradients")
+    assert recording.troubles[0].differences
+
+
+def test_a_validation_holds_no_batches():
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
+    batches = []
+    with insight.armed(record=0), torch.no_grad():
+        with torch.enable_grad():
+            step(1.0)
+        for _ in range(200):
+            batch = torch.ones(2, 4)
+            batches.append(weakref.ref(batch))
+            model(batch).sum()
+            del batch
+        assert sum(batch() is not None for batch in batches) <= 64
+
+
+def test_skips_on_the_way_down_of_a_loss_scale_are_no_trouble(capsys):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    with insight.armed(record=0) as recording:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.ones(2, 4)).float().square().mean()
+            scaler.scale(loss * 1e-3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert not recording.troubles
+
+
+def test_a_step_with_a_closure_is_told_and_not_repeated():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.log(model(torch.ones(2, 4)).square().mean() * 0)
+        loss.backward()
+        return loss
+
+    with insight.armed(then="go", record=0) as recording:
+        optimizer.step(closure)
+    (trouble,) = recording.troubles
+    assert trouble.has_stepped and "closure" in trouble.obstacle
+    assert "not repeated to its end" in str(recording)
+
+
+def test_a_step_that_never_comes_is_repeated_when_the_run_ends():
+    model = nn.Linear(4, 1)
+    with insight.armed(record=0) as recording:
+        torch.log(model(torch.ones(2, 4)).square().mean() * 0).backward()
+    assert "no step followed" in recording.troubles[0].symptom
+    assert recording.faults[0].origin.aten == "log"
+
+
+def test_a_recording_of_trouble_is_written_and_read_and_told(tmp_path):
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: torch.log(model(torch.ones(2, 4)).square().mean() * factor), model)
+    recording = arm(step, bad=0.0)
+    recording.to_jsonl(tmp_path / "trouble.jsonl")
+    again = insight.Recording.read(tmp_path / "trouble.jsonl")
+    assert again.troubles == recording.troubles
+    assert str(again) == str(recording)
+
+
+def test_wrong_arguments_and_two_blocks_are_refused():
+    for options in ({"then": "halt"}, {"every": 0}, {"record": -1}):
+        with pytest.raises(ArgumentValueError), insight.armed(**options):
+            pass
+    with pytest.raises(ArgumentTypeError), insight.armed(ignore="exp"):
+        pass
+    with insight.armed(), pytest.raises(SessionError), insight.armed():
+        pass
