@@ -102,6 +102,9 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
         _compare(old.get(old_name, []), new.get(new_name, []), found, left_before, left_after)
     # Calls may have moved to another module, so those that are left are compared as if they were in one.
     _compare(left_before, left_after, found, found.vanished, found.appeared)
+    # modules were compared one by one, but an op that comes first in the run may cause the others
+    order = {replace(op, calls=0): place for place, op in enumerate(after)}
+    found.moved.sort(key=lambda pair: order[replace(pair.after, calls=0)])
     total = sum(op.calls for op in (*before, *after))
     differing = sum(op.calls for op in (*found.vanished, *found.appeared))
     differing += sum(pair.before.calls + pair.after.calls for pair in found.moved)
