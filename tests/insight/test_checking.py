@@ -15,8 +15,10 @@ import torch
 from amp_patch.errors import RecordError, SessionError
 from amp_patch.insight.checking import Contract, Measurer, Question, describe_contract, describe_files, judge
 from amp_patch.insight.checking.bands import find_relative
+from amp_patch.insight.checking.contract import ContractOp
 from amp_patch.insight.checking.op_differences import find_differences
 from amp_patch.insight.checking.probe import sketch_all
+from amp_patch.insight.checking.upgrades import Upgrade
 from amp_patch.insight.op_constants import strip_spelling
 from amp_patch.insight.runs import FunctionRunner
 from amp_patch.script_settings import Settings
@@ -331,3 +333,12 @@ def test_sketches_estimate_norms_and_differences():
 )
 def test_spellings_of_an_op_have_one_name(spelled, plain):
     assert strip_spelling(spelled) == plain
+
+
+def test_an_upgrade_of_torch_is_named_where_it_explains_an_op():
+    op = ContractOp("norm", "F.rms_norm", ("bf16", "f32"), ("f32",), "blacklist", "", "", 1)
+    assert "torch 2.12 changed its autocast: unlisted -> blacklist" in Upgrade("2.11.0", "2.13.0+cu1", "cuda").describe(
+        op
+    )
+    assert "lies between" in Upgrade("2.11.0", "2.13.0", "cpu").describe(op)
+    assert Upgrade("2.13.0", "2.13.0", "cuda").describe(op) == ""

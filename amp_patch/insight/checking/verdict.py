@@ -14,6 +14,7 @@ from ..op_constants import strip_spelling
 from .bands import find_difference, find_relative
 from .contract import Contract, ContractOp, ModuleRecord, Numbers, StepsRecord, unpack
 from .op_differences import Moved, OpDifferences, find_differences, is_cast
+from .upgrades import Upgrade
 
 ALIKE = 0.5
 """Two scripts with a smaller part of equal calls are not the same script."""
@@ -112,19 +113,27 @@ def _only_listed(ops: Sequence[ContractOp]) -> list[ContractOp]:
 
 
 def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) -> Iterator[Break]:
-    upgrade = ""
-    if contract.about.torch != now.about.torch:
-        upgrade = f" (torch {contract.about.torch} -> {now.about.torch} lies between)"
+    upgrade = Upgrade(contract.about.torch, now.about.torch, now.about.device)
+
+    def describe(pair: Moved) -> str:
+        return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
+
     # Causes first: calls with another rule, then casts of the script, then calls that get the results of both.
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and _is_decided(pair)):
-        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for op in differences.casts:
         verb = "appeared" if op in differences.appeared else "vanished"
         yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and not _is_decided(pair)):
-        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for pair in (pair for pair in differences.moved if not pair.has_other_dtypes):
-        yield Break("rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for pair in differences.changed:
         text = f"{_name_op(pair.after)}: {list_constants(pair.before)} -> {list_constants(pair.after)}"
         yield Break("constant", text, pair.after.site)
