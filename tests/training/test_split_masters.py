@@ -18,7 +18,6 @@ from training import backward
 import amp_patch as amp
 from amp_patch.training import halves, step_parts
 
-INPUTS, TARGETS = torch.linspace(-2, 2, 15).view(5, 3), torch.tensor([0, 1, 0, 1, 1])
 SPECIAL = [
     *(0, 1, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x28000, 0x007FFFFF, 0x00800000),  # zero, subnormal, ties
     *(0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000),  # ties, the largest, infinity
@@ -88,8 +87,14 @@ def start(make_optimizer, **options):
     return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **{"split_masters": True, **options})
 
 
+def batch():
+    """Inputs and targets, on the default device."""
+    return torch.linspace(-2, 2, 15).view(5, 3), torch.tensor([0, 1, 0, 1, 1])
+
+
 def loss_of(model):
-    return F.cross_entropy(model(INPUTS).float(), TARGETS)
+    inputs, targets = batch()
+    return F.cross_entropy(model(inputs).float(), targets)
 
 
 def train(model, optimizer, steps, touch=lambda model, optimizer: None):
@@ -118,7 +123,8 @@ def train_by_hand(make_optimizer, steps):
     for _ in range(steps):
         for parameter, master in zip(low.parameters(), masters, strict=True):
             parameter.data, parameter.grad = round_away(master), None
-        loss = F.cross_entropy(low(INPUTS.bfloat16()).float(), TARGETS)
+        inputs, targets = batch()
+        loss = F.cross_entropy(low(inputs.bfloat16()).float(), targets)
         losses.append(loss.detach())
         loss.backward()
         for parameter, master in zip(low.parameters(), masters, strict=True):
@@ -165,8 +171,8 @@ def adam(parameters):
 def use_masters(model, optimizer):
     norms = torch.stack([master.norm() for master in amp.master_params(optimizer)])
     assert bool(norms.isfinite().all())
-    numbers = [master.detach().numpy() for master in amp.master_params(optimizer)]
-    assert_equal([torch.from_numpy(array) for array in numbers], read(optimizer))
+    numbers = [master.detach().cpu().numpy() for master in amp.master_params(optimizer)]
+    assert_equal([torch.from_numpy(array) for array in numbers], [master.cpu() for master in read(optimizer)])
 
 
 def clip(model, optimizer):
@@ -338,7 +344,8 @@ def test_an_edit_of_a_parameter_is_an_edit_of_its_master():
 
 
 def test_an_interrupted_step_leaves_whole_groups_after_reset(monkeypatch):
-    monkeypatch.setattr(step_parts, "_PART_ON_CPU", 20)
+    for limit in ("_PART_ON_CPU", "_PART"):
+        monkeypatch.setattr(step_parts, limit, 20)
     model, optimizer = start(adam)
     train(model, optimizer, 2)
     calls = []
