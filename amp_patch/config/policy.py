@@ -339,8 +339,9 @@ def _find_in_split_masters(policy: Policy) -> Iterator[str]:
 
 def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.cast_model_type not in (None, torch.float32):
+        value = given.get("cast_model_type", policy.cast_model_type)  # or a presets file has set it
         yield (
-            f"cast_model_type={given['cast_model_type']}: {level} casts the arguments of functions and keeps the"
+            f"cast_model_type={value}: {level} casts the arguments of functions and keeps the"
             " model float32; use O2, O3 or O5"
         )
     for name in ("keep_batchnorm_fp32", "master_weights"):

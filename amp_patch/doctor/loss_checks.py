@@ -126,7 +126,7 @@ def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
     the scale.
     """
     for node in ast.walk(script.parent_statement(name)):
-        if isinstance(node, ast.Constant) and "scale" in str(node.value):
+        if isinstance(node, ast.Constant) and "scale" in str(node.value).lower():
             return None  # a string in the statement says that it is scaled
     if any(isinstance(outer, ast.BinOp) for outer, _ in script.around(name)):
         return None

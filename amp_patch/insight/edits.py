@@ -63,7 +63,8 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
     tensors = [tensor for _, tensor in call.operands]
     changed = [index for index, tensor in enumerate(tensors) if tensor.dtype is not targets[index]]
     if call.forward is not None:  # the script has no name for gradients
-        changed = [index for index in changed if not spelling.names[index].startswith("grad")]
+        named = [bool(spelling.texts[index]) for index in range(len(tensors))]
+        changed = [index for index in changed if named[index] or not spelling.names[index].startswith("grad")]
     if trial is not Trial.WRITTEN:
         changed = [index for index in changed if not spelling.weights[index]]
     if not changed:
@@ -77,7 +78,7 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
         yield from _keep_low(low, spelling, place)
     if place.called_from is not None:
-        yield f"{place.called_from}: {CAST_METHODS[targets[0]]} on what it is passed"
+        yield f"{place.called_from}: {CAST_METHODS[targets[changed[0]]]} on what it is passed"
         return
     written = _find_written(call, spelling)
     is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
@@ -135,11 +136,12 @@ class _Casting(ast.NodeTransformer):
     """Replaces expressions by others.
 
     Args:
-        casts: what takes the place of each text.
+        casts: what takes the place of each text of the script.
     """
 
     def __init__(self, casts: dict[str, str]) -> None:
-        self._casts = casts
+        # as `ast` writes them: a script may write "x", or leave out spaces
+        self._casts = {ast.unparse(ast.parse(text, mode="eval")): cast for text, cast in casts.items()}
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.expr) and ast.unparse(node) in self._casts:

@@ -134,12 +134,13 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
 
 
 def _repair_collapsed(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
-    yield f"float32 at {lost.site}, until the values have become sines, cosines, indices or masks"
+    yield f"float32 at {lost.site or 'its line'}, until the values have become sines, cosines, indices or masks"
 
 
 def _repair_cancelled(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
-    yield f"float32 for the values that {lost.site} reads, from where they are computed: .float() on the logits before"
-    yield "  log_softmax, or on the values before their mean or square; at the difference itself it is too late"
+    yield f"float32 for the values that {lost.site or 'its line'} reads, from where they are computed: .float() on"
+    yield "  the logits before log_softmax, or on the values before their mean or square; at the difference itself it"
+    yield "  is too late"
 
 
 def _repair_zero(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:

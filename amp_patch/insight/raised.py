@@ -311,7 +311,9 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
 def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
     """Yield the edits of the script that repair the call, at the user's own line if it writes an operand itself."""
     levels, weights = case.levels, spelling.weights
-    place = CallSite(record.site or "", record.called_from, levels.innermost, region, record.module or "")
+    # The frame of a backward pass is not the line of the forward pass that is to be edited.
+    level = levels.innermost if case.call.forward is None else None
+    place = CallSite(record.site or "", record.called_from, level, region, record.module or "")
     if record.called_from is not None:
         own_texts = find_texts(levels.down_to_own(), case.tensors, weights, case.scene.observer.origins)
         if any(text and not is_weight for text, is_weight in zip(own_texts, weights, strict=True)):

@@ -17,10 +17,13 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 ALIKE = 0.5
-"""Two scripts with a smaller part of equal calls are not the same script."""
+"""A script of another name is another script if a smaller part of its calls is equal, whatever their dtypes."""
 
 GROWN = 2.0
-"""An error against float32 that grew by this factor is named."""
+"""An error against float32 that grew by more than this factor is named."""
+
+MOST_LOST = 2.0
+"""A training may lose this multiple of the updates that it lost when the contract was made."""
 
 
 class Break(NamedTuple):
@@ -90,18 +93,20 @@ def judge(contract: Contract, now: Contract) -> Verdict:
         result = "the numbers that would tell whether this matters are not judged"
         known = ", ".join(sorted(contract.numbers)) or "no hardware"
         verdict.notes.append(
-            f"numbers are not judged: the contract has noise for {known}, and this is {own.hardware.name};"
+            f"numbers are not judged: the contract has bands for {known}, and this is {own.hardware.name};"
             " --update adds it"
         )
     elif promised.hardware.problem:
         verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
     else:
         verdict.breaks.extend(_judge_numbers(promised, own, (contract.ops, now.ops)))
-    # Without numbers, only the ops tell. But on other hardware, an op may have another kernel.
+    # A script that promises no numbers is judged by its ops alone. On other hardware, an op may have another kernel.
     _report_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
     unpromised = sum(not op.is_promised for op in contract.ops)
     if unpromised:
-        verdict.notes.append(f"{count_of(unpromised, 'op')} of the contract not promised: equal runs had other calls")
+        verdict.notes.append(
+            f"{count_of(unpromised, 'op')} of the contract not promised: equal runs differ in their calls"
+        )
     return verdict
 
 
@@ -118,29 +123,24 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
     def describe(pair: Moved) -> str:
         return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
 
-    # Causes first: calls with another rule, then casts of the script, then calls that get the results of both.
+    # Causes first: calls whose own result is of another dtype, then casts of the script, then calls that get the
+    # results of both.
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and _is_decided(pair)):
-        yield Break(
-            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
-        )
+        yield Break("precision", describe(pair), pair.after.site)
     for op in differences.casts:
         verb = "appeared" if op in differences.appeared else "vanished"
         yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and not _is_decided(pair)):
-        yield Break(
-            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
-        )
+        yield Break("precision", describe(pair), pair.after.site)
     for pair in (pair for pair in differences.moved if not pair.has_other_dtypes):
-        yield Break(
-            "rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
-        )
+        yield Break("rule", describe(pair), pair.after.site)
     for pair in differences.changed:
         text = f"{_name_op(pair.after)}: {list_constants(pair.before)} -> {list_constants(pair.after)}"
         yield Break("constant", text, pair.after.site)
 
 
 def _is_decided(pair: Moved) -> bool:
-    """Return whether other dtypes of an op are no effect of another op: its rule differs, or its arguments do not."""
+    """Return whether an op is itself the cause of its other dtypes: its rule differs, or it got the same dtypes."""
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 
 
@@ -180,8 +180,8 @@ def list_constants(op: ContractOp) -> str:
 def _report_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
     """Add the ops that only one run has: as a note with the result for numbers, or as a broken promise.
 
-    They break a promise if `is_break`, or if what they may cause is broken: numbers, and dtypes of arguments of other
-    ops. They come before that.
+    They break a promise if `is_break`, or if they may be the cause of another break: of numbers, or of the dtypes that
+    other ops get. The break is inserted before its effects.
     """
     differences = verdict.differences
     texts = [
@@ -206,7 +206,7 @@ def _report_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
 
 
 _OF_OPS = ("precision", "rule", "cast", "constant", "optimizer")
-_OF_NUMBERS = ("start", "output", "gradient", "update", "loss", "norm")
+_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped", "scale", "loss", "norm")
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
     after = {(each.number, each.group): each for each in now.optimizers}
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
-        name = f"optimizer {key[0]}, group {key[1]}" if len(before) > 1 else "the optimizer"
+        name = f"optimizer {key[0]}, group {key[1]}" if len(before.keys() | after.keys()) > 1 else "the optimizer"
         if old is None or new is None:
             yield Break("optimizer", f"{name} {'vanished' if new is None else 'appeared'}")
         elif old.type != new.type:
             yield Break("optimizer", f"{name}: {old.type} -> {new.type}")
         else:
             was, settings = (dict(text.split("=", 1) for text in each.settings) for each in (old, new))
-            # a release of torch may add a setting
+            # only settings that both have: a release of torch may add or remove one
             changed = [name for name in was if name in settings and was[name] != settings[name]]
             for setting in changed:
                 text = f"{name} ({new.type}): {setting} {was[setting]} -> {settings[setting]}"
@@ -240,7 +240,7 @@ def _judge_numbers(
     pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
     scale = promised.curve("loss scale")
     starts_equal = scale is None or _find_break(scale, now.curve(scale.name)) != 0
-    if scale is not None and not starts_equal:  # a setting: only later, the scale depends on gradients
+    if scale is not None and not starts_equal:  # the first scale is a setting, and so a cause; later ones are effects
         yield from _judge_curve(scale, now.curve(scale.name))
     kinds = (
         ("start", "weights", "before the first step, its weights are off by"),
@@ -340,13 +340,16 @@ def _count_ops(module: str, ops: Sequence[ContractOp]) -> Counter[str]:
 
 def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
     old, new = promised.hardware, now.hardware
-    if new.kept is not None and (old.kept is None or new.kept < old.kept / GROWN):
-        was = "no update was lost" if old.kept is None else f"{1 - old.kept:.0%} were lost"
-        yield Break("lost", f"{1 - new.kept:.0%} of the updates of {new.kept_worst} are lost; {was} before")
+    if new.kept is None:
+        return
+    was = "none" if old.kept is None else f"{1 - old.kept:.0%}"
+    if old.kept is None or 1 - new.kept > MOST_LOST * (1 - old.kept):
+        text = f"{1 - new.kept:.0%} of the changes of 16-bit tensors are lost, most in {new.kept_worst}; {was} before"
+        yield Break("lost", text)
 
 
 def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Break]:
-    """Yield the first number of a step that left its band."""
+    """Yield a broken promise for the first step whose number has left its band, if there is one."""
     step = _find_break(promised, now)
     if step is None or now is None:
         return
@@ -364,7 +367,7 @@ def _was_skipped(value: float) -> str:
 
 
 def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
-    """Return the first step of both trainings whose number left its band; None without any."""
+    """Return the first step, of those that both trainings took, whose number has left its band; None without one."""
     values: Sequence[float] = now.values if now is not None else ()
     # a shorter training is reported by `_judge_length`
     for step, (value, band, current) in enumerate(zip(promised.values, promised.bands, values, strict=False)):
@@ -374,10 +377,10 @@ def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
 
 
 def _judge_length(promised: Numbers, now: Numbers) -> Iterator[Break]:
-    """Yield whether the training took fewer steps than promised."""
+    """Yield a broken promise if the training took fewer steps than promised."""
     for curve in promised.curves:
         present = now.curve(curve.name)
-        taken = len(present.values) if present is not None else 0
+        taken = len(present.values) if present is not None else len(curve.values)
         if taken < len(curve.values):
             yield Break("steps", f"the training took {count_of(taken, 'step')}, and {len(curve.values)} were promised")
             return

@@ -373,7 +373,7 @@ class LayerProbe(Probe):
         compared = ComparedRecord("", peak=peak, loss_scale=self._used_scale)
         lost = [] if self._updates is None else self._updates.updates.records()
         if lost:
-            worst: QuietRecord = lost[0]  # records of weights come first
+            worst: QuietRecord = min(lost, key=lambda record: (record.role != WEIGHTS, record.kept or 0.0))
             lost_by = "line" if worst.tensor is None else "tensor"
             if worst.role == WEIGHTS:
                 lost_by = "weights"
