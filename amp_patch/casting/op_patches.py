@@ -5,6 +5,7 @@ tracers.
 
 import contextlib
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,6 +95,8 @@ def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
         return original(*args, **kwargs)
 
     call.__module__ = FLEX_ATTENTION  # a function of torch
+    # All of them begin with query, key and value, which `like` may name.
+    call.__signature__ = inspect.signature(getattr(patch.owner, patch.name))  # type: ignore[attr-defined]
     return patch.factory(call)
 
 

@@ -102,6 +102,16 @@ def test_a_list_can_have_it_in_float32(flex, name, tmp_path):
         assert torch.equal(flex.flex_attention(*GIVEN["low"]), expected)
 
 
+@pytest.mark.parametrize("given", ["normalized q and k", "float32"])
+def test_q_and_k_can_follow_v(flex, given, tmp_path):
+    path = tmp_path / "lists.yaml"
+    path.write_text("extends: bfloat16\nmatch: [{op: flex_attention, like: value}]\n")
+    q, k, v = GIVEN[given]
+    expected = flex.flex_attention(q.to(v.dtype), k.to(v.dtype), v)
+    with amp.session("O4", device="cpu", lists=path):
+        assert torch.equal(flex.flex_attention(q, k, v), expected)
+
+
 def test_scores_of_an_op_on_no_list_keep_their_dtype(flex, tmp_path):
     path = tmp_path / "lists.yaml"
     path.write_text("extends: bfloat16\nneutral: [flex_attention]\n")
