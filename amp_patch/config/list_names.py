@@ -30,7 +30,8 @@ def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str],
     version = parse_version(named["version"])
     if version is None or not OLDEST_TORCH <= version < (NEWEST_TORCH[0], NEWEST_TORCH[1] + 1, 0):
         oldest, newest = (".".join(map(str, known[:2])) for known in (OLDEST_TORCH, NEWEST_TORCH))
-        known_name = f"{named['list']}@{newest}"
+        nearest = oldest if version is not None and version < OLDEST_TORCH else newest
+        known_name = f"{named['list']}@{nearest}"
         raise OpListError(f"the lists know torch {oldest} to {newest}, not {named['version']}; give {known_name}")
     return named["list"], version
 
