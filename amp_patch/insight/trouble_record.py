@@ -25,7 +25,7 @@ class TroubleRecord:
         faults: the number of faults that the repetition has found.
         differences: how the repetition differs from the step; empty if it was the same.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        has_stepped: whether the step had changed the weights already, as one with a closure does.
+        has_stepped: whether weights had changed in this step already: by a closure, or by another optimizer.
     """
 
     kind: ClassVar[str] = "trouble"
