@@ -7,7 +7,10 @@ from .errors import PolicyError, SessionError
 
 # arguments of `initialize` that override properties of a level
 _OF_LEVELS = frozenset(
-    {"cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32", "master_weights"}
+    {
+        *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
+        *("master_weights", "split_masters"),
+    }
 )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from timing import environment, format_table, get_allocator
 from torch import Tensor
-from training import AUTOCAST, WORKLOADS, Size, Workload, add_options, parse_options, prepared
+from training import AUTOCAST, SPLIT, WORKLOADS, Size, Workload, add_options, parse_options, prepared
 
 import amp_patch as amp
 
@@ -148,6 +148,8 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
         meter.mark("update")
         weights = count_bytes(owned)
         masters = count_bytes([*owned, *stepped]) - weights
+        if mode in SPLIT:
+            masters //= 2  # to ask a split master for its memory gives it its upper half
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
         optimizer = count_bytes(value for value in states if isinstance(value, Tensor))
         low = trainer.low

@@ -238,7 +238,8 @@ PURE = {"pure-float16": torch.float16, "pure-bfloat16": torch.bfloat16}
 OVERLAID = ("O1+fast", "O4+fast")
 DEFAULT_LISTS = {"O1": "float16", "O4": "bfloat16"}
 NATIVE = ("O4+native", "O5+native")
-MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID, *NATIVE)
+SPLIT = ("O5+split",)
+MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID, *NATIVE, *SPLIT)
 SLOW_ON_CPU = frozenset({"autocast-float16", "pure-float16"})  # kernels of torch, up to 150 times slower than float32
 
 
@@ -320,7 +321,7 @@ def prepared(
 
     Args:
         mode: of `MODES`: a level may come with an op list to lay over its own ("O4+fast"), or with `compute="native"`
-            ("O4+native").
+            ("O4+native"), or with `split_masters=True` ("O5+split").
         compile_mode: compile the model with torch.compile in this mode of it, or not at all.
     """
     level, _, overlay = mode.partition("+")
@@ -332,8 +333,14 @@ def prepared(
         if level in LEVELS:
             compute = "native" if mode in NATIVE else None
             lists = [DEFAULT_LISTS[level], overlay] if mode in OVERLAID else None
+            split_masters = True if mode in SPLIT else None
             model, optimizer = amp.initialize(
-                model, optimizer, opt_level=level, lists=lists, compute=compute, verbosity=0
+                *(model, optimizer),
+                opt_level=level,
+                lists=lists,
+                compute=compute,
+                split_masters=split_masters,
+                verbosity=0,
             )
             trainer: Trainer = Amp(model, optimizer, amp.stats().low_dtype)
         elif mode in AUTOCAST:

@@ -21,6 +21,8 @@ from amp_patch.dtypes import DTYPE_WORDS
 REASONS = ("range", "kernel", "speed", "dtype-match", "parity")
 """Words for `why` that the shipped lists use; others are as good."""
 
+BOOLEAN_PROPERTIES = ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "split_masters")
+
 _KEYS_OF_NAMES = tuple(key for key in ENTRY_KEYS if key != "like")
 """The keys of an entry under a rule that takes no argument."""
 
@@ -31,6 +33,7 @@ LEVEL = {
     "patch_torch_functions_type": "The 16-bit dtype of those casts.",
     "keep_batchnorm_fp32": "true: BatchNorm layers keep float32 parameters and statistics.",
     "master_weights": "true: the optimizer steps on float32 copies of the 16-bit parameters.",
+    "split_masters": "true: between steps, a master is its bfloat16 parameter and 16 more bits.",
     "loss_scale": "A number; dynamic; or how a dynamic scale moves.",
     "compute": "How products of 16-bit values are computed; auto: native where the device has instructions for them.",
     "lists": "Op lists for the casts; null picks the list named after the dtype.",
@@ -195,7 +198,7 @@ def _level_keys() -> dict[str, Any]:
             ]
         },
         **{name: _definition("dtype") for name in ("cast_model_type", "patch_torch_functions_type")},
-        **{name: _definition("boolean") for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights")},
+        **{name: _definition("boolean") for name in BOOLEAN_PROPERTIES},
     }
     return {name: {**kinds[name], "description": told} for name, told in LEVEL.items()}
 

@@ -60,6 +60,11 @@ def prime() -> None:
     build_dynamo_tables()
 
 
+def is_dynamo_imported() -> bool:
+    """Return whether Dynamo is imported, which takes seconds. Without it, no code is compiled."""
+    return DYNAMO in sys.modules
+
+
 def run_eagerly() -> Callable[[], object]:
     """From now on, run compiled functions uncompiled. Return a function that ends this."""
     stance = torch.compiler.set_stance("force_eager")
@@ -68,7 +73,7 @@ def run_eagerly() -> Callable[[], object]:
 
 def forget_compiled_code() -> None:
     """Drop the code that torch.compile has made in this process. It keeps its casts when patches change."""
-    if DYNAMO in sys.modules:
+    if is_dynamo_imported():
         torch.compiler.reset()
 
 

@@ -17,7 +17,7 @@ from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..terminal import print_error, print_report
 from .scripts import ScriptRunner, add_script, describe_command
-from .values import at_least, new_file
+from .values import at_least, new_file, oplist, opt_level
 
 if TYPE_CHECKING:
     from ..insight.checking import Contract, Question, Verdict
@@ -132,10 +132,13 @@ def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Questio
     folder = path.resolve().parent
     if contract is not None:
         about = contract.about
-        if arguments.opt_level is None:
-            arguments.opt_level = about.opt_level or None
-        if not arguments.lists:
-            arguments.lists = [_from_folder(name, folder) for name in about.lists]
+        try:
+            if arguments.opt_level is None and about.opt_level:
+                arguments.opt_level = opt_level(about.opt_level)
+            if not arguments.lists:
+                arguments.lists = [oplist(_from_folder(name, folder)) for name in about.lists]
+        except argparse.ArgumentTypeError as error:
+            raise AmpError(f"{path} names a level or a list that is not there: {error}") from None
         arguments.everywhere = arguments.everywhere or about.everywhere
         arguments.steps = arguments.steps or about.steps
         arguments.seed = about.seed if arguments.seed is None else arguments.seed

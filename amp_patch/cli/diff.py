@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from ..terminal import print_report
+from ..errors import AmpError
+from ..terminal import print_error, print_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs. Return 0 if nothing does, else 1, as diff does."""
+    """Print what differs. Return 0 if nothing does, 1 if something does, and 2 if the files cannot be compared."""
     from ..insight.checking import describe_files
 
-    lines = describe_files(arguments.before, arguments.after)
+    try:
+        lines = describe_files(arguments.before, arguments.after)
+    except AmpError as error:
+        print_error(arguments.parser.prog, "not compared", str(error))
+        return 2
     print_report("\n".join(lines) if lines else "no difference")
     return int(bool(lines))

@@ -200,6 +200,7 @@ class Policy:
     patch_torch_functions_type: torch.dtype | None = _property(_parse_dtype_of("patch_torch_functions_type"), None)
     keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
     master_weights: bool | None = _property(_parse_boolean, None)
+    split_masters: bool | None = _property(_parse_boolean, None)
     loss_scale: float | DynamicScale = _property(parse_loss_scale, 1.0)
     compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
@@ -319,7 +320,21 @@ def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy
     find_for_level = _find_at_level_without_patches
     if preset.patch_torch_functions:
         find_for_level = _find_at_level_that_patches
-    return [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
+    found = [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
+    if policy.split_masters:
+        found += _find_in_split_masters(policy)
+    return found
+
+
+def _find_in_split_masters(policy: Policy) -> Iterator[str]:
+    name = f"split_masters=True: {policy.opt_level}"
+    if not policy.master_weights:
+        yield f"{name} has no masters to split; use O5, or leave it out"
+    elif policy.cast_model_type is torch.float16:
+        yield (
+            f"{name} has float16 weights, which have 5 exponent bits and so are not the upper half of float32 masters;"
+            " use O5, or leave it out"
+        )
 
 
 def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,7 +78,7 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
     kinds = list(dict.fromkeys(floating))
     if not kinds or kinds == [torch.float64]:
         return None
-    with torch.no_grad(), random_numbers_kept(tensors):
+    with torch.no_grad(), random_numbers_kept(tensors), warnings.catch_warnings(action="ignore"):
         if not _raises_again(call, error):
             return None
         targets: dict[Trial, list[torch.dtype]] = {}

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from .dtype_trials import Trial, Trials
-from .expressions import find_expression
+from .expressions import CAST_METHODS, find_expression
 from .failing_call import FailingCall, Level
 from .module_casts import casts
 
-_METHODS = {
-    torch.float32: ".float()",
-    torch.float16: ".half()",
-    torch.bfloat16: ".bfloat16()",
-    torch.float64: ".double()",
-}
 _SIMPLE = re.compile(r"[A-Za-z_][\w.]*")  # a name or an attribute
 _ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, Trial.WRITTEN, Trial.LOW)
 """The trials, the one with the best edit first."""
@@ -83,29 +77,32 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
         yield from _keep_low(low, spelling, place)
     if place.called_from is not None:
-        yield f"{place.called_from}: {_METHODS[targets[0]]} on what it is passed"
+        yield f"{place.called_from}: {CAST_METHODS[targets[0]]} on what it is passed"
         return
     written = _find_written(call, spelling)
     is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
-    if written and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
-        yield f"{place.site}: before this line, {written} = {written}{_METHODS[low]}"
+    is_attribute = "." in written  # a local name would no longer be the tensor that others hold
+    if is_attribute and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
+        yield f"{place.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
         text = _cast_back(spelling, changed, low, place)
         if text:
             yield f"{place.site}: {text}"
             return
-    parts = []
+    parts, casts_of = [], {}
     for index in changed:
-        method = _METHODS[targets[index]]
+        method = CAST_METHODS[targets[index]]
         if trial is Trial.WRITTEN and written:
             method = f".to({written}.dtype)"
         text = spelling.texts[index]
         if text:
-            parts.append(f"{_enclose(text)}{method} in place of {text}")
+            casts_of[text] = f"{_enclose(text)}{method}"
+            parts.append(f"{casts_of[text]} in place of {text}")
         else:
             dtype = str(tensors[index].dtype).removeprefix("torch.")
             parts.append(f"{method} on the {dtype} tensor ({spelling.names[index]})")
-    yield f"{place.site}: {', and '.join(dict.fromkeys(parts))}"
+    of_call = _cast_in_call(casts_of, place) if len(casts_of) == len(dict.fromkeys(parts)) else ""
+    yield f"{place.site}: {of_call or ', and '.join(dict.fromkeys(parts))}"
 
 
 def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
@@ -122,7 +119,8 @@ def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator
         yield place.region
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
     if place.module and names and all(name.startswith(f"{place.module}.") for name in names):
-        yield f"{_METHODS[low]} on module {place.module}, whose weights are in another dtype than those of the model"
+        method = CAST_METHODS[low]
+        yield f"{method} on module {place.module}, whose weights are in another dtype than those of the model"
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:
@@ -133,17 +131,39 @@ def _find_written(call: FailingCall, spelling: Spelling) -> str:
     return ""
 
 
-class _FloatAdder(ast.NodeTransformer):
-    """Appends `.float()` to the expressions with one of the given texts."""
+class _Casting(ast.NodeTransformer):
+    """Replaces expressions by others.
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
+    Args:
+        casts: what takes the place of each text.
+    """
+
+    def __init__(self, casts: dict[str, str]) -> None:
+        self._casts = casts
 
     def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.expr) and ast.unparse(node) in self._texts:
-            method = ast.Attribute(node, "float", ast.Load())
-            return ast.Call(method, [], [])
+        if isinstance(node, ast.expr) and ast.unparse(node) in self._casts:
+            return ast.parse(self._casts[ast.unparse(node)], mode="eval").body
         return self.generic_visit(node)
+
+
+def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
+    """Return the edit that replaces a whole call, if its line has a text more than once; "" if it need not or cannot.
+
+    In `a.mm(x) + b.mm(x)`, the edit `x.float() in place of x` would cast both.
+    """
+    found = None if place.level is None else find_expression(place.level.frame, place.level.index)
+    if found is None or not isinstance(found[0], (ast.Call, ast.BinOp)):
+        return ""
+    call, source = found
+    statement: ast.AST = call
+    while not isinstance(statement, ast.stmt) and statement in source.parents:
+        statement = source.parents[statement]
+    outside = [part for part in ast.walk(statement) if part not in set(ast.walk(call))]
+    if not any(isinstance(part, ast.expr) and ast.unparse(part) in casts for part in outside):
+        return ""
+    after = _Casting(casts).visit(copy.deepcopy(call))
+    return f"{ast.unparse(after)} in place of {source.spell(call)}"
 
 
 def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
@@ -156,8 +176,8 @@ def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, pla
     if expression is None or not isinstance(expression[0], ast.Call) or not all(texts):
         return ""
     before, node = ast.unparse(expression[0]), copy.deepcopy(expression[0])
-    after = ast.unparse(ast.fix_missing_locations(_FloatAdder(texts).visit(node)))
-    return f"{after}{_METHODS[low]} in place of {before}"
+    after = ast.unparse(_Casting({text: f"{_enclose(text)}.float()" for text in texts}).visit(node))
+    return f"{after}{CAST_METHODS[low]} in place of {before}"
 
 
 def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import linecache
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 UNKNOWN = object()
@@ -41,6 +42,14 @@ _PURE_METHODS = frozenset(
     }
 )
 """Methods of tensors that are called to read their result. None of them writes."""
+
+CAST_METHODS = {
+    torch.float32: ".float()",
+    torch.float16: ".half()",
+    torch.bfloat16: ".bfloat16()",
+    torch.float64: ".double()",
+}
+"""The call that casts a tensor to a dtype."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 """Those of these methods that change the dtype."""

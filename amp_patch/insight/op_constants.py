@@ -37,11 +37,33 @@ _OPERATORS = {
 }
 """Other names of the same ops."""
 
+_KERNELS = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "native_dropout": "dropout",
+    "_fused_rms_norm": "rms_norm",
+    "max_pool2d_with_indices": "max_pool2d",
+    "max_pool3d_with_indices": "max_pool3d",
+    "_adaptive_avg_pool2d": "adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d": "adaptive_avg_pool3d",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+}
+"""The op of each kernel that alone computes one. An op on no list is named after its kernel, so an op that leaves a
+list would else seem to vanish.
+"""
+
 
 def strip_spelling(op: str) -> str:
     """Return the plain name of an op: without its owner, the marks of an operator, and the `_` of an op in place.
 
-    `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul".
+    `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul";
+    `F.layer_norm` and `aten.native_layer_norm` are "layer_norm".
     """
     name = op.rpartition(".")[2]
     if name.startswith("__") and name.endswith("__"):
@@ -50,7 +72,7 @@ def strip_spelling(op: str) -> str:
         if name[:1] in "ri" and (plain in _ARITHMETIC or plain in _OPERATORS or plain == "matmul"):
             name = plain
     name = name.rstrip("_")
-    return _OPERATORS.get(name, name)
+    return _KERNELS.get(name) or _OPERATORS.get(name, name)
 
 
 def find_constants(

@@ -28,7 +28,7 @@ from .origins import Made
 from .placing import name_all
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
-from .scaler_errors import ScalerErrors, describe_optimizer
+from .scaler_errors import ScalerErrors, advise_optimizer, describe_dtypes, find_optimizer, is_of_own_optimizer
 from .sites import is_of_user
 from .spellings import find_texts
 from .tensors import storage_of
@@ -294,10 +294,11 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
             site=forward.site.place or None,
             raised_at=empty.site,
         )
-    described_optimizer = describe_optimizer(levels, scene.session)
-    if described_optimizer is not None:
-        lines, edit = described_optimizer
-        return replace(record, phase=Phase.STEP, operands=(), details=tuple(lines), edits=(edit,))
+    optimizer = find_optimizer(levels)
+    if optimizer is not None:
+        record = replace(record, phase=Phase.STEP, details=tuple(describe_dtypes(optimizer, scene.session)))
+        if not is_of_own_optimizer(levels):
+            return replace(record, operands=(), edits=(advise_optimizer(optimizer, scene.observer.origins),))
     region = _find_region(case, operands.low) if not _is_reached(case, covered) else ""
     return replace(
         record,

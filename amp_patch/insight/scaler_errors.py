@@ -14,6 +14,7 @@ from .failing_call import Levels
 from .fault_record import Phase
 from .misuse_record import MisuseRecord, record_misuse
 from .module_casts import casts
+from .origins import Origins
 from .raised_record import Operand, OperandOrigin, RaisedCause, RaisedRecord
 from .rules import short
 from .sites import find_low_lines, find_site
@@ -39,12 +40,18 @@ class _Loss:
     leaves: frozenset[int]
     is_cut_off: bool
 
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether no gradient flows from it to a parameter."""
+        return not self.has_graph or self.is_cut_off
+
 
 class ScalerErrors:
     """Keeps the last loss of the script, and the reasons for which GradScaler has refused calls."""
 
     def __init__(self) -> None:
         self._loss: _Loss | None = None
+        self._training_lines: set[str] = set()  # of backward passes that have reached parameters
         self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
         self._misuses: dict[str, Misuse] = {}  # by the same note
 
@@ -53,6 +60,8 @@ class ScalerErrors:
         leaves = _find_leaves(loss)
         is_cut_off = not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
         self._loss = _Loss(find_site().place, loss.grad_fn is not None, frozenset(map(id, leaves)), is_cut_off)
+        if not self._loss.trains_nothing:
+            self._training_lines.add(self._loss.site)
 
     def note_refusal(self, misuse: Misuse, step: int) -> None:
         """Note the reason for which GradScaler has raised an exception."""
@@ -110,7 +119,16 @@ class ScalerErrors:
                 ["no loss had a backward pass since the recording began"],
                 "scaler.scale(loss).backward() before scaler.step(optimizer)",
             )
-        if not loss.has_graph or loss.is_cut_off:
+        if loss.trains_nothing and loss.site in self._training_lines:
+            return (
+                [
+                    f"the loss at {loss.site} depends on no parameter this time: it is a constant, while earlier losses"
+                    " were of the model"
+                ],
+                f"neither {loss.site} nor this step for a batch that adds nothing to the loss (if not"
+                " loss.grad_fn: continue), or a loss that is 0 * output.sum() then",
+            )
+        if loss.trains_nothing:
             return (
                 [f"the loss at {loss.site} is a tensor of its own, or made of one: no gradient flows to a parameter"],
                 f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
@@ -155,8 +173,8 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
     match misuse.kind:
         case Kind.UNSCALED_TWICE if first == here:
             edit = (
-                f"scaler.update() after scaler.step(optimizer) in each step; with accumulated gradients, {here} only"
-                " before the step"
+                "scaler.update() at the end of each step, also of one in which the script leaves out"
+                f" scaler.step(optimizer); with accumulated gradients, {here} only before the step"
             )
         case Kind.UNSCALED_TWICE:
             edit = (
@@ -173,7 +191,7 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
             if loss is not None:
                 edit = f"{loss.site}: {edit}"
         case _:
-            details, edit = (misuse.effect,), misuse.edit
+            details, edit = (f"{misuse.line}: {misuse.effect}",), misuse.edit
     return replace(empty, cause=RaisedCause.SCALER_ORDER, details=details, edits=(edit,))
 
 
@@ -227,12 +245,23 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
     )
 
 
-def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str] | None:
-    """Return lines about the dtypes of an optimizer whose step raised, and the edit; None for no optimizer."""
-    optimizers = [level.frame.f_locals.get("self") for level in levels.all if _OPTIMIZERS in level.file]
-    optimizer = next((each for each in reversed(optimizers) if isinstance(each, Optimizer)), None)
-    if optimizer is None:
-        return None
+def find_optimizer(levels: Levels) -> Optimizer | None:
+    """Return the optimizer that was taking a step; None without one."""
+    holders = [level.frame.f_locals.get("self") for level in levels.all if _OPTIMIZERS in level.file]
+    return next((holder for holder in reversed(holders) if isinstance(holder, Optimizer)), None)
+
+
+def is_of_own_optimizer(levels: Levels) -> bool:
+    """Return whether a line of the script itself, in the step of its own optimizer, has raised."""
+    inner = levels.innermost
+    if inner is None or inner.is_in_package:
+        return False
+    following = levels.all[levels.all.index(inner) + 1 :]
+    return not any(_OPTIMIZERS in level.file for level in following)
+
+
+def describe_dtypes(optimizer: Optimizer, session: Session) -> list[str]:
+    """Return lines about the dtypes of the weights, gradients and state of an optimizer."""
     kinds: dict[str, dict[str, Tensor]] = {}  # for each kind of tensor and dtype: the first weight with it
     for weight in _weights_of(optimizer):
         tensors = {"weights": weight, "gradients": weight.grad, **optimizer.state.get(weight, {})}
@@ -243,11 +272,19 @@ def describe_optimizer(levels: Levels, session: Session) -> tuple[list[str], str
     for name, dtypes in kinds.items():
         described = [f"{dtype} ({_name([weight], session)})" for dtype, weight in dtypes.items()]
         lines.append(f"{name} of {type(optimizer).__name__}: {', '.join(described)}")
-    weights = kinds.get("weights", {})
-    if len(weights) > 1:
-        return lines, "an optimizer for each dtype, or all weights in float32 and the forward under torch.autocast"
-    cast = next(filter(None, map(casts.find, _weights_of(optimizer))), "the last .half(), .bfloat16() or .to(dtype)")
-    return lines, f"the optimizer made after {cast}, not before it"
+    return lines
+
+
+def advise_optimizer(optimizer: Optimizer, origins: Origins) -> str:
+    """Return the edit of a script whose optimizer raises in the code of a package."""
+    weights = list(_weights_of(optimizer))
+    state = [tensor for weight in weights for tensor in optimizer.state.get(weight, {}).values()]
+    made = [origins.find(tensor) for tensor in state if isinstance(tensor, Tensor)]
+    is_of_step = any(each is not None and each.call is not None and each.call.phase == Phase.STEP for each in made)
+    if len({weight.dtype for weight in weights}) > 1 or is_of_step:
+        return "an optimizer for each dtype, or all weights in float32 and the forward under torch.autocast"
+    cast = next(filter(None, map(casts.find, weights)), "the last .half(), .bfloat16() or .to(dtype)")
+    return f"the optimizer made after {cast}, not before it"
 
 
 def _find_leaves(loss: Tensor) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 import ast
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..torch_private import MODULE_CALL
-from .expressions import UNKNOWN, Reader, Source, find_expression
+from .expressions import CAST_METHODS, UNKNOWN, Reader, Source, find_expression
 from .failing_call import Levels
 from .origins import Origins
 from .tensors import storage_of
@@ -36,12 +36,19 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
         if not text and not weights[index] and tensor.is_floating_point()
     ]
-    unread = [text for text in _find_unread(node, source, reader) if text not in texts]
+    unread = dict.fromkeys(text for text in _find_unread(node, source, reader) if text not in texts)
+    if len(left) == 1:
+        unread = {text: None for text in unread if not _is_cast_away(text, tensors[left[0]])}
     # If a floating argument is no operand, the function makes its operands of its arguments, as F.cross_entropy does.
     are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
     if len(left) == 1 and len(unread) == 1 and are_operands:
-        texts[left[0]] = unread[0]
+        texts[left[0]] = next(iter(unread))
     return texts
+
+
+def _is_cast_away(text: str, tensor: Tensor) -> bool:
+    """Return whether a text, such as `f(x).half()`, ends with a cast to another dtype than a tensor has."""
+    return any(text.endswith(method) and tensor.dtype is not dtype for dtype, method in CAST_METHODS.items())
 
 
 def _read_tensors(node: ast.AST, source: Source, reader: Reader) -> list[tuple[str, Tensor]]:
@@ -125,7 +132,18 @@ def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
         case _:
             return []
     nested = (ast.Call, ast.BinOp, ast.Subscript)
-    return [source.spell(part) for part in parts if isinstance(part, nested) and _is_floating(reader.read(part))]
+    return [
+        source.spell(part) for part in _flatten(parts) if isinstance(part, nested) and _is_floating(reader.read(part))
+    ]
+
+
+def _flatten(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield arguments, and in place of tuples and lists such as (h0, c0) their elements."""
+    for part in parts:
+        if isinstance(part, (ast.Tuple, ast.List)):
+            yield from _flatten(part.elts)
+        else:
+            yield part
 
 
 def _is_floating(value: Any) -> bool:

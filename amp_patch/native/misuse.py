@@ -17,6 +17,7 @@ class Kind(StrEnum):
     UPDATE_WITHOUT_STEP = "update without a step"
     NO_GRADIENTS = "no gradients"
     LOW_WEIGHTS = "float16 weights"
+    CLOSURE = "a closure"
     LOOP_IN_REGION = "a loop in one region"
     NO_SCALER = "float16 without a scaler"
     LOSS_OUTSIDE = "a loss in 16 bits"
@@ -103,6 +104,12 @@ _TEXTS = {
         "the optimizer trains float16 weights, and GradScaler refuses their gradients",
         "Keep trained weights in float32: load the model without dtype=torch.float16 and without .half(), or call"
         " parameter.data = parameter.data.float() for the trained ones. torch.autocast casts them where it pays",
+    ),
+    Kind.CLOSURE: (
+        "a GradScaler takes steps without a closure only: it unscales gradients once, and the closure computes scaled"
+        " ones again",
+        "Call the closure, then scaler.step(optimizer) without it. An optimizer that needs a closure, such as LBFGS,"
+        " trains in float32 or under torch.autocast with dtype=torch.bfloat16, without a GradScaler",
     ),
     Kind.LOOP_IN_REGION: (
         "one region of torch.autocast surrounds several optimizer steps: torch keeps the 16-bit copies of the weights"

@@ -7,6 +7,7 @@ and there is no warning.
 
 import inspect
 import numbers
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
+_PACKAGE = f"{__package__.partition('.')[0]}."
 _CHECKS_SCALE = "_check_scale_growth_tracker"
 """The function of GradScaler that raises if no loss has been scaled before."""
 
@@ -107,6 +109,7 @@ class ScalerWatch:
         self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
         # Optimizers that took a step without a scaler after a scaled loss, with a parameter that has a gradient.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+        self._suspected_at = ""  # the line of the first step of a suspect
         # The suspects to whose gradients a later scaled loss has added.
         self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # outermost regions so far
@@ -201,6 +204,8 @@ class ScalerWatch:
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_scale(scaler: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):  # not the script, but a report
+                return original(scaler)
             use = self._uses.get(scaler)
             if use is not None:
                 use.is_read = True
@@ -251,16 +256,19 @@ class ScalerWatch:
             if scaler.is_enabled() and not has_own_amp():
                 self._region_watch.check_scaled_step()
             self._has_stepped = False
+            backwards_before = 0 if use is None else use.backwards
             self._in_scaler_step += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
-                self._explain(error, scaler, optimizer, "step")
+                self._explain(error, scaler, optimizer, "closure" if "closure" in kwargs else "step")
                 raise
             finally:
                 self._in_scaler_step -= 1
             self._plain_at_step[id(optimizer)] = self._plain_backwards
             if use is not None:
+                if use.backwards > backwards_before:  # torch refuses closure=..., and takes one without its name
+                    self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
                 self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
@@ -286,13 +294,13 @@ class ScalerWatch:
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
         """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
         reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
-        if reading is not None and _read_scale(scaler, use) > 1:
+        if reading is not None and scaler.get_scale() > 1:
             self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return
         ids = {id(parameter) for parameter in _parameters_of(optimizer)}
         for clipping in use.clippings:
-            if not ids.isdisjoint(clipping.parameter_ids) and _read_scale(scaler, use) > 1:
+            if not ids.isdisjoint(clipping.parameter_ids) and scaler.get_scale() > 1:
                 self._tell(Misuse(Kind.CLIPPED, clipping.line))
                 return
 
@@ -329,6 +337,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
         with_gradient = next((weight for weight in _parameters_of(optimizer) if weight.grad is not None), None)
         if with_gradient is not None:
+            self._suspected_at = self._suspected_at or find_line()
             self._suspects[optimizer] = weakref.ref(with_gradient)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
@@ -385,8 +394,11 @@ class ScalerWatch:
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
         """Return the reason for which torch refuses a call of a scaler; None if the calls so far show none."""
         if call == "update":
-            kind = Kind.SCALED_STEP if self._suspects else Kind.UPDATE_WITHOUT_STEP
-            return Misuse(kind, find_line())
+            if self._suspects:
+                return Misuse(Kind.SCALED_STEP, self._suspected_at)
+            return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
+        if call == "closure":
+            return Misuse(Kind.CLOSURE, find_line())
         parameters = list(_parameters_of(optimizer))
         low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
         if low:
@@ -430,14 +442,6 @@ def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def _has_gradients(optimizer: Any) -> bool:
     return any(parameter.grad is not None for parameter in _parameters_of(optimizer))
-
-
-def _read_scale(scaler: Any, use: _ScalerUse) -> float:
-    """Return the scale, without counting this as a reading by the script. Waits for the device."""
-    is_read = use.is_read
-    scale = float(scaler.get_scale())
-    use.is_read = is_read  # `get_scale` is patched, and has set it
-    return scale
 
 
 def _find_function_of_scaler(error: Exception) -> str:

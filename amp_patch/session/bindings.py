@@ -173,6 +173,7 @@ class Bindings:
                     optimizer,
                     masters=self.masters,
                     use_masters=bool(self._policy.master_weights),
+                    split_masters=bool(self._policy.split_masters),
                     switch=self._switch,
                     cache=self._cache,
                     gradients=self.gradients,

@@ -1,9 +1,12 @@
-"""Facts about the `step` of an optimizer: whether it can skip on the device, and whether it calls its closure first."""
+"""Facts about the `step` of an optimizer: whether it can skip on the device, whether it calls its closure first, and
+whether it may be taken in parts.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
@@ -17,6 +20,15 @@ from ..torch_private import (
 
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
 """The `step` functions of the optimizers of torch that have fused kernels."""
+
+_NAMES_OF_SEPARATE = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop"),
+    *("Adafactor", "Muon"),
+)
+_SEPARATE_STEPS = frozenset(
+    inspect.unwrap(getattr(torch.optim, name).step) for name in _NAMES_OF_SEPARATE if hasattr(torch.optim, name)
+)
+"""The `step` functions that update each parameter by its own gradient and state alone."""
 
 
 class StepHook:
@@ -63,7 +75,25 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     layers = [function]  # torch wraps the steps of other packages, and gives the wrapper their name
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
-    return all(str(layer.__globals__["__name__"]).startswith(("torch.optim.", "amp_patch.")) for layer in layers)
+    # torch.utils: the wrapper that `torch.no_grad()` makes
+    owners = ("torch.optim.", "torch.utils.", "amp_patch.")
+    return all(str(layer.__globals__["__name__"]).startswith(owners) for layer in layers)
+
+
+def steps_separately(step: Callable[..., Any]) -> bool:
+    """Return whether a bound `step` updates each parameter by its own gradient and state alone, so that steps on parts
+    of the parameters are the whole step. True for most optimizers of torch.optim, and for subclasses with their `step`.
+    """
+    function = _get_function(step)
+    return function is not None and inspect.unwrap(function) in _SEPARATE_STEPS and evaluates_closure_first(step)
+
+
+def has_foreign_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks of the script run before or after the steps of an optimizer."""
+    if GLOBAL_PRE_HOOKS:
+        return True
+    hooks = [*get_step_hooks(optimizer), *GLOBAL_POST_HOOKS.values()]
+    return not all(isinstance(hook, StepHook) for hook in hooks)
 
 
 def _get_function(step: Callable[..., Any]) -> Any:
@@ -93,9 +123,7 @@ class DeviceSkip:
         """Return whether the next step can skip on the device."""
         if not (self._is_torch_step or (self._is_apex_step and optimizer.reads_flag)):
             return False
-        if not all(isinstance(hook, StepHook) for hook in get_step_hooks(optimizer)):
-            return False
-        if GLOBAL_PRE_HOOKS or not all(isinstance(hook, StepHook) for hook in GLOBAL_POST_HOOKS.values()):
+        if has_foreign_hooks(optimizer):
             return False
         return all(
             (self._is_apex_step or group.get("fused"))

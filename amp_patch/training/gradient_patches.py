@@ -70,9 +70,9 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
         masters.sync()
         original(module, process_group, broadcast_bucket_size, src, params_and_buffers_to_ignore, broadcast_buffers)
         sent_masters = [
-            master.detach()
+            masters.float32_of(parameter)
             for name, parameter in module.named_parameters()
-            if name not in params_and_buffers_to_ignore and (master := masters.get(parameter)) is not None
+            if name not in params_and_buffers_to_ignore and masters.get(parameter) is not None
         ]
         if sent_masters:
             broadcast_tensors(process_group, sent_masters, broadcast_bucket_size, src)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
 from .masters import Masters, Pair
+from .split_masters import can_split
 
 
 class Groups:
@@ -24,6 +25,8 @@ class Groups:
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
+        are_split: whether new masters of bfloat16 parameters are split masters.
+        whole: the parameters of each group while the groups hold only a part of them, else None.
         placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
             removes its master from the groups.
     """
@@ -32,6 +35,8 @@ class Groups:
         self, optimizer: Optimizer, masters: Masters, *, use_masters: bool, on_new_parameters: Callable[[], None]
     ) -> None:
         self.use_masters = use_masters
+        self.are_split = False
+        self.whole: list[list[Tensor]] | None = None
         self.placed: dict[int, Pair] = {}
         self._on_new_parameters = on_new_parameters
         self._masters = masters
@@ -130,6 +135,8 @@ class Groups:
         """Return the master of a parameter. Make it unless an optimizer of the session has made it before."""
         master = self._masters.get(parameter)
         if master is None:
+            if self.are_split and can_split(parameter):
+                return self._masters.add_split(parameter, data)
             if data is None:
                 data = parameter.detach().float()
             master = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -139,6 +146,9 @@ class Groups:
     def restore(self) -> None:
         """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
+        self._masters.open(
+            [master for _, master in self.placed.values()]
+        )  # while the parameters are their upper halves
         self.placed.clear()
         for reference, parameter, dtype in self._cast_states:
             if (owner := reference()) is not None:
@@ -170,8 +180,17 @@ class Groups:
             for group in optimizer.param_groups:
                 self.place(optimizer, group, {})
 
+    def put_back(self) -> None:
+        """Let the groups hold all their parameters again, after a step in parts."""
+        optimizer = self._optimizer()
+        if self.whole is not None and optimizer is not None:
+            for group, parameters in zip(optimizer.param_groups, self.whole, strict=True):
+                group["params"] = parameters
+        self.whole = None
+
     def _take_out(self) -> None:
         """Put the parameters of the model back into the groups, and move the states back to them."""
+        self.put_back()  # an interrupt may have cut a step in parts short
         pairs = self._masters.pairs
         for optimizer in self._all_optimizers():
             for group in optimizer.param_groups:

@@ -10,8 +10,9 @@ from ..dtypes import LOW_DTYPES
 from ..multi_tensor import Group, clone, copy_, eq, group, where
 from ..reporting import warn
 from ..torch_private import get_version
+from .split_masters import SplitMasters, open_masters
 
-_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_copy_groups", "_buffers")
+_REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_copy_groups", "_buffers", "_split")
 """The attributes that hold the masters. `Masters._replace_registry` replaces them together."""
 
 Pair = tuple[Tensor, Tensor]
@@ -94,6 +95,8 @@ class Masters:
     kept until the master is next copied to the parameter. With it, an element that the script sets back gets its old
     float32 value, and later edits are found although they raise no version counter (through `parameter.data`).
 
+    All this is for masters that stay in memory. Split masters (`SplitMasters`) have the parameter as their upper half.
+
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
@@ -110,6 +113,7 @@ class Masters:
         # parameters with their float32 gradients from before the cast
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
+        self._split = SplitMasters()
         self.has_warned_of_copy = False
         self.is_compiled = False
 
@@ -122,6 +126,12 @@ class Masters:
         self.pairs[id(master)] = parameter, master
         self._index[id(parameter)] = index
 
+    def add_split(self, parameter: Tensor, data: Tensor | None) -> Tensor:
+        """Make and return a split master of `parameter`. See `SplitMasters.add`."""
+        master = self._split.add(parameter, data)
+        self.pairs[id(master)] = parameter, master
+        return master
+
     def clear(self) -> None:
         """Forget all masters."""
         self._replace_registry(Masters())
@@ -130,8 +140,11 @@ class Masters:
         """Sync, then forget the masters of all parameters, and the values of all buffers, whose id is not in `ids`."""
         self.sync()
         kept = Masters()
+        kept._split = self._split.choose(ids)
         for parameter, master in self.pairs.values():
-            if id(parameter) in ids:
+            if kept._split.get(parameter) is not None:
+                kept.pairs[id(master)] = parameter, master
+            elif id(parameter) in ids:
                 kept.add(parameter, master)
                 edit = self._edits.get(self._index[id(parameter)])
                 if edit is not None:
@@ -169,6 +182,7 @@ class Masters:
         """Copy values to the master of a parameter, or keep the values of a buffer, before torch rounds them."""
         master = self.get(tensor)
         if master is not None:
+            self.open([master])
             with torch.no_grad():
                 master.copy_(values)
         elif id(tensor) in self._buffers:
@@ -181,6 +195,7 @@ class Masters:
         """
         master = self.get(tensor)
         if master is not None:
+            self.open([master])
             return master.detach()
         present = tensor.detach().float()
         values = self._find_values(tensor)
@@ -209,22 +224,34 @@ class Masters:
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return the master of `parameter`, or None."""
         index = self._index.get(id(parameter))
-        return None if index is None else self._masters.tensors[index]
+        return self._split.get(parameter) if index is None else self._masters.tensors[index]
+
+    def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+        """Give split masters their float32 values, until `copy_to_parameters`. See `open_masters`."""
+        open_masters(masters, is_private=is_private)
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
         """Record that an optimizer changed these masters. Fused optimizers do not raise the version counter."""
         for master in masters:
             pair = self.pairs.get(id(master))
-            if pair is not None:
-                self._masters.mark_changed(self._index[id(pair[0])])
+            if pair is None:
+                continue
+            index = self._index.get(id(pair[0]))
+            if index is None:
+                self._split.mark_updated(pair[0])
+            else:
+                self._masters.mark_changed(index)
 
     def copy_to_parameters(self, pairs: Collection[Pair] | None = None) -> None:
         """Copy masters to their parameters, all or only those in `pairs`, in one kernel for each (device, dtype)."""
         if pairs is None or len(pairs) == len(self.pairs):
             self._copy_all()
             self._edits.clear()
-        else:
-            self._copy_some([self._index[id(parameter)] for parameter, _ in pairs])
+            return
+        parameters = [parameter for parameter, _ in pairs]
+        if self._split.masters:
+            self._split.write(parameters)
+        self._copy_some([self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index])
 
     def refresh(self) -> None:
         """Sync, then copy all masters to their parameters, also masters that were edited through `master.data`.
@@ -251,7 +278,9 @@ class Masters:
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
         """Copy masters that have changed, for example by `load`, to their parameters, if these are in `parameters`."""
-        indices = [self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index]
+        loaded_parameters = [parameter for parameter in parameters if parameter is not None]
+        self._split.write_edited(loaded_parameters)
+        indices = [self._index[id(parameter)] for parameter in loaded_parameters if id(parameter) in self._index]
         loaded = [index for index in indices if self._masters.has_changed(index)]
         if loaded:
             self._copy_some(loaded)
@@ -265,6 +294,8 @@ class Masters:
         self._copy_edits(both_ways=True, rechecks=rechecks)
 
     def _copy_all(self) -> None:
+        if self._split.masters:
+            self._split.write()
         if self._copy_groups is None:
             self._copy_groups = group(self._parameters.tensors, self._masters.tensors)
         copy_(self._copy_groups)
@@ -287,6 +318,7 @@ class Masters:
 
         If a script has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
         """
+        are_split_edited = bool(self._split.masters) and self._split.sync(both_ways=both_ways)
         edited_parameters = set(self._parameters.find_changed())
         edited_masters = set(self._masters.find_changed())
         if rechecks:
@@ -296,7 +328,7 @@ class Masters:
             self._record_pair(index)
         if both_ways and edited_masters:
             self._copy_some(edited_masters)
-        return bool(edited_masters)
+        return are_split_edited or bool(edited_masters)
 
     def _apply_edit(self, index: int) -> None:
         """Copy the edited elements of a parameter to its master, and remember the edit."""

@@ -19,15 +19,17 @@ from ..casting import Mode, Switch, WeightCache
 from ..errors import OptimizerError
 from ..events import tell, watchers
 from ..interrupts import UndoStack
+from ..reporting import say
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
 from .first_step import FirstStepChecks
-from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, step_with_flag
+from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, step_with_flag, steps_separately
 from .gradient_sums import GradientSums
 from .groups import Groups
 from .loss_scaler import LossScaler
 from .masters import Masters
 from .overflow_flags import OptState, OverflowFlags
 from .step_log import Outcome, StepLog, waits_for_each
+from .step_parts import step_in_parts
 from .step_was_skipped import remove_step_was_skipped, set_step_was_skipped
 from .unscaling import either, find_nonfinite, move_to_masters_
 
@@ -49,6 +51,7 @@ class OptimizerBinding:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         masters, gradients: shared by all optimizers of the session.
         use_masters: whether every 16-bit parameter of the optimizer gets a float32 master.
+        split_masters: whether these are split masters, if the optimizer updates each parameter separately.
         switch: the switch of the session's casts, which are off during a step.
         cache: the weight cache of the session, or None without one.
         get_names: returns names of parameters, for messages.
@@ -61,6 +64,7 @@ class OptimizerBinding:
         *,
         masters: Masters,
         use_masters: bool,
+        split_masters: bool,
         switch: Switch,
         cache: WeightCache | None,
         gradients: GradientSums,
@@ -72,6 +76,7 @@ class OptimizerBinding:
         self.flags = OverflowFlags(self.groups)
         self._masters = masters
         self._use_masters = use_masters
+        self._split_masters = split_masters
         self._switch = switch
         self._cache = cache
         self._gradients = gradients
@@ -102,6 +107,8 @@ class OptimizerBinding:
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._is_bound = True
         self._undo.callback(self.groups.restore)
+        if self._split_masters:
+            self._decide_to_split(optimizer, inner_optimizers)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
         move_to_masters_(self.groups.placed.values(), None, None)  # gradients from before `initialize`
@@ -124,6 +131,16 @@ class OptimizerBinding:
         self._undo.callback_on(optimizer, remove_step_was_skipped)
         set_step_was_skipped(optimizer, False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
+
+    def _decide_to_split(self, optimizer: Optimizer, inner_optimizers: list[Optimizer]) -> None:
+        """Let new masters be split masters, or say that this optimizer cannot have them."""
+        self.groups.are_split = not inner_optimizers and steps_separately(optimizer.step)
+        if not self.groups.are_split:
+            say(
+                "amp_patch: %s keeps float32 masters: it is not known to update each parameter separately, as steps"
+                " with split masters do",
+                type(optimizer).__name__,
+            )
 
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
@@ -223,7 +240,7 @@ class OptimizerBinding:
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
-        if any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
+        if self.groups.are_split or any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
             return self._step_after_closure(closure, original, args, kwargs)
         # under static scales no step is skipped, so the optimizer may call the closure whenever it wants
         args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
@@ -292,6 +309,14 @@ class OptimizerBinding:
     def _take_step(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the optimizer's own step without casts, and copy the masters to the parameters."""
         self._are_masters_copied = False
+        if self.groups.are_split:
+            optimizer: Any = self.reference()
+            whole_step = functools.partial(run, *args, **kwargs)
+            end_part = self._drop_gradients
+            run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step, end_part)
+            args, kwargs = (), {}
+        elif self._split_masters:  # an optimizer with split masters may share them
+            self._masters.open(self.groups.parameters())
         if self._switch.on:
             with self._switch.region(Mode.OFF):
                 result = run(*args, **kwargs)
@@ -306,15 +331,19 @@ class OptimizerBinding:
         self.copy_masters_to_parameters()
         self._are_masters_copied = True
 
-    def _drop_gradients(self) -> None:
-        """Drop the gradients of the masters, except those that another optimizer has yet to step on."""
+    def _drop_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Drop the gradients of the masters, except gradients that another optimizer has yet to step on.
+
+        `parameters`: only of the masters among these.
+        """
         still_needed: set[int] = set()
         for partner in self.flags.partners:
             if partner.state is not OptState.READY:
                 still_needed.update(map(id, partner.groups.parameters()))
-        for _, master in self.groups.placed.values():
-            if id(master) not in still_needed:
-                master.grad = None
+        chosen = self.groups.placed.keys() if parameters is None else map(id, parameters)
+        for key in chosen:
+            if key in self.groups.placed and key not in still_needed:
+                self.groups.placed[key][1].grad = None
 
     # ---- step(closure) -----------------------------------------------------------------------------------------------
 
@@ -323,8 +352,8 @@ class OptimizerBinding:
     ) -> Any:
         """Call the closure, then take or skip the step without one.
 
-        Whether to skip must be known before the optimizer's own step begins. Raises OptimizerError for an optimizer
-        that may call the closure later or several times.
+        Whether to skip must be known before the optimizer's own step begins, and a step in parts would call the closure
+        for each part. Raises OptimizerError for an optimizer that may call the closure later or several times.
         """
         if not evaluates_closure_first(original):
             raise OptimizerError(

@@ -17,6 +17,7 @@ from ..torch_private import (
     get_sparse_values,
     view_negated,
 )
+from .split_masters import ClosedMaster
 
 # op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
@@ -161,7 +162,8 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        is_same_layout = gradient.layout is torch.strided and gradient.stride() == master.stride()
+        layout = master.low_half.low if type(master) is ClosedMaster else master
+        is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
         if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
@@ -182,12 +184,13 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     addends: list[Tensor] = []
     for master, gradient in zip(masters, gradients, strict=True):
         total = master.grad
+        layout = master.low_half.low if type(master) is ClosedMaster else master
         if gradient.is_sparse or (total is not None and total.is_sparse):
             _add(master, gradient)
         elif total is not None:
             sums.append(total)
             addends.append(gradient)
-        elif gradient.dtype is torch.float32 and gradient.stride() == master.stride():
+        elif gradient.dtype is torch.float32 and gradient.stride() == layout.stride():
             master.grad = gradient
         else:
             _add(master, gradient)
@@ -218,7 +221,8 @@ def _to_float32(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[
         if gradient.layout != torch.strided:
             converted.append(gradient.float())
             continue
-        copies.append(torch.empty_like(master, requires_grad=False))
+        layout = master.low_half.low if type(master) is ClosedMaster else master
+        copies.append(torch.empty_like(layout, dtype=torch.float32, requires_grad=False))
         sources.append(gradient)
         converted.append(copies[-1])
     copy_(group(copies, sources))  # fills them all

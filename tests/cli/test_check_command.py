@@ -81,5 +81,5 @@ def test_diff_compares_recordings(run_command, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "appeared  aten.gelu" in out and "vanished  aten.relu" in out and "0.5 -> 0.25" in out
     (tmp_path / "none.json").write_text("{}")
-    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 1
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err

@@ -15,8 +15,10 @@ import torch
 from amp_patch.errors import RecordError, SessionError
 from amp_patch.insight.checking import Contract, Measurer, Question, describe_contract, describe_files, judge
 from amp_patch.insight.checking.bands import find_relative
+from amp_patch.insight.checking.contract import ContractOp
 from amp_patch.insight.checking.op_differences import find_differences
 from amp_patch.insight.checking.probe import sketch_all
+from amp_patch.insight.checking.upgrades import Upgrade
 from amp_patch.insight.op_constants import strip_spelling
 from amp_patch.insight.runs import FunctionRunner
 from amp_patch.script_settings import Settings
@@ -80,6 +82,28 @@ for _ in range(10):
     optimizer.step()
 """
 SCRIPTS = {"autocast": AUTOCAST, "session": SESSION}
+TWO_MODELS = """
+import torch
+from torch import nn
+import amp_patch as amp
+
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
+
+
+maker, critic = make(), make()
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (maker, critic)]
+(maker, critic), optimizers = amp.initialize([maker, critic], optimizers, opt_level="O5", verbosity=0)
+for _ in range(4):
+    fake = maker(torch.randn(8, 4))
+    for number, inputs in ((1, fake.detach()), (0, fake)):
+        optimizers[number].zero_grad()
+        loss = critic(inputs).float().square().mean()
+        with amp.scale_loss(loss, optimizers[number]) as scaled_loss:
+            scaled_loss.backward()
+        optimizers[number].step()
+"""
 
 
 def measurer(path, source):
@@ -145,6 +169,7 @@ def test_an_unchanged_script_breaks_nothing(name, threads, check):
         ("session", "verbosity=0", "verbosity=0, loss_scale=128.0", "scale", "128"),
         ("session", "BatchNorm2d(4)", "BatchNorm2d(4, momentum=0.2)", "constant", "0.2"),
         ("session", "), 1.0)", "), 0.5)", "constant", "0.5"),
+        ("session", "range(10)", "range(3)", "steps", "took 3 steps, and 4"),
         ("session", "momentum=0.9)", "momentum=0.95)", "optimizer", "momentum"),
     ],
 )
@@ -166,6 +191,13 @@ def test_a_change_is_named_first(name, old, new, kind, named, check):
             [("self.fc(", "self.mlp(")],
         ),
         ("session", "nn.ReLU()", "nn.ReLU(inplace=True)", ()),
+        (
+            "session",
+            "nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)",
+            "nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))",
+            (),
+        ),
+        ("session", "nn.Conv2d(1, 4, 3),", "nn.Identity(), nn.Conv2d(1, 4, 3),", ()),
         ("session", "criterion(net(x), ", "torch.nn.functional.cross_entropy(net(x), ", ()),
     ],
 )
@@ -199,6 +231,27 @@ def test_a_script_that_draws_other_numbers_promises_none(tmp_path):
     assert "stem" in numbers.hardware.problem and "Seed" in numbers.hardware.problem
     again = measurer(tmp_path / "train.py", source).measure_again()
     assert judge(contract, again).holds and "Seed" in describe_contract(contract)
+    # only the ops tell, so other ops are more than a note
+    activated = measurer(tmp_path / "train.py", source.replace("F.gelu(", "F.silu(")).measure_again()
+    assert [each.kind for each in judge(contract, activated).breaks] == ["ops"]
+
+
+def test_modules_of_two_models_have_gradients_of_their_own(tmp_path):
+    contract = measurer(tmp_path / "train.py", TWO_MODELS).write()
+    (numbers,) = contract.numbers.values()
+    names = [module.module for module in numbers.modules if module.of_gradient]
+    assert names == ["Sequential[0].0", "Sequential[0].1", "Sequential[1].0", "Sequential[1].1"]
+
+
+def test_an_op_that_leaves_its_list_comes_before_its_effects(contracts):
+    contract = contracts["autocast"]
+    listed = [replace(op, rule="blacklist", out=("f32",)) if "gelu" in op.op else op for op in contract.ops]
+    effects = [replace(op, given=("f64",)) if op.op == "F.linear" else op for op in contract.ops]
+    renamed = [replace(op, op="aten.other") if "gelu" in op.op else op for op in effects]
+    first = judge(contract, replace(contract, ops=listed)).breaks[0]
+    assert first.kind == "precision" and "gelu" in first.text
+    first = judge(contract, replace(contract, ops=renamed)).breaks[0]
+    assert first.kind == "ops" and "aten.other" in first.text
 
 
 def test_a_file_that_is_no_contract_is_refused(contracts, tmp_path):
@@ -211,6 +264,11 @@ def test_a_file_that_is_no_contract_is_refused(contracts, tmp_path):
         "other.json": '[{"kind": "module"}]',
         "deep.json": "[" * 100_000,
         "twice.json": text.replace("[\n", "[\n" + text.splitlines()[1] + "\n", 1),
+        "steps.json": text.replace('"steps": 4', '"steps": 0'),
+        "setting.json": text.replace('"lr=', '"lr'),
+        "band.json": text.replace('"output_band": 0', '"output_band": "nan", "was": 0', 1),
+        "sketch.json": text.replace('"of_output": "', '"of_output": "?', 1),
+        "head.json": text.splitlines()[0] + text.splitlines()[1].rstrip(",") + "]",
     }
     for name, content in bad.items():
         (tmp_path / name).write_text(content)
@@ -237,6 +295,14 @@ def test_contracts_of_two_scripts_differ(contracts, tmp_path):
 def test_a_training_without_steps_has_no_contract(tmp_path):
     with pytest.raises(SessionError):
         measurer(tmp_path / "train.py", AUTOCAST.replace("    optimizer.step()\n", "")).write()
+    with pytest.raises(SessionError, match="two steps"):
+        measurer(tmp_path / "train.py", AUTOCAST.replace("range(10)", "range(1)")).write()
+
+
+def test_settings_of_an_optimizer_with_a_closure_are_promised(tmp_path):
+    source = AUTOCAST.replace("optimizer.step()", "optimizer.step(lambda: loss)")
+    contract = measurer(tmp_path / "train.py", source).measure_again()
+    assert any("eps=1e-08" in record.settings for record in contract.optimizers)
 
 
 def test_sketches_estimate_norms_and_differences():
@@ -262,7 +328,17 @@ def test_sketches_estimate_norms_and_differences():
         ("Tensor.__imatmul__", "matmul"),
         ("aten.rsqrt", "rsqrt"),
         ("torch.index_add", "index_add"),
+        ("aten.native_layer_norm", "layer_norm"),
     ],
 )
 def test_spellings_of_an_op_have_one_name(spelled, plain):
     assert strip_spelling(spelled) == plain
+
+
+def test_an_upgrade_of_torch_is_named_where_it_explains_an_op():
+    op = ContractOp("norm", "F.rms_norm", ("bf16", "f32"), ("f32",), "blacklist", "", "", 1)
+    assert "torch 2.12 changed its autocast: unlisted -> blacklist" in Upgrade("2.11.0", "2.13.0+cu1", "cuda").describe(
+        op
+    )
+    assert "lies between" in Upgrade("2.11.0", "2.13.0", "cpu").describe(op)
+    assert Upgrade("2.13.0", "2.13.0", "cuda").describe(op) == ""

@@ -257,6 +257,17 @@ def save_without_scaler(t: Training) -> None:
     torch.save({"model": t.model.state_dict(), "optimizer": t.optimizer.state_dict()}, io.BytesIO())
 
 
+def closure_without_its_name(t: Training) -> None:
+    def backward() -> Tensor:
+        loss = t.loss()
+        t.scaler.scale(loss).backward()
+        return loss
+
+    backward()
+    t.scaler.step(t.optimizer, backward)
+    t.scaler.update()
+
+
 TOLD = [
     (read_scaled, Kind.READ),
     (read_before_unscale, Kind.READ),
@@ -272,6 +283,7 @@ TOLD = [
     (not_scaled, Kind.UNSCALED_LOSS),
     (own_step, Kind.SCALED_STEP),
     (update_between, Kind.EARLY_UPDATE),
+    (closure_without_its_name, Kind.CLOSURE),
 ]
 
 
@@ -296,6 +308,10 @@ def update_alone(t: Training) -> None:
     t.scaler.update()
 
 
+def closure(t: Training) -> None:
+    t.scaler.step(t.optimizer, closure=t.loss)
+
+
 def zeroed(t: Training) -> None:
     t.scaler.scale(t.loss()).backward()
     t.optimizer.zero_grad()
@@ -313,6 +329,7 @@ RAISING = [
     (unscale_twice, Kind.UNSCALED_TWICE),
     (no_update, Kind.MISSING_UPDATE),
     (update_alone, Kind.UPDATE_WITHOUT_STEP),
+    (closure, Kind.CLOSURE),
     (zeroed, Kind.NO_GRADIENTS),
     (low_weights, Kind.LOW_WEIGHTS),
 ]
@@ -401,3 +418,21 @@ def test_trace_reports_a_misuse_and_reads_it_again(tmp_path) -> None:
     (record,) = insight.Recording.read(tmp_path / "trace.jsonl").of(MisuseRecord)
     assert "Call scaler.unscale_(optimizer) before the clipping" in str(tracer.recording)
     assert record == tracer.recording.misuses[0]
+
+
+def test_a_report_that_reads_the_scale_hides_no_misuse() -> None:
+    read = eval("lambda scaler: scaler.get_scale()", {"__name__": "amp_patch.insight.tracer"})
+
+    def step(t: Training) -> None:
+        read(t.scaler)
+        update_between(t)
+
+    def watched(t: Training) -> None:
+        original = t.scaler.update
+        t.scaler.update = lambda: (original(), read(t.scaler))
+        step(t)
+        del t.scaler.update
+
+    with native.install():
+        _, messages = run(watched)
+    assert len(messages) == 1 and "scaler.update() may change the scale" in messages[0]

@@ -408,6 +408,49 @@ optimizer.step()
         "",
         ("model.half()\n", "model.half()\noptimizer = torch.optim.Adam(model.parameters(), fused=True)\n"),
     ),
+    "an optimizer of the script": Raising(
+        """class Averaging(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            z = p.detach().float()
+            p.lerp_(z, 0.1)
+
+
+model = nn.Linear(4, 4).bfloat16()
+optimizer = Averaging(model.parameters(), 0.1)
+model(x.bfloat16()).float().mean().backward()
+optimizer.step()
+""",
+        MIXED,
+        ("weights of Averaging: bf16", "script.py:20: z.to(p.dtype) in place of z"),
+        "",
+        ("lerp_(z,", "lerp_(z.to(p.dtype),"),
+    ),
+    # ---- lines that have a text twice, or arguments without names ----------------------------------------------------
+    "an operand that the line has twice": Raising(
+        "with torch.no_grad():\n    h = low()\n    pair = torch.mm(h, x.t()), torch.mm(h, h.t())\n",
+        MIXED,
+        ("torch.mm(h.float(), x.t()) in place of torch.mm(h, x.t())",),
+        "",
+        ("torch.mm(h, x.t())", "torch.mm(h.float(), x.t())"),
+    ),
+    "a state without a name": Raising(
+        "lstm = nn.LSTM(4, 4).half()\nlstm(x.half(), (torch.zeros(1, 4), torch.zeros(1, 4)))\n",
+        MIXED,
+        ("torch.zeros(1, 4).half() in place of torch.zeros(1, 4)",),
+        "",
+        ("torch.zeros(1, 4)", "torch.zeros(1, 4).half()"),
+    ),
+    "a loss of no weights after one of weights": Raising(
+        f"{SCALED}for n in range(2):\n    optimizer.zero_grad()\n"
+        "    loss = torch.zeros((), requires_grad=True) if n else model(x).mean()\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        NONE,
+        ("depends on no parameter this time", "if not loss.grad_fn: continue"),
+        "",
+        ("    scaler.scale(loss)", "    if not loss.grad_fn:\n        continue\n    scaler.scale(loss)"),
+    ),
 }
 
 UNRELATED = {

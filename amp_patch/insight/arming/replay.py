@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from ... import events
 from ...casting import cast_tree, compiling
 from ...session import Session
-from ...torch_private import DYNAMO
 from ...training import unscaling
 from ..sites import repeat
 from ..tracer import Tracer
@@ -247,7 +245,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
     watchers = list(events.watchers)
     with contextlib.ExitStack() as undo:
         undo.callback(session.drop_casts)
-        if DYNAMO in sys.modules:
+        if compiling.is_dynamo_imported():
             undo.callback(compiling.run_eagerly())
         undo.callback(events.watchers.__setitem__, slice(None), watchers)
         undo.callback(random.restore)

@@ -34,6 +34,12 @@ MOST = 0.5
 AGREED = 0.1
 """If the first outputs of equal runs differ by more than this part, the script draws other numbers in each run."""
 
+CURVES = ("loss scale", "skipped", "loss", "gradient norm", "update norm")
+"""The numbers of each step, causes before effects."""
+
+EXACT = ("loss scale", "skipped")
+"""Numbers that rounding does not change."""
+
 TENSORS = ("weights", "output", "gradient")
 """Fields of `ModuleNumbersRecord` that are sketches."""
 
@@ -129,7 +135,7 @@ class Variants:
                 worst = max(worst, off if math.isfinite(off) else math.inf)
             # a loss near zero is a difference of numbers of the typical size
             size = max(abs(value), typical)
-            floor = self._floor * size if name != "loss scale" else 0.0
+            floor = 0.0 if name in EXACT else self._floor * size
             band = SAFETY * worst + floor
             is_promised = bool(others) and math.isfinite(band) and band <= MOST * size
             bands.append(round_number(band, 2) if is_promised else None)
@@ -137,9 +143,13 @@ class Variants:
 
 
 def get_curve(run: Measured, name: str) -> Sequence[float]:
-    """Return the losses or loss scales of a run, or its norms of gradients or updates."""
-    if name == "loss":
-        return run.curve.losses if run.curve is not None else ()
-    if name == "loss scale":
-        return run.curve.scales if run.curve is not None else ()
-    return run.norms.gradients if name == "gradient norm" else run.norms.updates
+    """Return a number of each step of a run. `name` is one of `CURVES`."""
+    if name == "gradient norm":
+        return run.norms.gradients
+    if name == "update norm":
+        return run.norms.updates
+    if run.curve is None:
+        return ()
+    if name == "skipped":
+        return [float(step in run.curve.skipped) for step in range(len(run.curve.losses))]
+    return run.curve.losses if name == "loss" else run.curve.scales

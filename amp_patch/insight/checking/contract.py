@@ -8,7 +8,7 @@ import json
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -88,7 +88,6 @@ class HardwareRecord:
         threads: the number of threads of the runs.
         kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any.
         kept_worst: the name of the tensor that loses most, or its line; "" without any.
-        skipped: numbers of the skipped steps.
         problem: why no number is promised; "" if numbers are.
     """
 
@@ -98,7 +97,6 @@ class HardwareRecord:
     threads: int
     kept: float | None = None
     kept_worst: str = ""
-    skipped: tuple[int, ...] = ()
     problem: str = ""
 
 
@@ -143,8 +141,8 @@ class StepsRecord:
     """A number of each step, with its band: by how much another run may differ; None if the number is not promised.
 
     Attributes:
-        name: "loss scale", "loss", "gradient norm" or "update norm".
-        values, bands: a number for each step. Bands are in the unit of the values.
+        name: "loss scale", "skipped", "loss", "gradient norm" or "update norm".
+        values, bands: a number for each step. Bands are in the unit of the values. A skipped step has the value 1.
     """
 
     kind: ClassVar[str] = "steps"
@@ -210,8 +208,14 @@ class Contract:
                 f"{path}: schema {about.schema} is newer than {SCHEMA}, the newest of this version: upgrade"
             )
         contract = cls(about, [], [], {})
+        for line in lines:
+            problem = _find_problem(line)
+            if problem:
+                raise RecordError(f"{path}: {problem}: write the contract anew with amp-patch check --write")
         for line in lines[1:]:
             contract._add(line, path)
+        if not contract.numbers:
+            raise RecordError(f"{path}: no record of kind 'hardware': this is only a part of a contract")
         return contract
 
     def _add(self, line: ContractLine | None, path: str | os.PathLike[str]) -> None:
@@ -227,12 +231,33 @@ class Contract:
             last = list(self.numbers.values())[-1]
             if isinstance(line, ModuleRecord):
                 last.modules.append(line)
-            elif len(line.values) == len(line.bands):
-                last.curves.append(line)
             else:
-                raise RecordError(f"{path}: {line.name} has other steps than its band: this is not a contract")
+                last.curves.append(line)
         elif isinstance(line, ContractRecord):
             raise RecordError(f"{path}: two records of kind 'contract'")
+
+
+def _find_problem(line: ContractLine | None) -> str:
+    """Return what no contract that was written has, but one that was edited may have; "" if nothing."""
+    bands: list[float | None] = []
+    if isinstance(line, ContractRecord) and (line.schema < 1 or line.steps < 2):
+        return f"schema {line.schema} and {line.steps} steps"
+    if isinstance(line, OptimizerRecord) and not all("=" in setting for setting in line.settings):
+        return f"a setting of {line.type} without ="
+    if isinstance(line, ContractOp) and line.calls < 1:
+        return f"{line.op} has {line.calls} calls"
+    if isinstance(line, ModuleRecord):
+        bands = [getattr(line, field.name) for field in fields(line) if field.name.endswith("_band")]
+        sketches = (line.of_weights, line.of_output, line.of_gradient)
+        if any(sketch and not unpack(sketch) for sketch in sketches):
+            return f"a sketch of {line.module} cannot be read"
+    if isinstance(line, StepsRecord):
+        bands = list(line.bands)
+        if len(bands) != len(line.values):
+            return f"{line.name} has {len(line.values)} values and {len(bands)} bands"
+    if any(band is not None and not 0 <= band < math.inf for band in bands):
+        return f"{line.module if isinstance(line, ModuleRecord) else 'a curve'} has a band that is no width"
+    return ""
 
 
 def pack(sketch: tuple[float, ...]) -> str:

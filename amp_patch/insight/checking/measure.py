@@ -11,7 +11,7 @@ from ..numbers_record import ModuleNumbersRecord, OptimizerRecord, StepNormsReco
 from ..recordings import Recording
 from ..records import ComparedRecord, CurveRecord
 from ..runs import Run, RunFailedError, Runner
-from .bands import Variants, find_relative, norm_of
+from .bands import CURVES, Variants, find_relative, norm_of
 from .contract import (
     SCHEMA,
     Contract,
@@ -76,6 +76,11 @@ class Measurer:
     def write(self) -> Contract:
         """Make the runs of a new contract, and return it. Four of them measure the noise, which sets its bands."""
         base = self.run("the script", keeps_files=True)
+        if not base.ops:
+            raise SessionError(
+                "the second step has no ops to promise: let the script take two steps or more, with a forward pass in"
+                " each"
+            )
         threads = base.recording.run.threads
         other = 2 if threads == 1 else 1
         variants = [
@@ -130,11 +135,10 @@ class Measurer:
             run.threads,
             kept=None if lost is None else round_number(lost.kept, 2),
             kept_worst="" if lost is None else lost.kept_worst,
-            skipped=base.curve.skipped if base.curve is not None else (),
             problem=noise.find_problem(),
         )
         modules = [_describe_module(name, base, float32, noise) for name in base.modules]
-        curves = [noise.make_curve(name) for name in ("loss scale", "loss", "gradient norm", "update norm")]
+        curves = [noise.make_curve(name) for name in CURVES]
         numbers = Numbers(hardware, modules, [curve for curve in curves if curve.values])
         optimizers = base.recording.of(OptimizerRecord)
         return Contract(about, optimizers, _promise(base, variants), {run.hardware: numbers})

@@ -102,6 +102,9 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
         _compare(old.get(old_name, []), new.get(new_name, []), found, left_before, left_after)
     # Calls may have moved to another module, so those that are left are compared as if they were in one.
     _compare(left_before, left_after, found, found.vanished, found.appeared)
+    # modules were compared one by one, but an op that comes first in the run may cause the others
+    order = {replace(op, calls=0): place for place, op in enumerate(after)}
+    found.moved.sort(key=lambda pair: order[replace(pair.after, calls=0)])
     total = sum(op.calls for op in (*before, *after))
     differing = sum(op.calls for op in (*found.vanished, *found.appeared))
     differing += sum(pair.before.calls + pair.after.calls for pair in found.moved)
@@ -118,14 +121,12 @@ def _group(ops: Iterable[ContractOp]) -> dict[str, list[ContractOp]]:
 
 def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]) -> list[tuple[str, str]]:
     """Return pairs of modules that belong together; a module without a partner is paired with its own name."""
-    pairs = [(module, module) for module in old if module in new]
-    old_left, new_left = [name for name in old if name not in new], [name for name in new if name not in old]
-    for module in list(old_left):
-        equal = next((name for name in new_left if not _subtract(old[module], new[name])), None)
-        if equal is not None:
-            pairs.append((module, equal))
-            old_left.remove(module)
-            new_left.remove(equal)
+    pairs = _match_equal_modules(old, new) if old.keys() != new.keys() else []
+    matched, matched_new = {left for left, _ in pairs}, {right for _, right in pairs}
+    pairs.extend((name, name) for name in old if name in new and name not in matched and name not in matched_new)
+    matched, matched_new = {left for left, _ in pairs}, {right for _, right in pairs}
+    old_left = [name for name in old if name not in matched]
+    new_left = [name for name in new if name not in matched_new]
     old_looks, new_looks = [_look_of(old[name]) for name in old_left], [_look_of(new[name]) for name in new_left]
     matcher = difflib.SequenceMatcher(None, old_looks, new_looks, autojunk=False)
     for block in matcher.get_matching_blocks():
@@ -135,6 +136,32 @@ def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[Contrac
     pairs.extend((name, name) for name in old_left if name not in matched)
     pairs.extend((name, name) for name in new_left if name not in matched_new)
     return pairs
+
+
+def _match_equal_modules(old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]) -> list[tuple[str, str]]:
+    """Return pairs of modules with equal calls, of the same name where there are such.
+
+    In a `Sequential` that was split or joined, a name may belong to another module now.
+    """
+    calls = {name: _count_calls(ops) for name, ops in new.items()}
+    pairs = [(name, name) for name, ops in old.items() if calls.get(name) == _count_calls(ops)]
+    kept = {name for name, _ in pairs}
+    partners: dict[object, list[str]] = {}
+    for name in new:
+        if name not in kept:
+            partners.setdefault(calls[name], []).append(name)
+    for name, ops in old.items():
+        equal = partners.get(_count_calls(ops))
+        if name not in kept and equal:
+            pairs.append((name, equal.pop(0)))
+    return pairs
+
+
+def _count_calls(ops: Sequence[ContractOp]) -> frozenset[tuple[object, int]]:
+    counts: Counter[object] = Counter()
+    for op in ops:
+        counts[_key_with_constants(op)] += op.calls
+    return frozenset(counts.items())
 
 
 def _look_of(ops: Sequence[ContractOp]) -> tuple[tuple[str, int], ...]:

@@ -47,7 +47,7 @@ def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
     figures = []
     for curve in promised.curves:
         other = own.curve(curve.name)
-        if other is not None and curve.values:
+        if other is not None and curve.values and curve.name != "skipped":
             caption = f"The {curve.name} of each step: promised, with its band, and now."
             drawing = draw_curves([_band_of(curve), _line_of(other)], (), curve.name)
             figures.append(element("figure", drawing, element("figcaption", caption)))

@@ -80,8 +80,7 @@ class ContractProbe(CurveProbe):
         """Measure the gradients, and keep a copy of the weights."""
         super().step_begun(optimizer)
         self._ops.step_begun(optimizer)
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
+        self._take_settings(optimizer)
         parameters = _list_parameters(optimizer)
         gradients = self._modules.take_gradients(parameters)
         self._gradients.append(gradients)
@@ -89,11 +88,16 @@ class ContractProbe(CurveProbe):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Measure the changes of the weights, and record the step."""
+        self._take_settings(optimizer)  # a step with a closure reports only its end
         before = self._before.pop(id(optimizer), None)
-        if before is not None:  # a step with a closure reports only its end
+        if before is not None:
             self._updates.append(self._modules.take_updates(_list_parameters(optimizer), before))
         self._ops.step_ended(optimizer)
         super().step_ended(optimizer)
+
+    def _take_settings(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
 
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
@@ -131,10 +135,7 @@ class _ModuleNumbers:
 
     def watch(self, session: Session) -> None:
         """Watch the modules of a session from their first call on."""
-        self._names = {
-            known: (module, name or f"({type(module).__name__})")
-            for known, (module, name) in name_modules(session.models())
-        }
+        self._names = _name_modules(session)
         if self._handle is None:
             self._handle = register_module_forward_hook(self._take_output)
 
@@ -162,7 +163,10 @@ class _ModuleNumbers:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them."""
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
         squares = 0.0
-        for name, group in _group_by_module(with_gradients).items():
+        groups: dict[str, list[Tensor]] = {}
+        for parameter, name in zip(with_gradients, _name_owners(with_gradients), strict=True):
+            groups.setdefault(name, []).append(parameter)
+        for name, group in groups.items():
             gradients = [parameter.grad for parameter in group if parameter.grad is not None]
             norm = math.hypot(*(float(_norm(gradient)) for gradient in gradients))
             squares += norm * norm
@@ -174,9 +178,7 @@ class _ModuleNumbers:
     def take_updates(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> float:
         """Measure the changes of parameters since `before`, by module. Return the norm of all of them."""
         squares: dict[str, float] = {}
-        names = current.require().names_of(list(parameters))
-        for parameter, old, name in zip(parameters, before, names, strict=True):
-            module = _find_module(name)
+        for parameter, old, module in zip(parameters, before, _name_owners(parameters), strict=True):
             change = float(_norm(parameter.detach().float() - old.float()))
             squares[module] = squares.get(module, 0.0) + change * change
         for module, square in squares.items():
@@ -206,19 +208,29 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def _group_by_module(parameters: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Return the parameters of each module, by its name."""
-    groups: dict[str, list[Tensor]] = {}
-    for parameter, name in zip(parameters, current.require().names_of(list(parameters)), strict=True):
-        groups.setdefault(_find_module(name), []).append(parameter)
-    return groups
+def _name_modules(session: Session) -> dict[int, tuple[nn.Module, str]]:
+    """Return each module of the models by its id, with its name. A model without a name is called after its class."""
+    return {
+        known: (module, name or f"({type(module).__name__})")
+        for known, (module, name) in name_modules(session.models())
+    }
 
 
-def _find_module(parameter: str) -> str:
-    """Return the module of a parameter with a qualified name. A parameter outside of models keeps its own name."""
-    if " " in parameter:  # "parameter of shape (3,)"
-        return parameter
-    return parameter.rpartition(".")[0]
+def _name_owners(parameters: Sequence[Tensor]) -> list[str]:
+    """Return the name of the module that owns each parameter or its master.
+
+    A parameter outside of the models is named by its shape.
+    """
+    session = current.require()
+    masters = session.bindings.masters
+    owners: dict[int, str] = {}
+    for module, name in _name_modules(session).values():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+            master = masters.get(parameter)
+            if master is not None:
+                owners.setdefault(id(master), name)
+    return [owners.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
 
 def _describe_settings(number: int, optimizer: Optimizer) -> Iterable[OptimizerRecord]:

@@ -20,6 +20,7 @@ _TITLES = {
     "gradient": "a module gets other gradients",
     "update": "a module is updated otherwise",
     "lost": "updates are lost",
+    "steps": "the training takes fewer steps",
     "skipped": "other steps are skipped",
     "scale": "the loss scale is another",
     "loss": "the loss left its band",
@@ -73,8 +74,8 @@ def describe_contract(contract: Contract) -> str:
             + (f", first outputs within {max(known):.1g}" if known else "")
         )
         for curve in part.curves:
-            if set(curve.values) == {1.0}:
-                continue  # the loss scale of a training without one
+            if curve.name == "skipped" or set(curve.values) == {1.0}:
+                continue  # nothing to read in skips, and in the loss scale of a training without one
             kept = sum(band is not None for band in curve.bands)
             if kept:
                 last = next(place for place in reversed(range(len(curve.bands))) if curve.bands[place] is not None)

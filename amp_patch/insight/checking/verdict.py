@@ -4,14 +4,17 @@ Importing this does not import torch.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...tables import count_of
+from ..op_constants import strip_spelling
 from .bands import find_difference, find_relative
 from .contract import Contract, ContractOp, ModuleRecord, Numbers, StepsRecord, unpack
 from .op_differences import Moved, OpDifferences, find_differences, is_cast
+from .upgrades import Upgrade
 
 ALIKE = 0.5
 """Two scripts with a smaller part of equal calls are not the same script."""
@@ -25,7 +28,8 @@ class Break(NamedTuple):
 
     Attributes:
         kind: "precision", "rule", "cast", "constant", "optimizer", "ops", "start", "output", "gradient", "update",
-            "lost", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision any more.
+            "lost", "steps", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision
+            any more.
         text: the promise, and how the run differs from it.
         site: the line of the script, `file.py:line`; "" if none is known.
     """
@@ -81,7 +85,9 @@ def judge(contract: Contract, now: Contract) -> Verdict:
     verdict.breaks.extend(_judge_optimizers(contract, now))
     (own,) = now.numbers.values()
     promised = contract.numbers.get(own.hardware.name)
+    result = "no promised number left its band"
     if promised is None:
+        result = "the numbers that would tell whether this matters are not judged"
         known = ", ".join(sorted(contract.numbers)) or "no hardware"
         verdict.notes.append(
             f"numbers are not judged: the contract has noise for {known}, and this is {own.hardware.name};"
@@ -90,8 +96,9 @@ def judge(contract: Contract, now: Contract) -> Verdict:
     elif promised.hardware.problem:
         verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
     else:
-        verdict.breaks.extend(_judge_numbers(promised, own, differences))
-    _note_ops(verdict)
+        verdict.breaks.extend(_judge_numbers(promised, own, (contract.ops, now.ops)))
+    # Without numbers, only the ops tell. But on other hardware, an op may have another kernel.
+    _report_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
     unpromised = sum(not op.is_promised for op in contract.ops)
     if unpromised:
         verdict.notes.append(f"{count_of(unpromised, 'op')} of the contract not promised: equal runs had other calls")
@@ -106,19 +113,27 @@ def _only_listed(ops: Sequence[ContractOp]) -> list[ContractOp]:
 
 
 def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) -> Iterator[Break]:
-    upgrade = ""
-    if contract.about.torch != now.about.torch:
-        upgrade = f" (torch {contract.about.torch} -> {now.about.torch} lies between)"
+    upgrade = Upgrade(contract.about.torch, now.about.torch, now.about.device)
+
+    def describe(pair: Moved) -> str:
+        return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
+
     # Causes first: calls with another rule, then casts of the script, then calls that get the results of both.
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and _is_decided(pair)):
-        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for op in differences.casts:
         verb = "appeared" if op in differences.appeared else "vanished"
         yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
     for pair in (pair for pair in differences.moved if pair.has_other_dtypes and not _is_decided(pair)):
-        yield Break("precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "precision", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for pair in (pair for pair in differences.moved if not pair.has_other_dtypes):
-        yield Break("rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade}", pair.after.site)
+        yield Break(
+            "rule", f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}", pair.after.site
+        )
     for pair in differences.changed:
         text = f"{_name_op(pair.after)}: {list_constants(pair.before)} -> {list_constants(pair.after)}"
         yield Break("constant", text, pair.after.site)
@@ -162,8 +177,12 @@ def list_constants(op: ContractOp) -> str:
     return ", ".join(op.constants) or "none"
 
 
-def _note_ops(verdict: Verdict) -> None:
-    """Report ops that only one run has: as a break, before those of numbers, if there are such; else as a note."""
+def _report_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
+    """Add the ops that only one run has: as a note with the result for numbers, or as a broken promise.
+
+    They break a promise if `is_break`, or if what they may cause is broken: numbers, and dtypes of arguments of other
+    ops. They come before that.
+    """
     differences = verdict.differences
     texts = [
         f"{_name_op(op)} ({op.site}) {verb}" + (f", {op.calls} calls" if op.calls > 1 else "")
@@ -174,10 +193,14 @@ def _note_ops(verdict: Verdict) -> None:
     if not texts:
         return
     shown = "; ".join(texts[:6]) + (f"; and {len(texts) - 6} more" if len(texts) > 6 else "")
-    place = next((i for i, each in enumerate(verdict.breaks) if each.kind not in _OF_OPS), None)
-    if place is None or not any(each.kind in _OF_NUMBERS for each in verdict.breaks):
-        verdict.notes.append(f"other ops, and no promised number left its band: {shown}")
+    causes = sum(pair.has_other_dtypes and _is_decided(pair) for pair in differences.moved) + len(differences.casts)
+    has_effects = any(pair.has_other_dtypes and not _is_decided(pair) for pair in differences.moved)
+    has_numbers = any(each.kind in _OF_NUMBERS for each in verdict.breaks)
+    if not (is_break or has_effects or has_numbers):
+        verdict.notes.append(f"other ops, and {result}: {shown}")
         return
+    of_ops = sum(each.kind in _OF_OPS for each in verdict.breaks)
+    place = causes if has_effects else of_ops
     sites = [op.site for op in (*differences.appeared, *differences.vanished) if op.site and not is_cast(op)]
     verdict.breaks.insert(place, Break("ops", f"other ops: {shown}", sites[0] if sites else ""))
 
@@ -211,8 +234,14 @@ def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _judge_numbers(promised: Numbers, now: Numbers, differences: OpDifferences) -> Iterator[Break]:
-    pairs = list(_match_modules(promised.modules, now.modules))
+def _judge_numbers(
+    promised: Numbers, now: Numbers, ops: tuple[Sequence[ContractOp], Sequence[ContractOp]]
+) -> Iterator[Break]:
+    pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
+    scale = promised.curve("loss scale")
+    starts_equal = scale is None or _find_break(scale, now.curve(scale.name)) != 0
+    if scale is not None and not starts_equal:  # a setting: only later, the scale depends on gradients
+        yield from _judge_curve(scale, now.curve(scale.name))
     kinds = (
         ("start", "weights", "before the first step, its weights are off by"),
         ("output", "output", "its first output is off by"),
@@ -228,8 +257,10 @@ def _judge_numbers(promised: Numbers, now: Numbers, differences: OpDifferences) 
                 error = _describe_error(old, new) if kind == "output" else ""
                 yield Break(kind, f"{_name_module(new)}: {text} {size}, and {band:.2g} was promised{error}")
     yield from _judge_lost(promised, now)
+    yield from _judge_length(promised, now)
     for curve in promised.curves:
-        yield from _judge_curve(curve, now.curve(curve.name))
+        if curve is not scale or starts_equal:
+            yield from _judge_curve(curve, now.curve(curve.name))
     for old, new in pairs:
         for name, what in (("last_gradient", "gradient"), ("last_update", "update")):
             off, band = find_difference(getattr(old, name), getattr(new, name)), getattr(old, f"{name}_band")
@@ -254,21 +285,57 @@ def _describe_error(old: ModuleRecord, new: ModuleRecord) -> str:
     return f"; its error against float32 grew from {old.error:.2g} to {new.error:.2g}"
 
 
-def _match_modules(
-    old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]
-) -> Iterator[tuple[ModuleRecord, ModuleRecord]]:
-    """Yield pairs of modules of the same name. Others are paired with the next of their type that is left."""
-    by_name = {module.module: module for module in new}
-    names = {module.module for module in old}
-    left = [module for module in new if module.module not in names]
+def _match_modules(old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]) -> list[tuple[ModuleRecord, ModuleRecord]]:
+    """Return pairs of modules that belong together, in the order of the first.
+
+    These are modules of the same name with equal numbers, then those with equal numbers: in a `Sequential` that was
+    split or joined, a name may belong to another module now. Of the rest, modules of the same name, and then modules of
+    the same type in the same order, belong together.
+    """
+    partners: dict[str, ModuleRecord] = {}
+    left = {module.module: module for module in new}
     for module in old:
-        if module.module in by_name:
-            yield module, by_name[module.module]
-            continue
-        partner = next((other for other in left if other.type == module.type), None)
-        if partner is not None:
-            left.remove(partner)
-            yield module, partner
+        if module.module in left and _has_equal_numbers(module, left[module.module]):
+            partners[module.module] = left.pop(module.module)
+    rules: tuple[Callable[[ModuleRecord, ModuleRecord], bool], ...] = (
+        _has_equal_numbers,
+        lambda module, candidate: candidate.module == module.module,
+        lambda module, candidate: candidate.type == module.type,
+    )
+    for belongs in rules:
+        for module in old:
+            if module.module in partners:
+                continue
+            partner = next((candidate for candidate in left.values() if belongs(module, candidate)), None)
+            if partner is not None:
+                partners[module.module] = left.pop(partner.module)
+    return [(module, partners[module.module]) for module in old if module.module in partners]
+
+
+def _has_equal_numbers(old: ModuleRecord, new: ModuleRecord) -> bool:
+    """Return whether the weights and the first output are within their bands. False if none is promised."""
+    judged = [(_find_off(old, new, name), getattr(old, f"{name}_band")) for name in ("weights", "output")]
+    offs = [(off, band) for off, band in judged if off is not None and band is not None]
+    return bool(offs) and all(off <= band for off, band in offs)
+
+
+def _is_comparable(
+    old: ModuleRecord, new: ModuleRecord, before: Sequence[ContractOp], after: Sequence[ContractOp]
+) -> bool:
+    """Return whether numbers of two modules tell something.
+
+    The first output of a module without weights may be of another call, if the script has come to call it elsewhere,
+    or less often.
+    """
+    return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
+
+
+def _count_ops(module: str, ops: Sequence[ContractOp]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for op in ops:
+        if op.module == module:
+            counts[strip_spelling(op.op)] += op.calls
+    return counts
 
 
 def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
@@ -276,28 +343,43 @@ def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
     if new.kept is not None and (old.kept is None or new.kept < old.kept / GROWN):
         was = "no update was lost" if old.kept is None else f"{1 - old.kept:.0%} were lost"
         yield Break("lost", f"{1 - new.kept:.0%} of the updates of {new.kept_worst} are lost; {was} before")
-    if set(new.skipped) != set(old.skipped):
-        yield Break("skipped", f"{_list_steps(new.skipped)} skipped; {_list_steps(old.skipped)} before")
-
-
-def _list_steps(steps: Iterable[int]) -> str:
-    text = ", ".join(str(step + 1) for step in sorted(steps))
-    return f"steps {text} are" if text else "no step is"
 
 
 def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Break]:
+    """Yield the first number of a step that left its band."""
+    step = _find_break(promised, now)
+    if step is None or now is None:
+        return
+    kind = {"loss": "loss", "loss scale": "scale", "skipped": "skipped"}.get(promised.name, "norm")
+    value, band = promised.values[step], promised.bands[step]
+    if kind == "skipped":
+        yield Break(kind, f"step {step + 1} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
+    else:
+        text = f"is {now.values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
+        yield Break(kind, f"the {promised.name} of step {step + 1} {text}")
+
+
+def _was_skipped(value: float) -> str:
+    return "it was before" if value else "it was not before"
+
+
+def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
+    """Return the first step of both trainings whose number left its band; None without any."""
     values: Sequence[float] = now.values if now is not None else ()
-    kind = {"loss": "loss", "loss scale": "scale"}.get(promised.name, "norm")
-    for step, (value, band) in enumerate(zip(promised.values, promised.bands, strict=True)):
-        if band is None:
-            continue
-        if step >= len(values):
-            yield Break(kind, f"the {promised.name} of step {step + 1} is missing: the training took fewer steps")
-            return
-        off = abs(values[step] - value)
-        if not off <= band:
-            text = f"is {values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
-            yield Break(kind, f"the {promised.name} of step {step + 1} {text}")
+    # a shorter training is reported by `_judge_length`
+    for step, (value, band, current) in enumerate(zip(promised.values, promised.bands, values, strict=False)):
+        if band is not None and not abs(current - value) <= band:
+            return step
+    return None
+
+
+def _judge_length(promised: Numbers, now: Numbers) -> Iterator[Break]:
+    """Yield whether the training took fewer steps than promised."""
+    for curve in promised.curves:
+        present = now.curve(curve.name)
+        taken = len(present.values) if present is not None else 0
+        if taken < len(curve.values):
+            yield Break("steps", f"the training took {count_of(taken, 'step')}, and {len(curve.values)} were promised")
             return
 
 

@@ -220,7 +220,7 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
                 is_up = torch.randint(2, tensor.shape, generator=generator, dtype=torch.bool, device="cpu")
                 infinity = torch.full_like(tensor, torch.inf)
                 tensor.copy_(torch.nextafter(tensor, torch.where(is_up.to(tensor.device), infinity, -infinity)))
-    session.refresh()
+    session.sync()
 
 
 class LayerProbe(Probe):

@@ -1,0 +1,308 @@
+"""`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
+
+Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). To edit the parameter is
+to edit the upper half of the master. The master is then *closed*: an object of `ClosedMaster`, which gets its float32
+values when Python code first uses them, and is an ordinary `torch.nn.Parameter` again, *open*, until the next step. It
+is the same object all the time, so groups, optimizer states and scripts may hold it.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from ..torch_private import get_storage_address, get_storage_uses, get_version, without_overrides
+from .halves import join, split_
+
+
+def _get_setters(name: str) -> tuple[Any, Any]:
+    """Return the functions that set and delete an attribute of tensors, as `__torch_function__` gets them."""
+    descriptor: Any = getattr(Tensor, name)
+    return descriptor.__set__, descriptor.__delete__
+
+
+_WITHOUT_VALUES = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout")),
+        *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "ndim", "is_sparse", "is_cpu", "is_cuda")),
+        *(getattr(Tensor, name).__get__ for name in ("is_mps", "is_xpu", "is_meta", "is_quantized", "is_nested")),
+        *(method for name in ("grad", "requires_grad") for method in _get_setters(name)),
+        Tensor.requires_grad_,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+    }
+)
+"""What can be asked of a closed master without its values."""
+
+
+class ClosedMaster(nn.Parameter):
+    """A split master without float32 values: each element is NaN, for code in C++ that does not ask Python.
+
+    Any other use opens it, and torch goes on with the open master.
+
+    Attributes:
+        low_half: what its values are made from, with the parameter.
+    """
+
+    low_half: "LowHalf"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with without_overrides():
+                return func(*args, **kwargs)
+        if func is Tensor.stride:
+            return args[0].low_half.low.stride(*args[1:], **kwargs)
+        open_masters(_find_closed((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        open_masters([self])
+        return self.__deepcopy__(memo)  # the method of Parameter, which the object now is
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        open_masters([self])
+        return self.__reduce_ex__(protocol)
+
+
+class LowHalf:
+    """The low half of one split master, and how its master and parameter were when it was last opened or written.
+
+    Attributes:
+        parameter: the bfloat16 parameter, which is the upper half.
+        low: int16, dense, of the shape of the parameter.
+        closed_data: the data of the closed master: NaN, without memory for each element.
+        is_private: whether a step has opened the master, so that nobody else can hold its values.
+        is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
+            version counter), or it is being written.
+    """
+
+    def __init__(self, parameter: Tensor, low: Tensor) -> None:
+        self.parameter = parameter
+        self.low = low
+        nan = torch.full((), torch.nan, dtype=torch.float32, device=low.device)
+        self.closed_data = nan.expand(low.size())
+        self.is_private = False
+        self.is_marked = False
+        self._alias: Tensor | None = None  # of the values of the open master
+        self._parameter_alias: Tensor | None = None
+        self._versions = (0, 0)
+
+    def record(self, master: Tensor) -> None:
+        """Record the present state of an open master and its parameter."""
+        self.is_marked = self.is_private = False
+        self._alias, self._parameter_alias = master.detach(), self.parameter.detach()
+        self._versions = get_version(master), get_version(self.parameter)
+
+    def forget(self) -> None:
+        """Let go of the memory of the master, which counts as edited until it is closed or recorded."""
+        self.is_marked = True
+        self._alias = self._parameter_alias = None
+
+    def is_master_edited(self, master: Tensor) -> bool:
+        """Return whether the open master has changed since it was recorded."""
+        if self.is_marked or self._alias is None:
+            return True
+        has_moved = master.data_ptr() != self._alias.data_ptr()
+        return has_moved or get_version(master) != self._versions[0]
+
+    def is_parameter_edited(self) -> bool:
+        """Return whether the parameter has changed since the open master was recorded."""
+        assert self._parameter_alias is not None
+        has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
+        return has_moved or get_version(self.parameter) != self._versions[1]
+
+    def is_joinable(self) -> bool:
+        """Return whether the parameter still is an upper half: no script has cast it."""
+        return self.parameter.dtype is torch.bfloat16
+
+
+def can_split(parameter: Tensor) -> bool:
+    """Return whether a parameter can be the upper half of its master: a dense, plain bfloat16 tensor."""
+    is_plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
+    if not is_plain or parameter.dtype is not torch.bfloat16:
+        return False
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+    """Give closed masters their float32 values. Masters that are open stay as they are.
+
+    `is_private`: nobody but an optimizer uses the values before they are written.
+    """
+    by_device: dict[torch.device, list[ClosedMaster]] = {}
+    for master in masters:
+        if type(master) is ClosedMaster:
+            by_device.setdefault(master.low_half.low.device, []).append(master)
+    with without_overrides():
+        for group in by_device.values():
+            halves = [master.low_half for master in group]
+            values = join([half.parameter for half in halves], [half.low for half in halves])
+            opened: list[Tensor] = [*group]
+            for master, half, value in zip(opened, halves, values, strict=True):
+                master.data = value
+                if is_private:
+                    half.is_private = half.is_marked = True
+                else:
+                    half.record(master)
+                master.__class__ = nn.Parameter  # from here on, the float32 values count
+                del vars(master)["low_half"]
+
+
+def _close(rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
+    masters: list[Tensor] = []
+    with without_overrides():
+        for master, half in rows:
+            vars(master)["low_half"] = half
+            master.__class__ = ClosedMaster  # from here on, the halves count
+            master.data = half.closed_data
+            masters.append(master)
+        increment_version(masters)  # a graph that has saved a master must not go on with NaN
+
+
+def _find_closed(value: Any) -> Iterator[Tensor]:
+    """Yield the closed masters in nested containers."""
+    if type(value) is ClosedMaster:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _find_closed(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _find_closed(item)
+
+
+class SplitMasters:
+    """The split masters of a session.
+
+    Attributes:
+        masters: each master with its low half, by the parameter's id.
+    """
+
+    def __init__(self) -> None:
+        self.masters: dict[int, tuple[Tensor, LowHalf]] = {}
+
+    def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
+        """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
+        values of the parameter.
+        """
+        low = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+        if data is not None:
+            split_([data.detach()], [parameter], [low])
+        half = LowHalf(parameter, low)
+        master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
+        _close([(master, half)])
+        self.masters[id(parameter)] = master, half
+        return master
+
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """Return the split master of a parameter, open or closed, or None."""
+        found = self.masters.get(id(parameter))
+        return None if found is None else found[0]
+
+    def choose(self, ids: Collection[int]) -> "SplitMasters":
+        """Return the split masters of the parameters whose id is in `ids`."""
+        chosen = SplitMasters()
+        chosen.masters = {key: found for key, found in self.masters.items() if key in ids}
+        return chosen
+
+    def mark_updated(self, parameter: Tensor) -> None:
+        """Record that an optimizer has changed the master of a parameter, if it is open."""
+        found = self.masters.get(id(parameter))
+        if found is not None:
+            found[1].is_marked = True
+
+    def write(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
+
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict.
+        """
+        opened: list[tuple[Tensor, LowHalf]] = []
+        for found in self._find(parameters):
+            if type(found[0]) is not ClosedMaster:
+                opened.append(found)
+        if not opened:
+            return
+        for _, half in opened:
+            half.is_marked = True  # an interrupt may leave the halves half written
+        with torch.inference_mode(False), torch.no_grad():
+            for device in {half.low.device for _, half in opened}:
+                rows = [row for row in opened if row[1].low.device == device and row[1].is_joinable()]
+                if rows:
+                    halves = [half for _, half in rows]
+                    masters = [master for master, _ in rows]
+                    split_(masters, [half.parameter for half in halves], [half.low for half in halves])
+            for master, half in opened:
+                if not half.is_joinable():
+                    half.parameter.copy_(master)
+            _close_unused(opened)
+
+    def sync(self, *, both_ways: bool) -> bool:
+        """Let open masters take over edits of their parameters. With `both_ways`, also write edited masters.
+
+        If a script has edited both, the master wins. Closed masters need nothing: their parameters are a part of them.
+        Return whether masters were edited.
+        """
+        edited: list[Tensor] = []
+        for master, half in self.masters.values():
+            if type(master) is ClosedMaster:
+                continue
+            if half.is_master_edited(master):
+                edited.append(half.parameter)
+            elif half.is_parameter_edited():
+                _take_over(master, half)
+        if both_ways and edited:
+            self.write(edited)
+        return bool(edited)
+
+    def write_edited(self, parameters: Iterable[Tensor]) -> None:
+        """Write those of the open masters of parameters that were edited."""
+        edited: list[Tensor] = []
+        for master, half in self._find(parameters):
+            if type(master) is not ClosedMaster and half.is_master_edited(master):
+                edited.append(half.parameter)
+        self.write(edited)
+
+    def _find(self, parameters: Iterable[Tensor] | None) -> Sequence[tuple[Tensor, LowHalf]]:
+        if parameters is None:
+            return list(self.masters.values())
+        return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
+
+
+def _take_over(master: Tensor, half: LowHalf) -> None:
+    """Copy an edited parameter, with the low half, to its open master."""
+    with torch.inference_mode(False), torch.no_grad():
+        values = half.parameter
+        if half.is_joinable():
+            (values,) = join([half.parameter], [half.low])
+        master.copy_(values)
+    half.record(master)
+
+
+def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
+    """Close masters, except those in memory that the script holds, too. Record the state of these."""
+    closable = [row for row in opened if row[1].is_private and row[1].is_joinable()]
+    by_storage: dict[int, list[tuple[Tensor, LowHalf]]] = {}
+    for master, half in opened:
+        if not (half.is_private and half.is_joinable()):
+            half.forget()
+            by_storage.setdefault(get_storage_address(master), []).append((master, half))
+    lone = torch.empty(())
+    own_uses = get_storage_uses(get_storage_address(lone)) - 1  # torch itself may count once more
+    for address, rows in by_storage.items():
+        is_used = get_storage_uses(address) > len(rows) + own_uses
+        for master, half in rows:
+            if is_used or not half.is_joinable():
+                half.record(master)
+            else:
+                closable.append((master, half))
+    _close(closable)

@@ -1,0 +1,91 @@
+"""`step_in_parts`: takes the step of an optimizer a part of its parameters at a time, so that few split masters are
+open at once.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..torch_private import without_overrides
+from .fused_skip import has_foreign_hooks
+from .groups import Groups
+from .masters import Masters
+from .split_masters import ClosedMaster
+
+_PART_ON_CPU = 2**20
+"""Elements of the split masters in a part: 4 MiB of float32. A part has at least one parameter."""
+
+_PART = 2**24
+"""The same on other devices, where each kernel costs a launch."""
+
+_Part = list[list[Tensor]]
+"""Parameters of a part, for each group of the optimizer."""
+
+
+def step_in_parts(
+    optimizer: Optimizer,
+    groups: Groups,
+    masters: Masters,
+    run: Callable[[], Any],
+    end_part: Callable[[list[Tensor]], None],
+) -> Any:
+    """Call `run`, a step without a closure, for each part of the parameters, and return its last result.
+
+    Before each call, the groups hold the parameters of one part, and its split masters are opened. The optimizer's hook
+    (`CopyMastersHook`) closes them. With hooks of the script, which must run once, there is one part.
+
+    Args:
+        groups: the parameter groups of the optimizer.
+        end_part: called with the parameters of each part after their step.
+    """
+    whole = [group["params"] for group in optimizer.param_groups]
+    is_private = not has_foreign_hooks(optimizer)
+    parts = _divide(whole) if is_private else [whole]
+    if len(parts) == 1:
+        masters.open(_with_gradients(whole), is_private=is_private)
+        return run()
+    result = None
+    groups.whole = whole
+    try:
+        for part in parts:
+            for group, parameters in zip(optimizer.param_groups, part, strict=True):
+                group["params"] = parameters
+            stepped = _with_gradients(part)
+            masters.open(stepped, is_private=True)
+            result = run()
+            end_part(stepped)
+    finally:
+        groups.put_back()
+    return result
+
+
+def _divide(whole: _Part) -> list[_Part]:
+    """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened."""
+    sized: list[tuple[int, int, Tensor]] = []
+    with without_overrides():
+        for number, parameters in enumerate(whole):
+            for parameter in parameters:
+                is_opened = type(parameter) is ClosedMaster and parameter.grad is not None
+                sized.append((parameter.numel() if is_opened else 0, number, parameter))
+        limit = _PART_ON_CPU if all(parameter.is_cpu for _, _, parameter in sized) else _PART
+    if sum(size for size, _, _ in sized) <= limit:
+        return [whole]
+    parts: list[_Part] = [[[] for _ in whole]]
+    total = 0
+    for size, number, parameter in sorted(sized, key=lambda entry: entry[0]):
+        if total and total + size > limit:
+            parts.append([[] for _ in whole])
+            total = 0
+        total += size
+        parts[-1][number].append(parameter)
+    return parts
+
+
+def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+    stepped: list[Tensor] = []
+    with without_overrides():
+        for parameters in part:
+            stepped += [parameter for parameter in parameters if parameter.grad is not None]
+    return stepped
