@@ -81,6 +81,8 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
     then = _THEN[trouble.then]
     if trouble.then == "stop" and not trouble.has_stepped:
         then += "; weights are as they were before this step"
+    if trouble.then == "skip" and trouble.has_stepped:
+        then = "no more weights change in this step, and the script goes on"
     yield "then", then
 
 

@@ -312,7 +312,11 @@ class Armed(Probe):
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record trouble, and print it unless it was reported before."""
-        place = (record.symptom, *((fault.origin.site, fault.origin.module, fault.origin.aten) for fault in faults[:1]))
+        # skips in a row have a symptom for each, which counts them
+        place: tuple[object, ...] = (record.symptom,)
+        if faults:
+            origin = faults[0].origin
+            place = (origin.site, origin.module, origin.aten)
         if place in self._told or len(self._told) >= _MOST_REPORTS:
             return ""
         self._told.add(place)
