@@ -194,6 +194,10 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 # Without it, `explain` would list the ops of a flight recorder that a script uses.
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 
+# Hides calls from all function modes of this thread, and from tensor classes with a `__torch_function__`.
+# Without it, an armed run would take the ops of its flight recorder for ops of the script, and repeat them.
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+
 # Returns the scale of a GradScaler as a tensor on its device, None before its first use.
 # Without it, `get_scale` would have to be called, which waits for the device.
 get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")

@@ -93,26 +93,36 @@ class Given:
 
 
 class Tape:
-    """The calls since the last step, in order."""
+    """The calls of a step, in order.
+
+    They stay after the step, until the next call: another optimizer may step with gradients of the same calls.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.is_over = False  # an optimizer has stepped since the last call, of which there is at least one
         self.is_too_long = False
         self.is_cut = False  # a tensor with a graph came from code that was not followed
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
         self._next_pruning = _FIRST_PRUNING
 
+    def end(self) -> None:
+        """End the step: the next call is of the next step."""
+        self.is_over = bool(self.calls) or self.is_too_long
+
     def clear(self) -> None:
-        """Begin a step."""
+        """Forget all calls."""
         self.calls.clear()
         self._makers.clear()
-        self.is_too_long = self.is_cut = False
+        self.is_over = self.is_too_long = self.is_cut = False
         self._next_pruning = _FIRST_PRUNING
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Add a call, which has not run yet or has just run."""
+        """Add a call, which has not run yet or has just run. The first call after a step begins the next step."""
+        if self.is_over:
+            self.clear()
         call.args = tuple(self._name_all(call, args))
         if kwargs:
             call.kwargs = dict(zip(kwargs, self._name_all(call, kwargs.values()), strict=True))
