@@ -177,7 +177,7 @@ def leave_function_mode(mode: TorchFunctionMode) -> bool:
 def has_foreign_function_mode() -> bool:
     """Return whether a function mode is on in this thread, other than the one of `torch.set_default_device`.
 
-    torch itself always takes the topmost mode off. So no mode may be put above that of a `with` block of the user,
+    torch itself always takes the topmost mode off. So no mode may be put above the mode of a `with` block of the user,
     which may end first. A `torch.device` block finds its own mode.
     """
     modes = [_get_function_mode(index) for index in range(_len_torch_function_stack())]

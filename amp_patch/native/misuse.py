@@ -31,7 +31,7 @@ class Misuse:
     """A wrong use of GradScaler or autocast.
 
     Attributes:
-        kind: what is wrong.
+        kind: which misuse it is.
         line: the line of the script, such as `train.py:12`.
         detail: more about the effect, or "".
         earlier: calls since the last `update` that torch refuses this call for, each as `unscale_() at train.py:9`.

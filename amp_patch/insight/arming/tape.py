@@ -42,7 +42,8 @@ class Call:
         args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
         caller: the line of the script.
         around: the settings of the thread.
-        random: the state of the generators of random numbers before the call; None if that of the call before serves.
+        random: the state of the generators of random numbers before the call; None if the state before the previous
+            call serves.
         states: the states of the modules that the call has changed, from before it.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
@@ -153,7 +154,7 @@ class Tape:
 
     def _find(self, tensor: Tensor) -> Made | Given | None:
         known = self._makers.get(id(tensor))
-        # the id of a tensor that is gone may be that of another one
+        # the id of a tensor that is gone may belong to another tensor
         if known is None or known[0]() is not tensor:
             return None
         # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
@@ -187,7 +188,7 @@ class Tape:
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop the calls whose results are gone, and on which no other call depends: those of a validation."""
+        """Drop the calls whose results are gone, and on which no other call depends, such as a validation's."""
         needed: set[int] = set()
         kept: list[Call] = []
         for call in reversed(self.calls):
@@ -204,7 +205,7 @@ class Tape:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; also for those of the source of a call that changes its argument."""
+    """Yield for each result whether it is alive; for a call that changes its argument, also for the argument's source."""
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:
