@@ -216,8 +216,8 @@ class CurveRecord:
 class LayerRecord:
     """The relative error (L2) of a layer in one step from the weights of the reference.
 
-    `input` and `output` are the errors of these; `gradient` is the error of the gradients of the weights. None means that
-    there is nothing to compare.
+    `input` and `output` are the errors of these; `gradient` is the error of the gradients of the weights. None means
+    that there is nothing to compare.
     """
 
     kind: ClassVar[str] = "layer"

@@ -205,7 +205,7 @@ class Tape:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; for a call that changes its argument, also for the argument's source."""
+    """Yield for each result whether it is alive; if the call changes its argument, also for that source."""
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:
