@@ -85,8 +85,8 @@ _TEXTS = {
     ),
     Kind.UNSCALED_TWICE: (
         "gradients are unscaled twice before one update",
-        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update() in"
-        " each step, also where scaler.step is left out",
+        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
+        " in each step, also where scaler.step is left out",
     ),
     Kind.MISSING_UPDATE: (
         "the optimizer has stepped already since the last scaler.update()",
