@@ -177,7 +177,7 @@ def leave_function_mode(mode: TorchFunctionMode) -> bool:
 def has_foreign_function_mode() -> bool:
     """Return whether a function mode is on in this thread, other than the one of `torch.set_default_device`.
 
-    torch itself always takes the topmost mode off. So no mode may be put above that of a `with` block of the user,
+    torch itself always takes the topmost mode off. So no mode may be put above the mode of a `with` block of the user,
     which may end first. A `torch.device` block finds its own mode.
     """
     modes = [_get_function_mode(index) for index in range(_len_torch_function_stack())]
@@ -193,6 +193,10 @@ CLIP_BY_NORM: tuple[object, str] = (torch.nn.utils.clip_grad, "_clip_grads_with_
 # Hides ops from all dispatch modes of this thread, and from tensor classes with a `__torch_dispatch__`.
 # Without it, `explain` would list the ops of a flight recorder that a script uses.
 without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+
+# Hides calls from all function modes of this thread, and from tensor classes with a `__torch_function__`.
+# Without it, an armed run would take the ops of its flight recorder for ops of the script, and repeat them.
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
 
 # Returns the scale of a GradScaler as a tensor on its device, None before its first use.
 # Without it, `get_scale` would have to be called, which waits for the device.

@@ -45,8 +45,8 @@ class Installed(contextlib.ExitStack):
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
     """Make `import apex`, its submodules and `import amp_C` find the stand-in.
 
-    You may call it again: `opt_level` and `lists`, if either is given, replace those of the last call. `force` then has
-    no effect.
+    You may call it again: `opt_level` and `lists`, if either is given, replace the values of the last call, and
+    `force` has no effect.
 
     Args:
         opt_level: a level to use instead of the script's.

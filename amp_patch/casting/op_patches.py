@@ -347,7 +347,7 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` that lets recurrent layers take an input whose dtype differs from that of their weights.
+    """Return a `check_input` that lets recurrent layers take an input in another dtype than their weights.
     The patched op casts both later.
     """
 

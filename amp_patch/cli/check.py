@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or check a contract.
 
     Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
-    judged, because the contract cannot be read, or the script fails or is not that of the contract.
+    judged, because the contract cannot be read, or the script fails or is another one than in the contract.
     """
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")
@@ -122,7 +122,7 @@ def _update(arguments: argparse.Namespace, question: "Question", contract: "Cont
 
 
 def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Question":
-    """Return what to run: the options of the command line, or else those of the contract.
+    """Return what to run: the options of the command line, or else the contract's.
 
     Puts the options of the contract into `arguments`, from which the runner takes them.
     """

@@ -107,7 +107,7 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 class ScriptRunner:
-    """Runs the script that a command line names. The level of a single run replaces that of the command line, and its
+    """Runs the script that a command line names. The level of a single run replaces the command line's, and its
     lists come on top.
 
     Reports a usage error for a script that does not exist, or options that cannot be used together.

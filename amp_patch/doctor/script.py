@@ -159,9 +159,20 @@ class Script(Tree):
         return frozenset(text_of(part) for argument in given for part in parts_of(argument))
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Return whether an expression seems to be an optimizer: it is passed to amp as one, or is named so."""
+        """Return whether an expression seems to be an optimizer: passed to amp or made as one, or named so."""
         text = text_of(node)
-        return text in self.optimizers or "optim" in text.rpartition(".")[2].lower()
+        is_named = "optim" in text.rpartition(".")[2].lower()
+        return is_named or text in self.optimizers or text in self._made_optimizers
+
+    @cached_property
+    def _made_optimizers(self) -> frozenset[str]:
+        """The targets, as text, to which an optimizer of torch is assigned, as in `opt = torch.optim.AdamW(...)`."""
+        made = []
+        for assignment in self.assignments:
+            value = assignment.value
+            if isinstance(value, ast.Call) and any(map(_is_optimizer_class, self.names.resolve(value.func))):
+                made.append(assignment.target)
+        return frozenset(made)
 
     # ---- assignments -------------------------------------------------------------------------------------------------
 
@@ -257,3 +268,9 @@ def _constant(script: Script, node: ast.expr | None, default: object) -> object:
     if isinstance(node, ast.Constant):
         return node.value
     return ast.unparse(node)
+
+
+def _is_optimizer_class(name: str) -> bool:
+    """Return whether a full name names a class of torch.optim, such as `torch.optim.AdamW`."""
+    module, _, kind = name.rpartition(".")
+    return module == "torch.optim" and kind[:1].isupper()

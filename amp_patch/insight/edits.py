@@ -121,7 +121,7 @@ def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
     if place.module and names and all(name.startswith(f"{place.module}.") for name in names):
         method = CAST_METHODS[low]
-        yield f"{method} on module {place.module}, whose weights are in another dtype than those of the model"
+        yield f"{method} on module {place.module}, whose weights are in another dtype than the model's"
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:

@@ -28,8 +28,8 @@ class ModuleNumbersRecord:
     """Numbers of a module that has parameters of its own, or no submodules.
 
     A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with signs that depend on the shape alone.
-    The norm of a sketch estimates the L2 norm of the tensors, and the norm of the difference of two sketches that of
-    the difference of their tensors. A sketch is () if there was no tensor.
+    The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
+    norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
         module, type: the qualified name, and the name of the class.

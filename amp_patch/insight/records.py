@@ -216,7 +216,7 @@ class CurveRecord:
 class LayerRecord:
     """The relative error (L2) of a layer in one step from the weights of the reference.
 
-    `input` and `output` are the errors of these, and `gradient` is that of the gradients of the weights. None means
+    `input` and `output` are the errors of these; `gradient` is the error of the gradients of the weights. None means
     that there is nothing to compare.
     """
 

@@ -67,7 +67,7 @@ class _LowCall:
     def find_backward_error(self, gradient: Tensor) -> float:
         """Return the relative error (L2) of the gradients of all inputs if the backward pass runs in 16 bits.
 
-        All gradients count together: one may be zero but for rounding, as that of the bias of keys in attention.
+        All gradients count together: one may be zero but for rounding, as for the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)

@@ -25,7 +25,7 @@ class TroubleRecord:
         faults: the number of faults that the repetition has found.
         differences: how the repetition differs from the step; empty if it was the same.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        has_stepped: whether the step had changed the weights already, as one with a closure does.
+        has_stepped: whether weights had changed in this step already: by a closure, or by another optimizer.
     """
 
     kind: ClassVar[str] = "trouble"
@@ -81,6 +81,8 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
     then = _THEN[trouble.then]
     if trouble.then == "stop" and not trouble.has_stepped:
         then += "; weights are as they were before this step"
+    if trouble.then == "skip" and trouble.has_stepped:
+        then = "no more weights change in this step, and the script goes on"
     yield "then", then
 
 

@@ -76,7 +76,7 @@ def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
     """Return the `on_sample` of an `insight.FlightRecorder` that logs its samples.
 
     The tags are `flight/output/<module>` and `flight/gradient/<module>` for the largest magnitudes,
-    `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is that of `Tracker`. A run
+    `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in `Tracker`. A run
     of Weights & Biases gets all numbers of a sample in one call.
     """
     if hasattr(target, "log") and not hasattr(target, "add_scalar"):

@@ -31,7 +31,7 @@ class Misuse:
     """A wrong use of GradScaler or autocast.
 
     Attributes:
-        kind: what is wrong.
+        kind: which misuse it is.
         line: the line of the script, such as `train.py:12`.
         detail: more about the effect, or "".
         earlier: calls since the last `update` that torch refuses this call for, each as `unscale_() at train.py:9`.
@@ -85,7 +85,8 @@ _TEXTS = {
     ),
     Kind.UNSCALED_TWICE: (
         "gradients are unscaled twice before one update",
-        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step",
+        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
+        " in each step, also where scaler.step is left out",
     ),
     Kind.MISSING_UPDATE: (
         "the optimizer has stepped already since the last scaler.update()",

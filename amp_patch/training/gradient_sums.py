@@ -167,7 +167,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check gradients before a step: all gradients, or inside a block only those of the optimizer."""
+        """Unscale and check gradients before a step: all gradients, or inside a block only the optimizer's."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []

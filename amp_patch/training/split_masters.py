@@ -265,7 +265,7 @@ class SplitMasters:
         return bool(edited)
 
     def write_edited(self, parameters: Iterable[Tensor]) -> None:
-        """Write those of the open masters of parameters that were edited."""
+        """Write the open masters whose parameters were edited."""
         edited: list[Tensor] = []
         for master, half in self._find(parameters):
             if type(master) is not ClosedMaster and half.is_master_edited(master):

@@ -38,6 +38,8 @@ WRONG = {
     "unscaled-loss-in-a-loop": "for x in loader:\n    loss = f(x)\n    loss.backward()  # AMP702\n"
     "    scaler.step(optimizer)\n    scaler.update()\n",
     "own-step": f"{GO}optimizer.step()  # AMP703\nscaler.update()\n",
+    "own-step-by-another-name": "opt = torch.optim.AdamW(model.parameters())\n"
+    f"{GO}opt.step()  # AMP703\nscaler.update()\n",
     "unscale-in-two-places": f"{GO}scaler.unscale_(optimizer)\nlog()\nif limit:\n"
     f"    scaler.unscale_(optimizer)  # AMP704\n    {CLIP}\n{STEP}",
     "no-update": f"while True:\n    {GO}    scaler.step(optimizer)  # AMP705\n",

@@ -99,7 +99,7 @@ def train(way, *, bad_at=5, steps=9):
 
 @pytest.mark.parametrize("way", ["O1", "O2", "GradScaler", "float32", "bfloat16"])
 def test_losses_weights_and_random_numbers_are_those_of_a_run_that_is_not_armed(way):
-    with insight.armed(then="go", record=2) as recording:
+    with insight.armed(then="go", record=5) as recording:  # which samples the bad step
         armed = train(way)
     assert armed == train(way)
     trouble = recording.troubles[0]
@@ -303,6 +303,25 @@ def test_a_step_with_a_closure_is_told_and_not_repeated():
     (trouble,) = recording.troubles
     assert trouble.has_stepped and "closure" in trouble.obstacle
     assert "not repeated to its end" in str(recording)
+
+
+def test_a_fault_in_the_gradients_of_the_second_optimizer_is_found_after_the_first_has_stepped():
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (last, first)]
+    with pytest.raises(NonFiniteError, match="another optimizer has stepped") as error, insight.armed() as recording:
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            hidden = first(torch.ones(2, 4))
+            if step == 2:
+                hidden = (hidden - hidden.detach()).abs().sqrt()
+            last(hidden).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    trouble, fault = recording.troubles[0], recording.faults[0]
+    assert (trouble.step, fault.step, trouble.obstacle) == (2, 2, "")
+    assert "sqrt" in str(error.value) and "weights are as they were" not in str(error.value)
 
 
 def test_a_step_that_never_comes_is_repeated_when_the_run_ends():

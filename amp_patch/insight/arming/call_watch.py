@@ -94,10 +94,11 @@ class CallWatch:
         """Undo `start`. Harmless twice."""
         self._undo.close()
         self._models.clear()
+        self._tape.clear()
 
     def end_step(self) -> None:
-        """Begin a step: forget the calls."""
-        self._tape.clear()
+        """End a step: the next call is of the next step."""
+        self._tape.end()
         self._states.clear()
         self._local.running.clear()  # torch calls no hook of a module that a KeyboardInterrupt has ended
         self.leave()

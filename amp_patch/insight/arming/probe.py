@@ -86,6 +86,8 @@ class Armed(Probe):
         self._told: set[tuple[object, ...]] = set()
         self._repeated = 0
         self._stepping: int | None = None
+        self._step_on_tape = 0  # of the calls on a tape that is over
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped since these calls
         self._noted_loss: int | None = None  # id of the scaled loss that was noted last
         self._largest_weight: float | None = None  # before the first step
         self._written: dict[
@@ -150,6 +152,8 @@ class Armed(Probe):
         if session is None or self.is_over:
             return
         self._watch.leave()
+        if self._tape.is_over and id(optimizer) in self._stepped:  # a step whose calls were not seen
+            self._tape.clear()
         if self._sampler is not None:
             self._sampler.look_at_gradients(optimizer)
         if self._largest_weight is None:
@@ -174,6 +178,10 @@ class Armed(Probe):
         self._written.pop(id(optimizer), None)
         if not self._is_bad:
             self._written[id(optimizer)] = _count_writes(optimizer)
+        if not self._tape.is_over:
+            self._step_on_tape = self._count
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
         self._forget_step()
         if self._is_counted(optimizer):
             if self._sampler is not None:
@@ -244,12 +252,15 @@ class Armed(Probe):
             self._watch.is_paused = False
             if self._sampler is not None:
                 self._sampler.go_on()
+        differences = tuple(replayed.differences)
+        if self._tape.is_over:
+            differences = ("another optimizer has stepped with gradients of the same calls", *differences)
         faults, searches = tracer.faults, tracer.searches
         if trouble.is_skipped and trouble.loss is None and searches and not faults:
             return None
         self.run = describe_run(session)
         record = TroubleRecord(
-            step=self._count,
+            step=self._present_step(),
             symptom=trouble.symptom,
             loss=trouble.loss,
             loss_scale=min(session.stats(wait=True).loss_scales, default=1.0),
@@ -259,9 +270,9 @@ class Armed(Probe):
             micro_batch=replayed.micro_batch if faults else None,
             micro_batches=replayed.micro_batches,
             faults=len(faults),
-            differences=tuple(replayed.differences),
+            differences=differences,
             obstacle=replayed.obstacle,
-            has_stepped=self._has_stepped,
+            has_stepped=self._has_stepped or self._tape.is_over,
         )
         return self._print_report(record, faults)
 
@@ -271,7 +282,7 @@ class Armed(Probe):
         begin = functools.partial(
             tracer.begin_at,
             session,
-            self._count,
+            self._present_step(),
             smallest_loss=self._troubles.smallest_loss(),
             largest_weight=math.inf if self._largest_weight is None else self._largest_weight,
         )
@@ -291,13 +302,21 @@ class Armed(Probe):
         finally:
             tracer.stop()
 
+    def _present_step(self) -> int:
+        """Return the number of the step that the calls on the tape belong to."""
+        return self._step_on_tape if self._tape.is_over else self._count
+
     def _is_of_last_step(self, optimizer: Optimizer) -> bool:
         """Return whether nothing has written the weights since the last step, whose gradients were finite."""
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record trouble, and print it unless it was reported before."""
-        place = (record.symptom, *((fault.origin.site, fault.origin.module, fault.origin.aten) for fault in faults[:1]))
+        # skips in a row have a symptom for each, which counts them
+        place: tuple[object, ...] = (record.symptom,)
+        if faults:
+            origin = faults[0].origin
+            place = (origin.site, origin.module, origin.aten)
         if place in self._told or len(self._told) >= _MOST_REPORTS:
             return ""
         self._told.add(place)

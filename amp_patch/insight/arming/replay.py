@@ -165,6 +165,7 @@ class Replay:
         self._tracer.set_scale(self._scale)
         first = call.loss
         with self._tracer.looking_away():
+            loss = loss.detach()
             is_unchanged = first is not None and read_version(first.tensor) == first.version
             if first is not None and is_unchanged and not _are_equal(first.tensor, loss):
                 self._note(f"the loss is {float(loss):.9g}, and was {float(first.tensor):.9g}")

@@ -42,7 +42,8 @@ class Call:
         args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
         caller: the line of the script.
         around: the settings of the thread.
-        random: the state of the generators of random numbers before the call; None if that of the call before serves.
+        random: the state of the generators of random numbers before the call; None if the state before the previous
+            call serves.
         states: the states of the modules that the call has changed, from before it.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
@@ -93,26 +94,36 @@ class Given:
 
 
 class Tape:
-    """The calls since the last step, in order."""
+    """The calls of a step, in order.
+
+    They stay after the step, until the next call: another optimizer may step with gradients of the same calls.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.is_over = False  # an optimizer has stepped since the last call, of which there is at least one
         self.is_too_long = False
         self.is_cut = False  # a tensor with a graph came from code that was not followed
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
         self._next_pruning = _FIRST_PRUNING
 
+    def end(self) -> None:
+        """End the step: the next call is of the next step."""
+        self.is_over = bool(self.calls) or self.is_too_long
+
     def clear(self) -> None:
-        """Begin a step."""
+        """Forget all calls."""
         self.calls.clear()
         self._makers.clear()
-        self.is_too_long = self.is_cut = False
+        self.is_over = self.is_too_long = self.is_cut = False
         self._next_pruning = _FIRST_PRUNING
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Add a call, which has not run yet or has just run."""
+        """Add a call, which has not run yet or has just run. The first call after a step begins the next step."""
+        if self.is_over:
+            self.clear()
         call.args = tuple(self._name_all(call, args))
         if kwargs:
             call.kwargs = dict(zip(kwargs, self._name_all(call, kwargs.values()), strict=True))
@@ -143,7 +154,7 @@ class Tape:
 
     def _find(self, tensor: Tensor) -> Made | Given | None:
         known = self._makers.get(id(tensor))
-        # the id of a tensor that is gone may be that of another one
+        # the id of a tensor that is gone may belong to another tensor
         if known is None or known[0]() is not tensor:
             return None
         # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
@@ -177,7 +188,7 @@ class Tape:
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop the calls whose results are gone, and on which no other call depends: those of a validation."""
+        """Drop the calls whose results are gone, and on which no other call depends, such as a validation's."""
         needed: set[int] = set()
         kept: list[Call] = []
         for call in reversed(self.calls):
@@ -194,7 +205,7 @@ class Tape:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; also for those of the source of a call that changes its argument."""
+    """Yield for each result whether it is alive; if the call changes its argument, also for that source."""
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:

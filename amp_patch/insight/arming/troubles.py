@@ -124,7 +124,7 @@ class TroubleWatch:
         return self._losses.bad
 
     def judge(self, session: Session, optimizer: Optimizer) -> Trouble | None:
-        """Return what is wrong in a step that is about to be taken or skipped."""
+        """Return the trouble of a step that is about to be taken or skipped."""
         flags, may_skip = session.overflow_flags(optimizer)
         if may_skip:
             return self._judge_skips(session, optimizer, flags)

@@ -6,9 +6,9 @@ in these runs from the first, its band is
 
     SAFETY * d + FLOOR.
 
-Differences of tensors are relative (L2), from sketches; those of norms are relative, too; those of losses are absolute,
-and d is the largest difference in any step so far, since noise grows along a training. Importing this does not import
-torch.
+Differences of tensors are relative (L2), from sketches; differences of norms are relative, too. For numbers of each
+step, differences are absolute, and d is the largest one in any step so far, since noise grows along a training.
+Importing this does not import torch.
 """
 
 import math

@@ -310,7 +310,7 @@ class Campaign:
         return failed
 
     def _look_at_layers(self, name: str, seed: int) -> None:
-        """Make a short run that measures layers, memory and updates, and compare it with that of the reference."""
+        """Make a short run that measures layers, memory and updates, and compare it with the reference's."""
         self._announce(f"{name}, layers and memory")
         loss_scale = None
         curves = [curve for curve in self._curves[name] if curve.scales]
@@ -433,7 +433,7 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
 
 
 def _name_machine(device: str) -> str:
-    """Return the name of the CPU, after that of the device if it is another one."""
+    """Return the name of the CPU, after the name of the device if it is another one."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

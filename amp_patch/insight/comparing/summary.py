@@ -64,7 +64,7 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the curves of a run by seed; with `is_noise`, those of the runs whose weights were moved."""
+        """Return the curves of a run by seed; with `is_noise`, of the runs whose weights were moved."""
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 

@@ -71,7 +71,7 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
         if growth is None:
             continue
         item = Grown(record, growth, growth.forecast(find_limit(record)))
-        # a forecast for what is inf already says nothing
+        # a forecast says nothing of a value that is inf already
         is_steady = growth.rise >= STEADY and (item.is_over or _is_large(item))
         if is_steady or growth.rise >= FAR or (item.ends_in is not None and not item.is_over):
             grown.append(item)

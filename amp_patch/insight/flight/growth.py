@@ -120,7 +120,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     pace = _find_slope(late)
     if pace < PACE_KEPT * slope:
         return None
-    # magnitudes that were there, and not those of the line, which misses a bend
+    # the measured magnitudes, and not the fitted line, which misses a bend
     start, end = (2.0 ** median(height for _, height in part) for part in (points[:3], points[-3:]))
     return Growth(first, last, start, end, rise, pace, noise, is_even=pace * PACE_KEPT <= slope)
 

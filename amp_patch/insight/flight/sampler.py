@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...casting import compiling
 from ...session import Session
-from ...torch_dispatch import get_current_node, get_scale_on_device, without_dispatch
+from ...torch_dispatch import get_current_node, get_scale_on_device, without_dispatch, without_functions
 from ...torch_private import get_local_tensor, get_sparse_values
 from ..flight_record import FlightKind, FlightRecord
 from ..naming import name_modules
@@ -197,7 +197,7 @@ class Sampler:
             return
         self._remove_hooks()
         self._is_sampling = False
-        with without_dispatch():
+        with without_functions(), without_dispatch():
             pages = [sheet.finish() for sheet in self._sheets.values()]
         measured = tuple(page for page in pages if page is not None)
         if measured:
@@ -275,7 +275,7 @@ class Sampler:
         dtype = self._rows[row].dtype = short(tensor.dtype)
         if dtype in LARGEST:
             self._low = dtype
-        with without_dispatch():
+        with without_functions(), without_dispatch():
             sheet.measure(row, tensor, scale)
 
     def _find_sheet(self, device: torch.device) -> Sheet:
@@ -300,7 +300,7 @@ class Sampler:
                 device = scale.device if isinstance(scale, Tensor) else torch.device("cpu")
                 row, sheet = self._find_row(FlightKind.SCALE, name, name), self._find_sheet(device)
                 if row < sheet.rows:
-                    with without_dispatch():
+                    with without_functions(), without_dispatch():
                         sheet.note(row, scale)
 
     def _find_masters(self) -> dict[int, int]:

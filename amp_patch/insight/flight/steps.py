@@ -130,7 +130,7 @@ class StepFollower(events.Watcher):
         self._sampler.begin_step(self._step)
 
     def _follow(self, session: Session | None) -> None:
-        """Take steps from the events of a session, and those of other optimizers from hooks.
+        """Take steps from the events of a session, and the steps of other optimizers from hooks.
 
         Optimizers of a session get no hook, because with one they could not skip a step on the device.
         """

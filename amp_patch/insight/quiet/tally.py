@@ -208,7 +208,7 @@ class Tally:
         self.add(step, source, Change(0.0, 1.0, 0.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each source that loses the changes of a tensor, those of weights first."""
+        """Return a record for each source that loses the changes of a tensor, weights first."""
         return sorted(self._find_lost(), key=lambda lost: lost.role != WEIGHTS)
 
     def _find_lost(self) -> Iterator[QuietRecord]:

@@ -113,7 +113,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. `optimizer`: whose step ends; None: that of `begin_step`."""
+        """Judge the changes since `begin_step`. `optimizer`: whose step ends; None: the optimizer of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None

@@ -33,7 +33,7 @@ class ListEntry:
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
     def covers(self, other: "ListEntry") -> bool:
-        """Return whether this entry makes another one needless, because its modules contain those of the other one."""
+        """Return whether this entry makes another one needless, because its modules contain the other's."""
         if self == other or self.kind != "module" or other.kind != "module":
             return False
         if self.name == "**":

@@ -163,7 +163,7 @@ def _overflows(op: LowOpRecord) -> bool:
 
 
 def _keeps_module(entry: ListEntry, name: str) -> bool:
-    """Return whether an entry keeps a module in float32, by its own name or that of a module around it."""
+    """Return whether an entry keeps a module in float32, by its own name or the name of a module around it."""
     return entry.matches(name) or entry.covers(ListEntry("module", name))
 
 
