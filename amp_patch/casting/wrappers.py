@@ -207,7 +207,7 @@ class OpCasts:
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
         """Run in the low dtype. A call with `inplace=True` runs as it was written: after a cast, it would change the
-        copy.
+        copy. So does a call that names another `out_dtype`, which the kernel would refuse.
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, owned = self._valid.get, self._owned
@@ -220,7 +220,7 @@ class OpCasts:
                 return original, args, kwargs
             if mode is not _BY_LISTS:
                 return self._in_region(original, args, kwargs, mode)
-            if kwargs and kwargs.get("out") is not None:
+            if kwargs and (kwargs.get("out") is not None or (kwargs.get("out_dtype") or low) is not low):
                 return original, args, kwargs
             is_fast = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
@@ -299,7 +299,8 @@ class OpCasts:
         """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32, which overrides both
         lists.
         """
-        if kwargs.get("out") is not None:
+        target = float32 if mode is Mode.FLOAT32 else self.low
+        if kwargs.get("out") is not None or (kwargs.get("out_dtype") or target) is not target:
             return original, args, kwargs
         if mode is Mode.FLOAT32:
             return (original, *cast_arguments(args, kwargs, self.to_float))
