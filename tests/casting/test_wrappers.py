@@ -360,11 +360,10 @@ def test_a_cached_weight_that_is_an_input_too_is_cast_and_has_its_gradient(op: O
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_a_product_that_names_another_dtype_for_its_result_runs_as_it_was_written(level: str) -> None:
+def test_a_product_that_names_another_dtype_for_its_result_runs_as_it_was_written() -> None:
     matrices = torch.randn(2, 16, 16)
     expected = F.grouped_mm(matrices, matrices, out_dtype=torch.float32)
     model = torch.nn.Linear(2, 2)
-    amp_patch.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    amp_patch.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O4", verbosity=0)
     assert torch.equal(F.grouped_mm(matrices, matrices, out_dtype=torch.float32), expected)
     assert F.grouped_mm(matrices, matrices).dtype is not torch.float32

@@ -61,7 +61,11 @@ def snapshot() -> dict[tuple[str, str], object]:
     one behind.
     """
     return {
-        (owner.__name__, name): value for owner in NAMESPACES for name, value in vars(owner).items() if callable(value)
+        # a session cannot replace what a static method holds, and would warn of the method here
+        (owner.__name__, name): value.__func__ if isinstance(value, staticmethod) else value
+        for owner in NAMESPACES
+        for name, value in vars(owner).items()
+        if callable(value)
     }
 
 
