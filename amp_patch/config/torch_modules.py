@@ -34,7 +34,7 @@ _WITHOUT_OPS = {
     ),
 }
 _REASONS = {f"torch.{name}": reason for reason, names in _WITHOUT_OPS.items() for name in names.split()}
-"""Modules of torch whose functions are not ops, with what these functions do instead."""
+"""Modules of torch whose functions are not ops, each with the purpose of its functions."""
 
 _DEFINITION = re.compile(r"^(def|class) (\w+)", re.MULTILINE)
 

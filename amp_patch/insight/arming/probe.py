@@ -48,7 +48,7 @@ same in all of them."""
 
 
 class Armed(Probe):
-    """Keeps what is needed to repeat the present step, and repeats it if it goes wrong, before weights change.
+    """Keeps enough of the present step to repeat it, and repeats it if it goes wrong, before weights change.
 
     Args:
         on_end: called after trouble with `then="stop"`.
@@ -236,7 +236,7 @@ class Armed(Probe):
             self._sampler.detach()
 
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
-        """Repeat a step, record what it has shown, and print a report.
+        """Repeat a step, record the results, and print a report.
 
         Returns the report. None if there is no trouble after all: the loss scale is still on its way down.
         """

@@ -10,11 +10,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...casting import cast_tree
 from ...native import Misuse
 from ...session import Session, current
-from ..comparing.probes import CurveProbe, is_layer
-from ..naming import name_modules
+from ..comparing.probes import CurveProbe, find_floating, is_layer, name_layers
 from ..numbers_record import SKETCH, ModuleNumbersRecord, OptimizerRecord, StepNormsRecord
 from ..recorder import Recorder
 from ..recordings import Record
@@ -135,7 +133,7 @@ class _ModuleNumbers:
 
     def watch(self, session: Session) -> None:
         """Watch the modules of a session from their first call on."""
-        self._names = _name_modules(session)
+        self._names = name_layers(session)
         if self._handle is None:
             self._handle = register_module_forward_hook(self._take_output)
 
@@ -151,9 +149,7 @@ class _ModuleNumbers:
             return
         name = known[1]
         self._types[name] = type(module).__name__
-        tensors: list[Tensor] = []
-        cast_tree(output, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        first = find_floating(output)
         with current.without_casts():
             self._weights[name] = sketch_all(list(module.parameters(recurse=False)))
             if first is not None:
@@ -208,14 +204,6 @@ def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def _name_modules(session: Session) -> dict[int, tuple[nn.Module, str]]:
-    """Return each module of the models by its id, with its name. A model without a name is called after its class."""
-    return {
-        known: (module, name or f"({type(module).__name__})")
-        for known, (module, name) in name_modules(session.models())
-    }
-
-
 def _name_owners(parameters: Sequence[Tensor]) -> list[str]:
     """Return the name of the module that owns each parameter or its master.
 
@@ -224,7 +212,7 @@ def _name_owners(parameters: Sequence[Tensor]) -> list[str]:
     session = current.require()
     masters = session.bindings.masters
     owners: dict[int, str] = {}
-    for module, name in _name_modules(session).values():
+    for module, name in name_layers(session).values():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
             master = masters.get(parameter)

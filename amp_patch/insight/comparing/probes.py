@@ -263,10 +263,7 @@ class LayerProbe(Probe):
         self.run = describe_run(session)
         if self._count:
             return
-        self._names = {
-            module_id: (module, name or f"({type(module).__name__})")
-            for module_id, (module, name) in name_modules(session.models())
-        }
+        self._names = name_layers(session)
         if not self._handles:
             self._handles = [
                 register_module_forward_pre_hook(self._take_input),
@@ -290,9 +287,7 @@ class LayerProbe(Probe):
         _, name = self._names.get(id(module), (module, None))
         if name is None or name in samples or not torch.is_grad_enabled() or not is_layer(module):
             return
-        tensors: list[Tensor] = []
-        cast_tree(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        first = find_floating(value)
         if first is not None:
             without_values = contextlib.suppress(RuntimeError, NotImplementedError)  # as for a meta tensor
             with current.without_casts(), self._ops.pause(), without_values:
@@ -388,6 +383,21 @@ class LayerProbe(Probe):
         if self._counted is not None:
             yield self._counted
         yield from self._ops.records()
+
+
+def name_layers(session: Session) -> dict[int, tuple[nn.Module, str]]:
+    """Return each module of the models by its id, with its name. A model without a name is called after its class."""
+    return {
+        module_id: (module, name or f"({type(module).__name__})")
+        for module_id, (module, name) in name_modules(session.models())
+    }
+
+
+def find_floating(value: Any) -> Tensor | None:
+    """Return the first floating tensor in the input or output of a module; None without any."""
+    tensors: list[Tensor] = []
+    cast_tree(value, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The samples of a flight recorder in words: what has grown, and when its format will end. Needs no torch."""
+"""The samples of a flight recorder in words: which magnitudes have grown, and when their format ends. Needs no torch."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,7 +58,7 @@ class Grown:
 
 
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
-    """Return what has grown up to its last sample, or up to its first inf or NaN, in the order of `_order`.
+    """Return the magnitudes that have grown up to their last sample, or first inf or NaN, in the order of `_order`.
 
     Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
     forecast reaches the end of the format, if its fit rises by `FAR`, or by `STEADY` to a large output, inf or NaN.
@@ -95,7 +95,7 @@ def _is_large(grown: Grown) -> bool:
 
 
 def _order(grown: Grown) -> tuple[int, float, float]:
-    """Return a sort key: what was inf or NaN first, then what ends soonest, then what grew most."""
+    """Return a sort key: the earliest inf or NaN first, then the nearest end, then the largest growth."""
     if grown.is_over:
         return 0, grown.find_end()[0], -grown.growth.rise
     if grown.ends_in is not None:

@@ -2,7 +2,7 @@
 
 The magnitudes are fitted by an exponential: their base-2 logarithms by a line over the steps.
 
-The limits below, with those of `describe`, were chosen on 55 small trainings of 1,500 steps on a CPU, in bfloat16,
+The limits below and in `describe` were chosen on 55 small trainings of 1,500 steps on a CPU, in bfloat16,
 float16 and float32. None of the 31 that learn showed a growth after 20, 40, 60, 80 or 100 % of its steps. Of the 19
 that grow beyond 64 over several samples, 18 did at the end; the other was inf after 8 samples. The remaining five
 stayed below 64, or jumped at once.

@@ -63,7 +63,7 @@ class _Row:
 
 
 class _Sample(NamedTuple):
-    """A sampled step, and what was measured on each device."""
+    """A sampled step, with the measurements of each device."""
 
     step: int
     pages: tuple[Page, ...]
