@@ -1,4 +1,4 @@
-"""The samples of a flight recorder in words: which magnitudes have grown, and when their format ends. Needs no torch."""
+"""The samples of a flight recorder in words: magnitudes that have grown, and when a format ends. Needs no torch."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
