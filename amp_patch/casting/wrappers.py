@@ -22,7 +22,7 @@ from .float32_products import Float32Products
 from .followed import DtypeFinder, find_widest, follow_argument, follow_first
 from .mode import Mode, Switch
 from .replacement import (
-    NEVER,
+    NEVER_SKIP,
     OpFunction,
     PrepareCall,
     PreparedCall,
@@ -151,7 +151,7 @@ class OpCasts:
         overridable = original if is_of_torch and supports_overrides(original) else None
         public = PublicOp(name, overridable, takes_lists=rule.takes_sequence)
         if self.casts_inside and not is_of_torch and rule.runs_in:
-            return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
+            return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER_SKIP)
         find_dtype = self._make_dtype_finder(rule, original, like, location)
         return public.set_replacement(self._replace(rule, original, name, public, find_dtype))
 
@@ -176,7 +176,7 @@ class OpCasts:
             kernel, op = op, self.in_float32.run_low_in_float32(op)
             if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
                 prepare = self.in_float32.round_operands(kernel, op, self._in_region)
-                return replace(op, prepare, self.switch, public, NEVER)
+                return replace(op, prepare, self.switch, public, NEVER_SKIP)
         if rule is OpRule.BLACKLIST and op is _LAYER_NORM:
             op = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
@@ -185,14 +185,14 @@ class OpCasts:
             prepare = self._follow(op, find_dtype, in_sequence=rule.takes_sequence)
             general = replace(op, prepare, self.switch, public, None)
         else:
-            # each rule's method, and its `no_cast_dtype` (see `replace`)
-            make_prepare, no_cast_dtype = {
+            # each rule's method, and its `skip_dtype` (see `replace`)
+            make_prepare, skip_dtype = {
                 OpRule.WHITELIST: (self._whitelist, self.low),
                 OpRule.BLACKLIST: (self._blacklist, torch.float32),
                 OpRule.BANNED: (self._banned, torch.float32),
                 OpRule.NEUTRAL: (_prepare_nothing, None),
             }[rule]
-            general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
+            general = replace(op, make_prepare(op), self.switch, public, skip_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
             return self._replace_weighted(op, general)
         if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
