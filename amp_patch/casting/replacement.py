@@ -185,6 +185,25 @@ def supports_overrides(original: OpFunction) -> bool:
     return chooses_function or "handle_torch_function" in original.__code__.co_names
 
 
+def is_of_torch(original: OpFunction) -> bool:
+    """Return whether torch defines a function or method."""
+    module = getattr(original, "__module__", None)
+    if module is None:  # as for methods of tensors in C
+        return issubclass(Tensor, getattr(original, "__objclass__", ()))
+    return bool(module.partition(".")[0] == "torch")
+
+
+def find_inplace_position(original: OpFunction) -> int | None:
+    """Return the position of the parameter `inplace`, such as 1 for `F.relu`, or None if the function has none."""
+    code = getattr(getattr(original, "__wrapped__", original), "__code__", None)
+    if code is None:
+        return None
+    names = code.co_varnames[: code.co_argcount]
+    if "inplace" not in names:
+        return None
+    return int(names.index("inplace"))
+
+
 # the names of ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
