@@ -76,7 +76,7 @@ class Float32Products:
             return name == _ATTENTION
         return op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
-    def let_go(self) -> None:
+    def drop_replacements(self) -> None:
         """Drop all replacements."""
         self._replacements.clear()
 

@@ -138,11 +138,11 @@ class OpCasts:
         place = location or "registered"
         return self._replacements.get(f"{rule} {like}", original, lambda: self._wrap(chosen, like, place, original))
 
-    def let_go(self) -> None:
+    def drop_replacements(self) -> None:
         """Forget all replacements."""
         self._replacements.clear()
         if self.by_torch is not None:
-            self.by_torch.let_go()
+            self.by_torch.drop_replacements()
 
     def _wrap(self, rule: OpRule, like: str, location: str, original: OpFunction) -> OpFunction:
         is_torch_op = is_of_torch(original)

@@ -157,7 +157,7 @@ class Installer:
         with self._lock:
             for part in (self._casts, self._products):
                 if part is not None:
-                    part.let_go()
+                    part.drop_replacements()
             # this also redirects references that were made during the session
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
 
