@@ -97,7 +97,7 @@ class Changes:
         autocast: Autocast | None
         if self.policy is None or self.level is None:
             dtype = low or torch.get_autocast_dtype(device_type)
-            policy = _lay_over(torch_lists, dtype, self.lists)
+            policy = _make_policy_over_torch(torch_lists, dtype, self.lists)
             # without lists, the session only observes, in regions of any dtype
             autocast = Autocast(device_type, dtype if self.lists else None, torch_lists)
         elif self.kind is Kind.DISABLED:
@@ -120,7 +120,7 @@ def load_torch_lists(device_type: str) -> OpLists | None:
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def _lay_over(torch_lists: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
+def _make_policy_over_torch(torch_lists: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
     """Return the policy for `lists` on top of torch.autocast's own rules. `low`: the dtype of the region."""
     level = "autocast" if lists else AS_IS
     if torch_lists is None and not lists:  # there are no rules to apply

@@ -1,4 +1,4 @@
-"""`ScaleState`: notices learning rate schedules that count skipped steps, and checkpoints without a GradScaler's state."""
+"""`ScaleState`: notices learning rate schedules that count skipped steps, and checkpoints without a scaler's state."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -117,7 +117,7 @@ class NativeSession(Session):
             self.patch_ops_again()
             yield
         finally:
-            self.forget_patches_of_ops()
+            self.remove_patches_of_ops()
             assert self.casts is not None
             self.casts.by_torch = None
 
