@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 STEPS = 20
 """The number of optimizer steps of a run, unless the command line or the contract names another."""
 
+EXAMPLES = (
+    "amp-patch check train.py --write numerics.json",
+    "amp-patch check train.py --against numerics.json  # in CI",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

@@ -19,6 +19,12 @@ from .values import check_lists, get_level, new_file, oplist, opt_level, positiv
 if TYPE_CHECKING:
     from ..insight.comparing import Campaign
 
+EXAMPLES = (
+    "amp-patch compare train.py --runs O0,O4 --steps 20",
+    "amp-patch compare --everywhere train.py --html report.html  # a script without mixed precision",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

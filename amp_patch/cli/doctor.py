@@ -9,6 +9,12 @@ from pathlib import Path
 from .. import doctor
 from ..errors import SettingsError
 
+EXAMPLES = (
+    "amp-patch doctor train.py",
+    "amp-patch doctor --explain AMP501",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""

@@ -18,6 +18,12 @@ from .values import new_file, steps
 if TYPE_CHECKING:
     from ..insight import Recording
 
+EXAMPLES = (
+    "amp-patch explain train.py --by op",
+    "amp-patch explain train.py --html report.html",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

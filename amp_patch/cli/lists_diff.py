@@ -12,6 +12,12 @@ SUMMARY = (
     " one cannot be read"
 )
 
+EXAMPLES = (
+    "amp-patch lists diff float16 bfloat16",
+    "amp-patch lists diff autocast-cuda@2.11 autocast-cuda@2.12",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""

@@ -11,6 +11,12 @@ from .lists_printing import LIST, as_data, bounds, location, module_as_data, pri
 SUMMARY = "print the rule of an op, the line that sets it, and what happens to its arguments"
 LOW_NAMES = ("float16", "bfloat16")
 
+EXAMPLES = (
+    "amp-patch lists explain softmax",
+    "amp-patch lists explain torch.fft.rfft --lists float16 fast",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""

@@ -9,6 +9,12 @@ from .lists_printing import LIST, as_data, bounds, location, module_as_data, pri
 
 SUMMARY = "print every entry of the merged lists, with its reason, file and line"
 
+EXAMPLES = (
+    "amp-patch lists show float16",
+    "amp-patch lists show bfloat16 fast",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""

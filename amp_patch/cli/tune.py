@@ -9,6 +9,12 @@ from dataclasses import fields
 from .scripts import ScriptRunner, add_script
 from .values import at_least, check_lists, new_file, oplist, positive
 
+EXAMPLES = (
+    "amp-patch tune train.py --out mine.yaml",
+    "amp-patch tune train.py --units both --tolerance 0.05",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
