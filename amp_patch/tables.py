@@ -138,7 +138,7 @@ def _wrap_line(line: str, width: int) -> Iterator[str]:
     assert match is not None  # the pattern fits every line
     label, sentence = match.groups()
     is_code = label.isspace()  # such as in a traceback
-    if len(line) <= width or len(label) > width // 4 or is_code or _IS_DATA.search(_QUOTED.sub("", sentence)):
+    if len(line) <= width or len(label) > width // 4 or is_code or _IS_DATA.search(_QUOTED.sub("`", sentence)):
         yield line
         return
     margin = " " * len(label) or "  "
