@@ -104,11 +104,14 @@ class Table:
         for name, limit in limits.items():
             self._columns[name] = tuple(shorten(cell, limit) for cell in self._columns[name])
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of each row."""
+        return list(zip(*self._columns.values(), strict=True))
+
     def lines(self) -> list[str]:
         """Return the heading, a line of dashes, and a line for each row."""
-        rows = zip(*self._columns.values(), strict=True)
         left = sum(name in self._left for name in self._columns)
-        return format_table([*self._columns], rows, left).split("\n")
+        return format_table([*self._columns], self.rows(), left).split("\n")
 
 
 def shorten(text: str, width: int) -> str:
