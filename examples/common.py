@@ -26,10 +26,15 @@ class Digits(NamedTuple):
     test_labels: Tensor
 
 
-def parse_options(doc: str, steps: int, seeds: int = 1, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line. `options.may_shorten` tells whether steps and seeds are the defaults."""
+def parse_options(
+    doc: str, steps: int, seeds: int = 1, argv: Sequence[str] | None = None, unit: str = "optimizer steps"
+) -> argparse.Namespace:
+    """Read the command line. `options.may_shorten` tells whether steps and seeds are the defaults.
+
+    `unit` says what --steps counts.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of each training (default: {steps})")
+    parser.add_argument("--steps", type=int, help=f"{unit} of each training (default: {steps})")
     if seeds > 1:
         parser.add_argument("--seeds", type=int, help=f"how many seeds to train from (default: {seeds})")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,15 @@ PAGES = {
 }
 """Where a file of the repository is in the documentation."""
 
-BOOST = {"index.md": 0.5, "levels.md": 4, "autocast.md": 2, "nan.md": 2, "quiet.md": 2, "changelog.md": 0}
+BOOST = {
+    "index.md": 0.5,
+    "which.md": 2,
+    "levels.md": 4,
+    "autocast.md": 2,
+    "nan.md": 2,
+    "quiet.md": 2,
+    "changelog.md": 0,
+}
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
