@@ -3,6 +3,10 @@
 Guards: examples/cartpole.py.
 """
 
+import pytest
+
+pytest.importorskip("matplotlib")
+
 import cartpole
 import torch
 

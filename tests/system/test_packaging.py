@@ -110,7 +110,7 @@ def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp
 def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == (
         "amp_patch",
-        "0.2.0",
+        "0.3.0",
         ">=3.11",
     )
     requirements = metadata.get_all("Requires-Dist", [])
