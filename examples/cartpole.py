@@ -195,7 +195,7 @@ def get_best(runs: Sequence[Result]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = common.parse_options(
-        __doc__, steps=40, seeds=2, argv=argv, unit="updates, each of a rollout and 16 steps,"
+        __doc__, steps=30, seeds=2, argv=argv, unit="updates, each of a rollout and 16 steps,"
     )
     torch.set_num_threads(1)  # more threads gain nothing on a network of this size
     common.shorten(options, lambda steps: [train(level, steps, 0, options.device) for level in LEVELS])
