@@ -170,7 +170,8 @@ def test_pages_name_public_functions_that_there_are():
     "tool, page, make",
     [
         ("generate_cli_page", "cli.md", lambda tool: tool.make_page()),
-        ("draw_figures", "figures.svg", lambda tool: tool.draw((ROOT / "benchmarks" / "README.md").read_text())),
+        ("draw_figures", "figures.svg", lambda tool: tool.draw(tool.TABLES.read_text())),
+        ("draw_figures", "figures-narrow.svg", lambda tool: tool.draw(tool.TABLES.read_text(), is_narrow=True)),
     ],
 )
 def test_what_is_generated_is_current(tool, page, make):
