@@ -24,14 +24,15 @@ NOTE = (
 STYLE = """\
 <style>
 .paper { fill: #fff } text { fill: #222 } .soft { fill: #555 }
-.line { stroke: #222; stroke-dasharray: 3 3 } .plain { fill: #7b818a } .first { fill: #0072b2 } .second { fill: #d55e00 }
+.line { stroke: #222; stroke-dasharray: 3 3 }
+.plain { fill: #7b818a } .first { fill: #0072b2 } .second { fill: #d55e00 }
 @media (prefers-color-scheme: dark) {
 .paper { fill: #1f2129 } text { fill: #e8e8e8 } .soft { fill: #b4b9c0 }
 .line { stroke: #e8e8e8 } .plain { fill: #8f959e } .first { fill: #4aa8e8 } .second { fill: #f0803c }
 }
 </style>"""
 PANEL, LABEL, BAR, GAP, HEAD, MARGIN = 340, 58, 14, 8, 26, 12
-"""Pixels: width of a panel; left of its bars; heights of a bar, between workloads and of a panel's title; the margin."""
+"""Pixels: width of a panel; left of its bars; heights of a bar, between workloads, of a panel's title; the margin."""
 
 
 def read_tables(text: str) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:

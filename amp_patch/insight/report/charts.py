@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from ..comparing.exponents import FORMATS, find_shares
 from ..records import CLASSES, GradientRecord
+from .marks import draw_key, draw_mark, place_marks
 from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
-LINE_WIDTH, DASH = 2, 8
+LINE_WIDTH, DASH = 2, 14
 
 
 class Series(NamedTuple):
@@ -26,12 +27,18 @@ class Series(NamedTuple):
     skipped: Sequence[int] = ()
 
 
-def draw_curves(
-    series: Sequence[Series], noise: Sequence[float], label: str, steps: Sequence[int] | None = None
+def draw_figure(
+    series: Sequence[Series],
+    caption: str,
+    *,
+    label: str,
+    noise: Sequence[float] = (),
+    steps: Sequence[int] | None = None,
+    has_keys: bool = False,
 ) -> Markup:
-    """Return lines over steps on a logarithmic axis.
+    """Return a chart of lines over steps on a logarithmic axis, and its caption, which names lines that coincide.
 
-    `steps` has the number of the step of each value; None: from 1.
+    `steps` has the number of the step of each value; None: from 1. With `has_keys` a legend stands above the chart.
 
     Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
     below `noise` is shaded. Skipped steps are marks on the step axis.
@@ -41,18 +48,49 @@ def draw_curves(
         longest = max((len(line.values) for line in series), default=1)
         steps = range(1, max(1, longest) + 1)
     axes = _Axes(steps, *_find_axis(shown))
+    groups = _group([axes.track(line.values) for line in series])
+    drawing = _draw(series, noise, axes, groups, label)
+    together = [_join_names([series[order].name for order in group]) for group in groups if len(group) > 1]
+    if together:
+        caption += f" Dashes alternate where lines coincide: {'; '.join(together)}."
+    parts = [drawing, element("figcaption", caption)]
+    if has_keys:
+        keys = (element("span", draw_key(line.colour), f" {line.name}") for line in series)
+        parts.insert(0, element("p", *keys, class_="keys"))
+    return element("figure", *parts)
+
+
+def _draw(
+    series: Sequence[Series], noise: Sequence[float], axes: "_Axes", groups: Sequence[Sequence[int]], label: str
+) -> Markup:
     parts = [*axes.grid()]
     if noise:
         title = "noise: the difference that weights changed by one unit in the last place make"
         parts.append(axes.area([0.0] * len(noise), noise, "noise", title))
-    # Lines that coincide alternate their dashes: lines with the same first coinciding line form a group.
-    tracks = [axes.track(line.values) for line in series]
-    numbers = range(len(series))
-    firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]
+    lines: list[Markup] = []
+    marks: list[Markup] = []
     for order, line in enumerate(series):
-        place = firsts[:order].count(firsts[order])
-        parts.append(axes.draw(line, _style_line(place, firsts.count(firsts[order]))))
-    return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+        (group,) = (group for group in groups if order in group)
+        lines.append(axes.draw(line, _style_line(group.index(order), len(group))))
+        if len(series) > 1:
+            marks.append(axes.mark(line, order, len(series)))
+    return element("svg", *parts, *lines, *marks, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+
+
+def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return the numbers of lines in groups: those of a group coincide with its first line."""
+    groups: list[list[int]] = []
+    for number, track in enumerate(tracks):
+        group = next((group for group in groups if _run_together(track, tracks[group[0]])), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    return groups
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
@@ -138,6 +176,14 @@ class _Axes:
             title = element("title", f"{series.name}: step {self._steps[0] + step} was skipped")
             parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
+
+    def mark(self, series: Series, order: int, count: int) -> Markup:
+        """Return a group with the marks of one of `count` lines."""
+        heights = self.track(series.values)
+        points = [(self._x(step), height) for step, height in enumerate(heights)]
+        places = place_marks(points, order, count, (LEFT, WIDTH - RIGHT))
+        marks = [draw_mark(series.colour, x, y) for x, y in places]
+        return element("g", *marks, class_=f"c{series.colour}", data_series=series.name)
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """Return the area between two lines."""
