@@ -146,9 +146,9 @@ class _Axes:
             y = self._y(value)
             yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
             yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
-        for step in _round_steps(len(self._steps)):
-            label = str(self._steps[step - 1])
-            yield element("text", label, x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
+        for index in _find_labels(self._steps):
+            label = str(self._steps[index])
+            yield element("text", label, x=self._x(index), y=HEIGHT - BOTTOM + 16, class_="mid")
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
     def track(self, values: Sequence[float]) -> list[float]:
@@ -209,10 +209,11 @@ def _power_of_ten(power: int) -> Markup:
     return join(["10", element("tspan", str(power), dy="-5", class_="power")])
 
 
-def _round_steps(steps: int) -> list[int]:
-    """Return the labels of the step axis: 1, then round numbers."""
-    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
-    return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
+def _find_labels(steps: Sequence[int]) -> list[int]:
+    """Return the indices of the steps that have labels: the first, then round numbers."""
+    span = steps[-1] - steps[0]
+    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if span / (size * 10**power) <= 6)
+    return [0, *(index for index, step in enumerate(steps) if index and step % every == 0)]
 
 
 # ---- the histogram ---------------------------------------------------------------------------------------------------
