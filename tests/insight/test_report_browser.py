@@ -4,7 +4,7 @@ Guards: insight/report/tables, insight/report/charts, amp_patch/insight/report/r
 """
 
 import pytest
-from browsing import needs_a_browser, open_browser, show
+from browsing import find_cut_off, needs_a_browser, open_browser, show
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import exponents
@@ -104,6 +104,12 @@ def test_the_slider_moves_the_zones_and_their_shares(low, keys, power, page, wri
     assert len(bars) == 3
     assert sum(25 * (zero[0] < bar < zero[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares.zero
     assert sum(25 * (infinite[0] < bar < infinite[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares[2]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(page, width):
+    show(page, width)
+    assert find_cut_off(page, "main *") == []
 
 
 def test_runs_are_taken_out_of_the_charts_and_put_back(page):
