@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 
+import pytest
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
@@ -150,6 +151,17 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
     period = dashes[0] + gaps[0]
     drawn = [(place - offset) % period for offset, dash in zip(offsets, dashes, strict=True) for place in range(dash)]
     assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))
+
+
+@pytest.mark.parametrize("ranged", [0, 1, 3])
+def test_ranges_of_several_lines_are_never_areas_which_would_mix_their_colours(ranged):
+    low, high = [0.5] * 20, [2.0] * 20
+    series = [Series(f"O{number}", number, [1.0] * 20, low, high) for number in range(ranged)]
+    series.append(Series("O5", 5, [1.0] * 20, [1.0] * 20, [1.0] * 20))
+    page = Page(draw_figure(series, "", label="loss"))
+    classes = [attributes.get("class") for _, attributes in page.elements]
+    assert classes.count("band") == (ranged == 1)
+    assert (classes.count("range") > 0) == (ranged > 1) == ("range over the seeds" in "".join(page.texts))
 
 
 def test_marks_of_lines_that_coincide_never_cover_each_other():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..comparing.exponents import FORMATS, find_shares
 from ..records import CLASSES, GradientRecord
-from .marks import draw_key, draw_mark, place_marks
+from .marks import draw_key, draw_mark, interpolate, place_marks
 from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260
@@ -50,6 +50,8 @@ def draw_figure(
     axes = _Axes(steps, *_find_axis(shown))
     groups = _group([axes.track(line.values) for line in series])
     drawing = _draw(series, noise, axes, groups, label)
+    if sum(map(_has_range, series)) > 1:
+        caption += " Bars through marks: the range over the seeds."
     together = [_join_names([series[order].name for order in group]) for group in groups if len(group) > 1]
     if together:
         caption += f" Dashes alternate where lines coincide: {'; '.join(together)}."
@@ -67,6 +69,10 @@ def _draw(
     if noise:
         title = "noise: the difference that weights changed by one unit in the last place make"
         parts.append(axes.area([0.0] * len(noise), noise, "noise", title))
+    ranged = [line for line in series if _has_range(line)]
+    if len(ranged) == 1:  # areas of several lines would mix their colours
+        parts.append(axes.band(ranged[0]))
+        series = [line if line not in ranged else line._replace(low=(), high=()) for line in series]
     lines: list[Markup] = []
     marks: list[Markup] = []
     for order, line in enumerate(series):
@@ -75,6 +81,10 @@ def _draw(
         if len(series) > 1:
             marks.append(axes.mark(line, order, len(series)))
     return element("svg", *parts, *lines, *marks, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+
+
+def _has_range(series: Series) -> bool:
+    return any(low != high for low, high in zip(series.low, series.high, strict=True))
 
 
 def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -156,10 +166,8 @@ class _Axes:
         return [self._y(value) if math.isfinite(value) else math.nan for value in values]
 
     def draw(self, series: Series, style: str) -> Markup:
-        """Return a group with a line, its range, and a mark on the step axis for each skipped step."""
+        """Return a group with a line, and a mark on the step axis for each skipped step."""
         parts = []
-        if any(low != high for low, high in zip(series.low, series.high, strict=True)):
-            parts.append(self.area(series.low, series.high, "band", f"{series.name}: range over seeds"))
         runs: list[list[str]] = [[]]
         for step, value in enumerate(series.values):
             if math.isfinite(value):
@@ -178,12 +186,27 @@ class _Axes:
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
     def mark(self, series: Series, order: int, count: int) -> Markup:
-        """Return a group with the marks of one of `count` lines."""
-        heights = self.track(series.values)
-        points = [(self._x(step), height) for step, height in enumerate(heights)]
-        places = place_marks(points, order, count, (LEFT, WIDTH - RIGHT))
-        marks = [draw_mark(series.colour, x, y) for x, y in places]
-        return element("g", *marks, class_=f"c{series.colour}", data_series=series.name)
+        """Return a group with the marks of one of `count` lines, and a bar through each for the range there."""
+        points = self._points(series.values)
+        ends: list[Sequence[tuple[float, float]]] = []
+        if _has_range(series):
+            ends = [self._points(series.low), self._points(series.high)]
+        parts: list[Markup] = []
+        for x, y in place_marks(points, order, count, (LEFT, WIDTH - RIGHT)):
+            heights = [interpolate(end, x) for end in ends]
+            if heights and all(map(math.isfinite, heights)):
+                bottom, top = heights
+                parts.append(element("path", d=f"M{x - 3:.1f} {top:.1f}h6m-3 0V{bottom:.1f}m-3 0h6", class_="range"))
+            parts.append(draw_mark(series.colour, x, y))
+        return element("g", *parts, class_=f"c{series.colour}", data_series=series.name)
+
+    def band(self, series: Series) -> Markup:
+        """Return a group with the area of the range of a line."""
+        area = self.area(series.low, series.high, "band", f"{series.name}: its range")
+        return element("g", area, class_=f"c{series.colour}", data_series=series.name)
+
+    def _points(self, values: Sequence[float]) -> list[tuple[float, float]]:
+        return [(self._x(step), height) for step, height in enumerate(self.track(values))]
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """Return the area between two lines."""

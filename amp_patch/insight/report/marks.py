@@ -58,7 +58,7 @@ def place_marks(
     has_mark = False
     for turn in range(marks):
         x = start + (stop - start) * (turn + (order + 0.5) / count) / marks
-        y = _interpolate(points, x)
+        y = interpolate(points, x)
         if math.isfinite(y):
             has_mark = True
             yield x, y
@@ -67,8 +67,10 @@ def place_marks(
         yield finite[-1]
 
 
-def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the height of a line at `x`, or NaN where it has none."""
+    if len(points) == 1 and points[0][0] == x:
+        return points[0][1]
     for (left, low), (right, high) in zip(points, points[1:], strict=False):
         if left <= x <= right:
             return low + (high - low) * (x - left) / (right - left)
