@@ -84,7 +84,7 @@ def _draw(
 
 
 def _has_range(series: Series) -> bool:
-    return any(low != high for low, high in zip(series.low, series.high, strict=True))
+    return any(low < high for low, high in zip(series.low, series.high, strict=True))
 
 
 def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
