@@ -111,9 +111,13 @@ def test_the_reference_has_every_public_name():
     assert described == public | {"errors"} | {f"insight.{name}" for name in insight.__all__ if name not in internal}
 
 
-def test_the_readme_is_short_and_its_output_is_that_of_a_page_that_is_run():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
-    shown = [code for language, code in BLOCKS["README.md"] if language == "console"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.md"])
+def test_output_on_a_first_page_is_that_of_a_page_that_is_run(page):
+    shown = [code for language, code in BLOCKS[page] if language == "console"]
     assert shown and all(code in PAGES["nan.md"] for code in shown)
 
 
