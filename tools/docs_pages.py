@@ -33,6 +33,8 @@ BOOST = {
 }
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_TAG = re.compile(r"(<[^>]*>)")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
 
@@ -62,3 +64,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return posixpath.relpath(moved, posixpath.dirname(name) or ".")
 
     return _LINK.sub(follow, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Mark the options of commands, so that the style can keep each on one line."""
+    parts = _TAG.split(html)
+    parts[::2] = [_OPTION.sub(r'<span class="option">\g<0></span>', text) for text in parts[::2]]
+    return "".join(parts)

@@ -111,9 +111,13 @@ def test_the_reference_has_every_public_name():
     assert described == public | {"errors"} | {f"insight.{name}" for name in insight.__all__ if name not in internal}
 
 
-def test_the_readme_is_short_and_its_output_is_that_of_a_page_that_is_run():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
-    shown = [code for language, code in BLOCKS["README.md"] if language == "console"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.md"])
+def test_output_on_a_first_page_is_that_of_a_page_that_is_run(page):
+    shown = [code for language, code in BLOCKS[page] if language == "console"]
     assert shown and all(code in PAGES["nan.md"] for code in shown)
 
 
@@ -205,7 +209,8 @@ def test_pages_name_public_functions_that_there_are():
     "tool, page, make",
     [
         ("generate_cli_page", "cli.md", lambda tool: tool.make_page()),
-        ("draw_figures", "figures.svg", lambda tool: tool.draw((ROOT / "benchmarks" / "README.md").read_text())),
+        ("draw_figures", "figures.svg", lambda tool: tool.draw(tool.TABLES.read_text())),
+        ("draw_figures", "figures-narrow.svg", lambda tool: tool.draw(tool.TABLES.read_text(), is_narrow=True)),
     ],
 )
 def test_what_is_generated_is_current(tool, page, make):
