@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             " ".join(f"{scale:g}" for scale in runs[0].stats.loss_scales),
         )
 
-    print(f"\nReturn: for how many of {LIMIT} steps the pole stays up, a mean over {options.seeds} seeds.")
+    print(f"\nReturn: for how many of {LIMIT} steps the pole stays up; the mean of all seeds.")
     print("Ratio off by: how far a probability is from float32's with the same weights, relative to it.")
     if options.plot:
         draw(results, options.plot)
