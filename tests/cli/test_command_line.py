@@ -217,6 +217,12 @@ def test_errors_and_heads_of_tables_have_colour(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("amp-patch: \x1b[1;31merror:\x1b[0m 'trce' is not")
     terminal.print_report("a table\n\nrun  loss\n---  ----\nO0      1\n-")
     assert capsys.readouterr().out == "a table\n\n\x1b[1mrun  loss\x1b[0m\n---  ----\nO0      1\n-\n"
+    terminal.print_report("O4: as good as O0 (equal)\nO5: worse than O0\nmore", [True, False])
+    good, bad, more = capsys.readouterr().out.splitlines()
+    assert good == "\x1b[1;32mO4: as good as O0\x1b[0m (equal)" and bad == "\x1b[1;31mO5: worse than O0\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.print_report("O4: as good as O0 (equal)\nmore", [True])
+    assert capsys.readouterr().out == "O4: as good as O0 (equal)\nmore\n" and more == "more"
 
 
 # ---- completion ------------------------------------------------------------------------------------------------------
