@@ -199,7 +199,8 @@ class ScriptRunner:
             if self._is_quiet:
                 log = Path(folder, "output")
 
-            counter = _StepCounter(_name_run(run, level), Path(folder, PROGRESS), run.options.get("steps"))
+            steps = run.options.get("steps") or run.options.get("last")
+            counter = _StepCounter(_name_run(run, level), Path(folder, PROGRESS), steps)
 
             def is_over() -> bool:
                 if self._is_quiet:
