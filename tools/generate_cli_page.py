@@ -47,7 +47,8 @@ def _describe(parser: Parser, level: int) -> Iterator[str]:
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```\n" if "\n" in parser.epilog else f"{parser.epilog}\n"
     if parser.examples:
-        yield "\n".join(["Examples:\n", "```sh", *parser.examples, "```\n"])
+        lines = [line for example in parser.examples for line in _example(example)]
+        yield "\n".join(["Examples:\n", "```sh", *lines, "```\n"])
     for action in nested:
         for child in dict.fromkeys(action.choices.values()):
             yield from _describe(child, level + 1)
@@ -62,6 +63,14 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=10_000)  # type: ignore[assignment]
     forms = parser.format_usage().strip().removeprefix("usage: ").splitlines()
     return "\n".join(line for form in forms for line in wrap_usage(form.strip(), WIDTH))
+
+
+def _example(example: str) -> Iterator[str]:
+    """Yield a command line, below its comment."""
+    command, _, comment = example.partition("  # ")
+    if comment:
+        yield f"# {comment}"
+    yield command
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

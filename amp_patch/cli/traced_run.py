@@ -130,7 +130,8 @@ class TracedRun:
         has_checked = bool(self.watched.recordings) and self._checked > 0
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
-            print_report(f"every value fits, in {count_of(fitting, 'step')}", [True])
+            is_good = None if self.quiet or self.misuses else True
+            print_report(f"every value fits, in {count_of(fitting, 'step')}", [is_good])
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0
