@@ -24,7 +24,7 @@ from ..causes import find_remedy
 from ..fault_text import describe_briefly
 from ..recordings import Recording
 from ..records import CheckedStepRecord
-from ..runs import FunctionRunner, Run, RunFailedError, Runner
+from ..runs import FunctionRunner, Run, RunFailedError, Runner, may_depend_on_dtype
 from .entries import ListEntry, find_entries, format_list, prune
 from .float32_run import WHOLE_MODEL
 from .options import TuneOptions
@@ -55,6 +55,9 @@ class Tuner:
         self._loss_scale: float | None = None  # the initial scale of candidates; None: the script's own
         self._kept: list[ListEntry] = []  # entries against the faults of traced runs
         self._reasons: dict[ListEntry, str] = {}  # of the entries in `_kept`
+        self._errors: list[str] = []  # of the candidates that ended with one
+        self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
+        self._has_tried_everything = False
         self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
 
     def run(self) -> TuneResult:
@@ -88,8 +91,10 @@ class Tuner:
         try:
             self._reference = self._watch(FLOAT32, float32)
         except RunFailedError as error:
-            if not error.was_widened:
+            if not error.was_widened and may_depend_on_dtype(error):
                 raise
+            if not error.was_widened:
+                raise RunFailedError(f"the training fails in float32, so no list was tried:\n{error}") from error
             self._not_float32 = _last_line(error)
             self._reference = self._watch(FLOAT32, float32)
         if self._reference.run.not_widened:
@@ -116,7 +121,7 @@ class Tuner:
     def _watch(self, probe: str, text: str, **options: object) -> Recording:
         """Make a run of the search with the list in `text`. Raises _EnoughRunsError if no more are allowed."""
         if self._runs >= self.options.max_runs:
-            raise _EnoughRunsError
+            raise _EnoughRunsError("max_runs")
         self._runs += 1
         return self._run(probe, text, steps=self.options.steps, **options)
 
@@ -158,7 +163,20 @@ class Tuner:
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self.options.log(str(trial))
+            self._check_errors()
         return self._trials[candidate].verdict.passed
+
+    def _check_errors(self) -> None:
+        """Once two runs end with the same error, try to keep everything in float32.
+
+        Raises _EnoughRunsError if that ends with the error, too: then no list helps.
+        """
+        if self._errors[-2:-1] != self._errors[-1:] or not self._errors or self._has_tried_everything:
+            return
+        self._has_tried_everything = True
+        error, number = self._errors[-1], len(self._errors)
+        if not self._passes(self._everything) and (len(self._errors) == number or self._errors[-1] == error):
+            raise _EnoughRunsError(f"the same error with every list: {error}")
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
         """Make a run with a candidate, and judge it. An error of the training fails: an overflow may cause it."""
@@ -168,7 +186,8 @@ class Tuner:
         except _EnoughRunsError:
             raise
         except Exception as error:
-            return Verdict(False, math.inf, "", math.inf, _last_line(error))
+            self._errors.append(_last_line(error))
+            return Verdict(False, math.inf, "", math.inf, self._errors[-1])
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -176,16 +195,17 @@ class Tuner:
         """Try candidates, trace the best one, and return the result, also after Ctrl-C or too many runs."""
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
+        self._everything = self._ranking.find_everything([*forced, *ranked])
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
             # if all entries together do not pass, the last candidate keeps everything in float32
             if find_fewest(self._passes, forced, ranked) is None:
-                self._passes(self._ranking.find_everything([*forced, *ranked]))
+                self._passes(self._everything)
             traced = self._trace()
-        except _EnoughRunsError:
-            stopped = f"stopped after {self._runs} runs (max_runs)"
+        except _EnoughRunsError as enough:
+            stopped = f"stopped after {self._runs} runs ({enough})"
         except KeyboardInterrupt:
             stopped, is_interrupted = f"interrupted in run {self._runs}", True
         trials = tuple(self._trials.values())
@@ -281,7 +301,7 @@ class Tuner:
 
 
 class _EnoughRunsError(Exception):
-    """The budget of runs is spent."""
+    """The budget of runs is spent, or no further run would help. The text says which."""
 
 
 def _last_line(error: Exception) -> str:
