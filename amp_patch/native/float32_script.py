@@ -44,12 +44,10 @@ _DTYPE_OF_CLASS = {
 }
 """The dtypes of the old 16-bit tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
 
-
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
 """Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
 Module.to, which then calls Tensor.to.
 """
-
 
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
 """Functions whose result has the dtype of their argument. If the script asked for 16 bits in the argument, it did so in
