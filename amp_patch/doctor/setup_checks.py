@@ -1,4 +1,4 @@
-"""Rules of the doctor about models and optimizers around `amp.initialize`."""
+"""Rules of the doctor about what scripts do with models and optimizers before and after `amp.initialize`."""
 
 import ast
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
     """Return whether the last value of a name before a call is surely a model on the CPU.
 
-    A class or `from_pretrained` makes such a model. Other functions may move the model that they make.
+    That is so if a class makes it, as in `Net()`, or `from_pretrained`. Other functions may move the model to a device.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):
@@ -129,9 +129,9 @@ def initialize_in_loop(script: Script) -> Iterator[Fault]:
         models = argument_of(call, "models", 0)
         if models is None:
             continue
-        # names that the loop itself, or a statement in it before the call, assigns: each may be a new model
-        stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-        assigned = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
+        # a name that the loop assigns before the call may be a new model in each iteration
+        assigned_nodes = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+        assigned = {text_of(node) for node in assigned_nodes if position(loop) < position(node) < position(statement)}
         if not names_in(models) & assigned:
             message = "amp.initialize in a loop, for a model that the loop does not make"
             yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")
