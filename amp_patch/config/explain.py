@@ -10,7 +10,7 @@ from .list_file import OpEntry
 from .list_names import OLDEST_TORCH, parse_version
 from .module_rules import ModuleRule
 from .op_lists import OpLists, load_oplists
-from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
+from .op_names import SpellingKey, find_known_spellings, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
 
@@ -101,7 +101,7 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
             missing.append(entry)
     other_torch: list[OpEntry] = []
     for entry in lists.other_torch:
-        if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
+        if _is_named(op, entry) or find_known_spellings(entry.op).keys() & keys.keys():
             other_torch.append(entry)
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)  # raises an error: neither torch nor a list has the name
@@ -176,7 +176,7 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     """Yield the differences between the spellings of one op: first the op's own, then those that write in place."""
     plain: list[SpellingKey] = []
     inplace_by_name: dict[str, list[SpellingKey]] = {}
-    for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
+    for key in dict.fromkeys([*_with_twins(find_known_spellings(op)), *keys]):
         if is_inplace(key[1]) or is_augmented(key[1]):
             inplace_by_name.setdefault(key[1], []).append(key)
         else:

@@ -130,9 +130,9 @@ def refuse_kernel(op: str) -> None:
     if kernel is None:
         return
     name = kernel[2].removeprefix("_")
-    bare = re.sub("^(native|linalg|special)_", "", name)
-    fft = f"torch.fft.{name.removeprefix('fft_')}"
-    functions = [function for function in (fft, name, bare) if find_or_none(function)]
+    # aten::fft_rfft belongs to torch.fft.rfft, aten::linalg_det to det
+    candidates = (f"torch.fft.{name.removeprefix('fft_')}", name, re.sub("^(native|linalg|special)_", "", name))
+    functions = [candidate for candidate in candidates if find_known_spellings(candidate)]
     hint = did_you_mean(name, get_op_names(), cutoff=0.8)
     if functions:
         hint = f" Did you mean {functions[-1]!r}?"
@@ -159,7 +159,7 @@ def _suggest_op(op: str, name: str) -> str:
 
 
 def get_names(op: str) -> tuple[str, ...]:
-    """Return a name with its aliases."""
+    """Return a bare name with its aliases: ("clamp", "clip") for either of them."""
     return ALIASES_OF.get(op, (op,))
 
 
@@ -202,14 +202,14 @@ def get_op(key: SpellingKey) -> str:
         candidates = [get_name_of_op(name), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
-        spellings = find_or_none(op)
+        spellings = find_known_spellings(op)
         if key in spellings or any(key in inplace_twins(spelling) for spelling in spellings):
             return op
     return f"{owner_name}.{name}"
 
 
-def find_or_none(op: str) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name with their owners: none if torch lacks the op, or if no rule can apply to it."""
+def find_known_spellings(op: str) -> dict[SpellingKey, object | None]:
+    """Return the result of `find_spellings`, or an empty dict if torch lacks the op or no rule can apply to it."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -272,26 +272,17 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
     OpListError if the name means something else than a function of the package. Runs no code of the package:
     `getattr_static` calls no `__getattr__` and no descriptor.
     """
-    top = path[0]
-    if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
+    package = path[0]
+    is_foreign = package in sys.stdlib_module_names or package == "amp_patch"
+    if is_foreign or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
-    length = count_imported(path)
-    if not length:
+    owner = _follow_path(op, path)
+    if owner is None:
         return None
-    owner: object = sys.modules[".".join(path[:length])]
-    for part in path[length:]:
-        value = inspect.getattr_static(owner, part, None)
-        if value is None and isinstance(owner, types.ModuleType):
-            return None  # a submodule that is not imported, or a name that the package imports at its first use
-        if value is None:
-            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
-        if _home_of(value).partition(".")[0] != top:
-            problem = f"{op!r} leads through {part!r}, which is not a module or class of {top!r}"
-            raise OpListError(f"{problem}; name the function where it is defined")
-        owner = value
     value = inspect.getattr_static(owner, name, None)
     if value is None:
-        if isinstance(owner, types.ModuleType) and (_serves_names(owner) or path == ["__main__"]):
+        # the running script may define the function in a later line
+        if isinstance(owner, types.ModuleType) and (_imports_names_lazily(owner) or path == ["__main__"]):
             return None
         raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
@@ -303,14 +294,36 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
     return owner
 
 
-def _home_of(value: object) -> str:
+def _follow_path(op: str, path: list[str]) -> object | None:
+    """Return the module or class at a dotted path, or None if a later import may define it.
+
+    Raises OpListError if the path leads through something else than modules and classes of one package.
+    """
+    length = count_imported(path)
+    if not length:
+        return None
+    owner: object = sys.modules[".".join(path[:length])]
+    for part in path[length:]:
+        value = inspect.getattr_static(owner, part, None)
+        if value is None and isinstance(owner, types.ModuleType):
+            return None  # a submodule that is not imported, or a name that the package imports at its first use
+        if value is None:
+            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
+        if _get_module_name(value).partition(".")[0] != path[0]:
+            problem = f"{op!r} leads through {part!r}, which is not a module or class of {path[0]!r}"
+            raise OpListError(f"{problem}; name the function where it is defined")
+        owner = value
+    return owner
+
+
+def _get_module_name(value: object) -> str:
     """Return the name of a module, or of the module that defines a class; empty for anything else."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     return value.__module__ if isinstance(value, type) else ""
 
 
-def _serves_names(module: types.ModuleType) -> bool:
+def _imports_names_lazily(module: types.ModuleType) -> bool:
     """Return whether a module may import names at their first use."""
     return hasattr(type(module), "__getattr__") or "__getattr__" in vars(module)
 
@@ -336,7 +349,7 @@ def check_import_may_define(path: list[str]) -> None:
     if imported in (0, len(path)):
         return  # nothing is imported yet, or the whole path is a module that may define names later
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
-    if _serves_names(parent) or part in vars(parent):
+    if _imports_names_lazily(parent) or part in vars(parent):
         return
     if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
         return

@@ -1,9 +1,10 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The run in float32 shows which ops overflow in 16 bits, and which lose most precision. The first candidate keeps the
-ops that overflow in float32. Entries are added until losses and gradients are right, and then needless ones are
-removed. These runs compare a few steps. A traced run checks more steps with the list, and the search adds entries
-against the faults that it finds. The written list is the file that the best run read, with comments in front.
+The run in float32 shows which ops overflow in 16 bits, and which lose most precision. A *candidate* is a list with some
+entries. The first candidate keeps the ops that overflow in float32. Entries are added until losses and gradients are
+right, and then needless entries are removed. These runs compare a few steps. A traced run checks more steps with the
+list, and entries are added against the faults that it finds. The written list is the file that the best run read, with
+comments in front.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from .verdict import Verdict, explain_non_finite, find_zero_gradients, judge
 
 FLOAT32 = "tuning.float32_run:Float32Run"
 
-_ROUNDS = 4  # the most traced runs; each has the entries that the fault of the one before needs
+_MAX_TRACED_RUNS = 4  # each but the first has the entries that the fault of the one before needs
 
 
 class Tuner:
@@ -50,12 +51,12 @@ class Tuner:
     def __init__(self, runner: Runner, **options: Any) -> None:
         self.options = TuneOptions(**options)
         self._runner = runner
-        self._runs = 0
-        self._trials: dict[tuple[ListEntry, ...], Trial] = {}
-        self._loss_scale: float | None = None  # the initial scale of candidates; None: the script's own
-        self._kept: list[ListEntry] = []  # entries against the faults of traced runs
-        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_kept`
-        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
+        self._runs = 0  # the number of runs of the search so far
+        self._trials: dict[tuple[ListEntry, ...], Trial] = {}  # by the entries of the candidate
+        self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
+        self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
+        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_from_traces`
+        self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
 
     def run(self) -> TuneResult:
         """Search, and return the best list that was found.
@@ -144,8 +145,8 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_kept` passes. Each set of entries is tried only once."""
-        candidate = prune([*entries, *self._kept])
+        """Return whether a run with these entries and `_from_traces` passes. Each candidate is tried only once."""
+        candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
             lower = self._ranking.find_scale_of_loss(self._loss_scale)
@@ -161,7 +162,10 @@ class Tuner:
         return self._trials[candidate].verdict.passed
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Make a run with a candidate, and judge it. An error of the training fails: an overflow may cause it."""
+        """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass.
+
+        An overflow may be the cause of the error.
+        """
         try:
             run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
             return judge(self._reference, run, self.options.tolerance)
@@ -204,29 +208,29 @@ class Tuner:
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
     def _choose_best(self) -> Trial | None:
-        """Return the best trial among those whose entries include `_kept`."""
+        """Return the best trial among those that cover the entries in `_from_traces`."""
         trials = self._trials.values()
-        return choose_best([trial for trial in trials if prune([*trial.entries, *self._kept]) == trial.entries])
+        return choose_best([trial for trial in trials if prune([*trial.entries, *self._from_traces]) == trial.entries])
 
     def _trace(self) -> Traced:
         """Trace more steps with the best list if it passes. If a fault needs more entries, try them and trace again."""
         # the search compares few steps, each from the first weights; later steps may overflow
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_TRACED_RUNS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
                 break
             traced = self._trace_once(best.entries)
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
-                return Traced(traced.text)  # the search assumed another loss scale, under which gradients fit
+                return Traced(traced.text)  # it may be due to the script's loss scale; the search has used a lower one
             needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
                 return traced  # there is no fault, or none against which more entries help
-            self._kept = [*self._kept, *needed]
-            self._passes(best.entries)
+            self._from_traces = [*self._from_traces, *needed]
+            self._passes(best.entries)  # makes a trial, which the next round may choose
         return Traced("not traced")
 
     def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
@@ -281,7 +285,7 @@ class Tuner:
 
 
 class _EnoughRunsError(Exception):
-    """The budget of runs is spent."""
+    """The search has made `max_runs` runs."""
 
 
 def _last_line(error: Exception) -> str:
