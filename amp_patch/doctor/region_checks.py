@@ -1,5 +1,6 @@
-"""Rules of the doctor about regions of torch.autocast: code in a `with torch.autocast(...):`, or in a function that it
-decorates.
+"""Rules of the doctor about regions of torch.autocast.
+
+A *region* is the code in a `with torch.autocast(...):`, or in a function that `@torch.autocast(...)` decorates.
 """
 
 import ast

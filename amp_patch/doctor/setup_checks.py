@@ -87,15 +87,11 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
         given = set(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
         models = set(map(text_of, parts_of(argument_of(call, "models", 0))))
         for name, value in script.assignments:
-            # `optimizer = Wrapper(optimizer)` makes no new optimizer
-            if not isinstance(value, ast.Call) or name in names_in(value):
+            params = _find_optimizer_params(name, value)
+            if params is None or not script.is_before(call, value) or script.is_without_amp(value):
                 continue
-            params = argument_of(value, "params", 0)
-            if params is None or "param" not in text_of(params):
-                continue  # the call makes no optimizer: optimizers take parameters first
-            is_given_again = any(script.is_before(value, later) for later in script.initializations)
-            if not script.is_before(call, value) or is_given_again or script.is_without_amp(value):
-                continue
+            if any(script.is_before(value, later) for later in script.initializations):
+                continue  # a later `initialize` may be given the new optimizer
             message = ""
             if name in given:
                 message = f"{name} is created again after amp.initialize, which was given the old one"
@@ -103,6 +99,17 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
                 message = f"{name} is created after amp.initialize, which was not given it"
             if message:
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")
+
+
+def _find_optimizer_params(name: str, value: ast.expr) -> ast.expr | None:
+    """Return the parameters in an assignment such as `name = Adam(model.parameters())`; None for any other."""
+    # `optimizer = Wrapper(optimizer)` makes no new optimizer
+    if not isinstance(value, ast.Call) or name in names_in(value):
+        return None
+    params = argument_of(value, "params", 0)
+    if params is None or "param" not in text_of(params):
+        return None
+    return params
 
 
 @rule(

@@ -23,10 +23,10 @@ class Ranking:
 
     def __init__(self, reference: Recording, units: str) -> None:
         self._units = units
-        self._low = reference.run.low
+        self._low = reference.run.low  # the 16-bit dtype, "f16" or "bf16"
         self._ops = reference.of(LowOpRecord)
-        self._existing: set[str] = set()
-        self._ran: set[str] = set()
+        self._existing: set[str] = set()  # the names of all modules
+        self._ran: set[str] = set()  # the names of modules that ran
         for record in reference.of(ModulesRecord):
             self._existing.update(record.names)
             self._ran.update(record.ran)
@@ -62,24 +62,24 @@ class Ranking:
         Args:
             forced: the result of `find_forced`.
         """
-        by_entry: dict[ListEntry, list[LowOpRecord]] = {}
+        ops_by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for op in self._ops:
             entry = self._make_entry(op)
             # an entry for the whole model keeps everything in float32: the search tries that last
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(wider.covers(entry) or wider.matches(entry.name) for wider in forced):
-                by_entry.setdefault(entry, []).append(op)
+                ops_by_entry.setdefault(entry, []).append(op)
 
         modules_of_outliers = {op.module for op in self._ops if self._find_outlying_error(op)}
 
         def key(entry: ListEntry) -> tuple[float, bool, int, float]:
-            ops = by_entry[entry]
+            ops = ops_by_entry[entry]
             error = max(map(self._find_outlying_error, ops))
             is_beside_outlier = any(op.module in modules_of_outliers for op in ops)
             return -error, not is_beside_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
 
-        return sorted(by_entry, key=key)
+        return sorted(ops_by_entry, key=key)
 
     def _find_outlying_error(self, op: LowOpRecord) -> float:
         """Return the error of an op if it is larger than rounding explains, else 0."""

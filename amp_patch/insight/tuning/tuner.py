@@ -57,6 +57,11 @@ class Tuner:
         self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
         self._reasons: dict[ListEntry, str] = {}  # of the entries in `_from_traces`
         self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
+        # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
+        self._file: Path
+        self._bases: list[str] = []
+        self._reference: Recording
+        self._ranking: Ranking
 
     def run(self) -> TuneResult:
         """Search, and return the best list that was found.
@@ -81,51 +86,62 @@ class Tuner:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _run_in_float32(self, folder: Path) -> None:
-        """Make the run in float32, with which all other runs are compared."""
-        self._bases = []
+        """Make the run in float32, with which all other runs are compared. Raises SessionError if it is of no use.
+
+        `folder`: the folder of the list.
+        """
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
-        float32 = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
+        list_text = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
         try:
-            self._reference = self._watch(FLOAT32, float32)
+            self._reference = self._make_run(FLOAT32, list_text)
         except RunFailedError as error:
             if not error.was_widened:
                 raise
+            # it may have failed because it got float32 where the script asks for 16 bits: keep these 16 bits
             self._not_float32 = _last_line(error)
-            self._reference = self._watch(FLOAT32, float32)
+            self._reference = self._make_run(FLOAT32, list_text)
         if self._reference.run.not_widened:
             self._not_float32 = ", ".join(self._reference.run.not_widened)
         if self._not_float32:
             self.options.log(f"the run in float32 keeps 16 bits that the script itself makes: {self._not_float32}")
         if self.options.extends is None:
+            # the lists of the script; the last list of the run is the tuner's own
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
+        self._check_reference()
+        self._ranking = Ranking(self._reference, self.options.units)
+        steps = count_of(len(self._reference.of(CheckedStepRecord)), "step")
+        self.options.log(f"run {self._runs}: float32, {steps}")
+
+    def _check_reference(self) -> None:
+        """Raise SessionError if the run in float32 has no finite losses, no steps, or no gradients to compare with."""
         fault = explain_non_finite(self._reference)
         if fault:
             raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
-        taken = len(self._reference.of(CheckedStepRecord))
-        if not taken:
+        if not self._reference.of(CheckedStepRecord):
             raise SessionError("nothing to tune: the run ended before a step was taken")
-        unjudged, count = find_zero_gradients(self._reference)
-        if len(unjudged) == count:
+        with_zero_gradients, parameter_count = find_zero_gradients(self._reference)
+        if len(with_zero_gradients) == parameter_count:
             raise SessionError(
                 "nothing to tune: no parameter that an optimizer holds has a gradient other than zero. Check that the"
                 " optimizer was made from the parameters of the model that is trained"
             )
-        self._ranking = Ranking(self._reference, self.options.units)
-        self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
-    def _watch(self, probe: str, text: str, **options: object) -> Recording:
-        """Make a run of the search with the list in `text`. Raises _EnoughRunsError if no more are allowed."""
+    def _make_run(self, probe: str, list_text: str, **options: object) -> Recording:
+        """Make a run of the search. Raises _EnoughRunsError if there were `max_runs` already."""
         if self._runs >= self.options.max_runs:
             raise _EnoughRunsError
         self._runs += 1
-        return self._run(probe, text, steps=self.options.steps, **options)
+        return self._run(probe, list_text, steps=self.options.steps, **options)
 
-    def _run(self, probe: str, text: str, **options: object) -> Recording:
-        """Make a run with the list in `text`; without a list if it is empty."""
+    def _run(self, probe: str, list_text: str, **options: object) -> Recording:
+        """Make a run under a probe, with a list of this text; without a list if the text is empty.
+
+        `options`: arguments of the probe.
+        """
         lists: tuple[str, ...] = ()
-        if text:
-            write_file(self._file, text)
+        if list_text:
+            write_file(self._file, list_text)
             lists = (str(self._file),)
         settings = Settings(self.options.opt_level, lists)
         in_float32 = probe == FLOAT32 and not self._not_float32
@@ -149,12 +165,13 @@ class Tuner:
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
-            lower = self._ranking.find_scale_of_loss(self._loss_scale)
+            lower_scale = self._ranking.find_scale_of_loss(self._loss_scale)
             # The gradient of the loss itself is 1, so it overflows float16 at the default scale of 2**16. No list
             # helps against that: the first run is repeated at a lower scale.
-            if verdict.is_skipped and not self._trials and lower is not None:
-                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
-                self._loss_scale = lower
+            is_first = not self._trials
+            if is_first and verdict.is_skipped and lower_scale is not None:
+                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower_scale:g}")
+                self._loss_scale = lower_scale
                 verdict = self._try(candidate)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
@@ -167,7 +184,7 @@ class Tuner:
         An overflow may be the cause of the error.
         """
         try:
-            run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
+            run = self._make_run("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
             return judge(self._reference, run, self.options.tolerance)
         except _EnoughRunsError:
             raise
@@ -250,7 +267,7 @@ class Tuner:
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
         """Return the result of the search in words. `stopped` says why it ended early; "" if it did not."""
-        taken = len(self._reference.of(CheckedStepRecord))
+        steps = count_of(len(self._reference.of(CheckedStepRecord)), "step")
         tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
@@ -274,12 +291,13 @@ class Tuner:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
-        message += f"; compared: {count_of(taken, 'step')} from the first weights"
-        unjudged, count = find_zero_gradients(self._reference)
-        if unjudged:
+        message += f"; compared: {steps} from the first weights"
+        with_zero_gradients, parameter_count = find_zero_gradients(self._reference)
+        if with_zero_gradients:
             message += (
-                f"; not judged: {len(unjudged)} of {count} parameters, such as {unjudged[0]}, whose gradients are"
-                " zero at these weights. Tune from trained weights to judge them"
+                f"; not judged: {len(with_zero_gradients)} of {parameter_count} parameters, such as"
+                f" {with_zero_gradients[0]}, whose gradients are zero at these weights. Tune from trained weights to"
+                " judge them"
             )
         return message
 
