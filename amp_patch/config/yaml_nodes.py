@@ -239,15 +239,17 @@ _REMEDIES = (
 
 _FREE_TEXT_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT_KEYS)})\s*:\s")
 _COMMENT = re.compile(r"(^|\s)#.*")
-_KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*)")
+_KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*|[\[{].*)")
 
 
 def _explain_missing_space(text: str) -> str | None:
     """Return the error for text that begins with a key, a colon and a value without a space between them, or None."""
-    match = _KEY_COLON_VALUE.match(text.lstrip())
+    match = _KEY_COLON_VALUE.match(text.strip())
     if match is None:
         return None
-    return f"a colon needs a space after it; write `{match[1]}: {match[2]}`"
+    # of a list or a mapping, the text may be only the first part
+    value = {"[": "[...]", "{": "{...}"}.get(match[2][0], match[2])
+    return f"a colon needs a space after it; write `{match[1]}: {value}`"
 
 
 _INDICATOR = re.compile(r"[*&!%@`|>]")

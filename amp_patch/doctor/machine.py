@@ -151,7 +151,7 @@ def recommend(device: Device) -> str:
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
-            return "use O4 or O5: this CPU has bfloat16 instructions. The float16 levels are for testing GPU code"
+            return "use O4 or O5: this CPU has bfloat16 instructions. Float16 levels are for testing GPU code"
         reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
         return f"keep O0 here: {reason}. Other levels are for testing GPU code"
     if verdicts["bfloat16"] == "fast":

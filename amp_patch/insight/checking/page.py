@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from ...files import write_file
-from ..report import Markup, Series, draw_curves, element, make_page
+from ..report import Markup, Series, draw_figure, element, make_page
 from .contract import Contract, StepsRecord
 from .verdict import Verdict
 
@@ -37,12 +37,15 @@ def _list_breaks(verdict: Verdict) -> Markup:
         site = f" ({broken.site})" if broken.site else ""
         items.append(element("li", f"{broken.kind}: {broken.text}{site}"))
     notes = [element("li", note) for note in verdict.notes]
-    parts = []
     if items:
-        parts.append(element("ol", *items))
+        parts = [element("h2", "Causes before effects"), element("ol", *items)]
+    elif notes:
+        parts = [element("h2", "Notes")]
+    else:
+        return Markup("")
     if notes:
         parts.append(element("ul", *notes, class_="notes"))
-    return element("section", element("h2", "Causes before effects" if items else "Notes"), *parts)
+    return element("section", *parts)
 
 
 def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
@@ -55,8 +58,9 @@ def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
         curve_now = measured.curve(curve.name)
         if curve_now is not None and curve.values and curve.name != "skipped":
             caption = f"The {curve.name} of each step: promised, with its band, and now."
-            drawing = draw_curves([_band_of(curve), _line_of(curve_now)], (), curve.name)
-            figures.append(element("figure", drawing, element("figcaption", caption)))
+            figures.append(
+                draw_figure([_band_of(curve), _line_of(curve_now)], caption, label=curve.name, has_keys=True)
+            )
     if figures:
         yield element("section", element("h2", "Curves"), element("div", *figures, class_="pair"))
 

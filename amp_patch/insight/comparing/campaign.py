@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ...config import levels
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
+from ...tables import count_of
 from ..recordings import Record, Recording
 from ..records import (
     ComparedRecord,
@@ -24,7 +25,7 @@ from ..records import (
     RunRecord,
     SampleRecord,
 )
-from ..runs import Run, RunFailedError, Runner
+from ..runs import NO_STEP, Run, RunFailedError, Runner, may_depend_on_dtype
 from .comparison import Comparison
 
 CURVES = "comparing.probes:CurveProbe"
@@ -161,7 +162,8 @@ class Campaign:
     A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
     bits, and is called "script".
 
-    If two runs fail for the same reason before their first step, the remaining runs are left out.
+    If the training fails in float32 for a reason that has nothing to do with dtypes, no other run is made. If two runs
+    fail for the same reason, and none has come to its end, the remaining runs are left out.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -186,10 +188,16 @@ class Campaign:
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
-        """Make all runs. A run that fails is noted; an interrupt propagates."""
+        """Make all runs. A run that fails is noted; an interrupt propagates.
+
+        Raises RunFailedError if the training fails in float32 for a reason that other levels would share.
+        """
         seeds = self._plan.seeds
-        self._train_reference(seeds[0])
+        failed = self._train_reference(seeds[0])
         reference = self._reference
+        if failed is not None and is_in_float32(self._runs[reference]) and not may_depend_on_dtype(failed):
+            self._stop_at(failed)
+            return
         from_each_seed = len(self._runs) + 1  # all runs, and the noise of the reference
         only_from_first_seed = len(self._runs) + 1  # the layers of all runs, and the frozen weights of the reference
         self._total = from_each_seed * len(seeds) + only_from_first_seed
@@ -211,8 +219,21 @@ class Campaign:
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
-    def _train_reference(self, seed: int) -> None:
-        """Make the first run of the reference. It shows which other runs suit the training."""
+    def _stop_at(self, failed: RunFailedError) -> None:
+        """Raise the error of a training that fails in float32. One that only takes no step has no error to raise."""
+        name = self._reference
+        if str(failed).startswith(NO_STEP):
+            return
+        more = ""
+        taken = max((len(curve.losses) for curve in self._curves[name]), default=0)
+        if taken:
+            more = f"\n--steps {taken} compares the {count_of(taken, 'step')} before it"
+        raise RunFailedError(
+            f"the training fails in float32 ({name}), so no other level was run:\n{failed}{more}"
+        ) from (failed.__cause__ or failed)
+
+    def _train_reference(self, seed: int) -> RunFailedError | None:
+        """Make the first run of the reference, and return its error. It shows which other runs suit the training."""
         reference = self._reference
         failed = self._train(reference, seed)
         # it may fail because it got float32 where the script asks for 16 bits, so try again with the script's dtypes
@@ -220,13 +241,15 @@ class Campaign:
             self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
             self._curves[reference].clear()
             self._done -= 1  # both tries count as one run
-            if self._train(reference, seed) is not None:
+            failed = self._train(reference, seed)
+            if failed is not None:
                 self._not_float32 = ""  # the training fails in any dtype
         elif self._header is not None and is_in_float32(self._runs[reference]):
             self._not_float32 = ", ".join(self._header.not_widened)
         self._choose_native_runs()
         if self._not_float32:
             self._rename_reference()
+        return failed
 
     def _rename_reference(self) -> None:
         """Call the reference "script", because it keeps 16 bits."""
@@ -271,10 +294,10 @@ class Campaign:
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
-        """Return whether two runs failed for the same reason, and no run has taken a step."""
+        """Return whether two runs failed for the same reason, and no run has come to its end."""
         reasons = Counter(run.failed for run in self._compared.values() if run.failed not in ("", NOT_RUN))
-        has_steps = any(curve.losses for curves in self._curves.values() for curve in curves)
-        return not has_steps and max(reasons.values(), default=0) > 1
+        has_ended = any(not run.failed for run in self._compared.values())
+        return not has_ended and max(reasons.values(), default=0) > 1
 
     def comparison(self) -> Comparison:
         """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
@@ -383,7 +406,9 @@ class Campaign:
         except NoRegionError:  # the script uses no amp, so every run would fail
             raise
         except Exception as error:  # of the function that trains; other runs may not fail
-            return None, RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
+            failed = RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
+            failed.__cause__ = error
+            return None, failed
 
     def _change(self, name: str, **properties: Any) -> None:
         """Set properties of the `ComparedRecord` of a run."""

@@ -1,12 +1,13 @@
 """The sections of the page of a comparison: runs, losses, time and memory, gradients, layers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..comparing.summary import Row, Summary, find_spread, sizes, smoothed_steps
-from ..comparing.text import footnotes, tabulate
+from ..comparing.text import footnotes, judge_runs, tabulate
 from ..records import LayerRecord
-from .charts import Series, draw_curves, draw_histogram, tell_shares
+from .charts import Series, draw_figure, draw_histogram, tell_shares
+from .marks import draw_key
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
@@ -18,12 +19,19 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
     """Yield the sections."""
     rows = summary.rows()
     colours = {row.name: number for number, row in enumerate(rows)}
-    notes = element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
+    verdicts = judge_runs(summary)
+    if verdicts:
+        yield element("section", element("h2", "Verdict"), _list(verdict.text for verdict in verdicts))
+    notes = _list(footnotes(summary))
     yield element("section", element("h2", "Runs"), _runs(rows), notes)
     yield _losses(summary, rows, colours)
     yield _costs(rows, colours)
     yield from _gradients(summary, rows)
     yield from _layers(summary, rows)
+
+
+def _list(lines: Iterable[str]) -> Markup:
+    return element("ul", *(element("li", line) for line in lines), class_="notes")
 
 
 def _runs(rows: Sequence[Row]) -> Markup:
@@ -56,12 +64,14 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
         _legend(rows, colours),
         element(
             "div",
-            _figure(
-                draw_curves(differences, noise, f"difference of the loss from {reference}"),
+            draw_figure(
+                differences,
                 f"Difference from {reference}, its size{smoothed}. Grey: the difference from"
                 " weights off by one unit in the last place. Ticks: skipped steps.",
+                label=f"difference of the loss from {reference}",
+                noise=noise,
             ),
-            _figure(draw_curves(losses, (), "training loss"), f"Training loss{smoothed}."),
+            draw_figure(losses, f"Training loss{smoothed}.", label="training loss"),
             class_="pair",
         ),
     )
@@ -80,7 +90,7 @@ def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
     buttons = [
         element(
             "button",
-            element("span", class_=f"swatch c{colours[row.name]}"),
+            draw_key(colours[row.name]),
             row.name,
             type="button",
             aria_pressed="true",

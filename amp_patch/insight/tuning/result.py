@@ -109,4 +109,5 @@ def describe_worst(verdict: Verdict) -> str:
 def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
     """Return the comments at the head of a list: how it was made."""
     about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
-    return f"# amp-patch tune: {about}\n# {' '.join(message.split())}\n"
+    lines = [f"amp-patch tune: {about}", *" ".join(message.split()).split("; ")]
+    return "".join(f"# {line}\n" for line in lines)

@@ -25,7 +25,7 @@ from ..causes import find_remedy
 from ..fault_text import describe_briefly
 from ..recordings import Recording
 from ..records import CheckedStepRecord
-from ..runs import FunctionRunner, Run, RunFailedError, Runner
+from ..runs import FunctionRunner, Run, RunFailedError, Runner, may_depend_on_dtype
 from .entries import ListEntry, find_entries, format_list, prune
 from .float32_run import WHOLE_MODEL
 from .options import TuneOptions
@@ -56,6 +56,9 @@ class Tuner:
         self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
         self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
         self._reasons: dict[ListEntry, str] = {}  # of the entries in `_from_traces`
+        self._errors: list[str] = []  # of the candidates whose training raised an error
+        self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
+        self._has_tried_everything = False
         self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
         # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
         self._file: Path
@@ -96,8 +99,10 @@ class Tuner:
         try:
             self._reference = self._make_run(FLOAT32, list_text)
         except RunFailedError as error:
-            if not error.was_widened:
+            if not error.was_widened and may_depend_on_dtype(error):
                 raise
+            if not error.was_widened:
+                raise RunFailedError(f"the training fails in float32, so no list was tried:\n{error}") from error
             # it may have failed because it got float32 where the script asks for 16 bits: keep these 16 bits
             self._not_float32 = _last_line(error)
             self._reference = self._make_run(FLOAT32, list_text)
@@ -130,7 +135,7 @@ class Tuner:
     def _make_run(self, probe: str, list_text: str, **options: object) -> Recording:
         """Make a run of the search. Raises _EnoughRunsError if there were `max_runs` already."""
         if self._runs >= self.options.max_runs:
-            raise _EnoughRunsError
+            raise _EnoughRunsError("max_runs")
         self._runs += 1
         return self._run(probe, list_text, steps=self.options.steps, **options)
 
@@ -176,7 +181,23 @@ class Tuner:
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self.options.log(str(trial))
+            self._check_errors()
         return self._trials[candidate].verdict.passed
+
+    def _check_errors(self) -> None:
+        """Once two runs end with the same error, try to keep everything in float32.
+
+        Raises _EnoughRunsError if that ends with the error, too: then no list helps.
+        """
+        has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
+        if not has_same_twice or self._has_tried_everything:
+            return
+        self._has_tried_everything = True
+        error, error_count = self._errors[-1], len(self._errors)
+        passes = self._passes(self._everything)
+        has_other_error = len(self._errors) > error_count and self._errors[-1] != error
+        if not passes and not has_other_error:
+            raise _EnoughRunsError(f"the same error with every list: {error}")
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
         """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass.
@@ -189,7 +210,8 @@ class Tuner:
         except _EnoughRunsError:
             raise
         except Exception as error:
-            return Verdict(False, math.inf, "", math.inf, _last_line(error))
+            self._errors.append(_last_line(error))
+            return Verdict(False, math.inf, "", math.inf, self._errors[-1])
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -197,16 +219,17 @@ class Tuner:
         """Try candidates, trace the best one, and return the result, also after Ctrl-C or too many runs."""
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
+        self._everything = self._ranking.find_everything([*forced, *ranked])
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
             # if all entries together do not pass, the last candidate keeps everything in float32
             if find_fewest(self._passes, forced, ranked) is None:
-                self._passes(self._ranking.find_everything([*forced, *ranked]))
+                self._passes(self._everything)
             traced = self._trace()
-        except _EnoughRunsError:
-            stopped = f"stopped after {self._runs} runs (max_runs)"
+        except _EnoughRunsError as enough:
+            stopped = f"stopped after {self._runs} runs ({enough})"
         except KeyboardInterrupt:
             stopped, is_interrupted = f"interrupted in run {self._runs}", True
         trials = tuple(self._trials.values())
@@ -303,7 +326,7 @@ class Tuner:
 
 
 class _EnoughRunsError(Exception):
-    """The search has made `max_runs` runs."""
+    """The budget of runs is spent, or no further run would help. The text says which."""
 
 
 def _last_line(error: Exception) -> str:
