@@ -95,7 +95,8 @@ def _apex_names(node: ast.AST) -> list[str]:
 
 def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, list[str]]) -> Fault:
     """Return the fault of a name that the stand-in lacks. `missing` is the result of `_find_missing`."""
-    advice = did_you_mean(*missing).strip() or "It has no replacement here: look for one in torch."
+    part, names_in_its_place = missing
+    advice = did_you_mean(part, names_in_its_place).strip() or "It has no replacement here: look for one in torch."
     gone = describe_gone(name)
     if gone is not None:
         _, purpose_and_remedy = gone

@@ -109,7 +109,7 @@ def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
     if any(flow.between(losses, update, step)) or flow.may_train_between(update, step):
         return False
     # an optimizer that has stepped before the update steps again, perhaps on gradients that the script set by hand
-    steps_before = {text_of(other) for other in flow.between(flow.steps, losses_before[-1], update)}
+    steps_before = {text_of(call) for call in flow.between(flow.steps, losses_before[-1], update)}
     return text_of(step) not in steps_before
 
 

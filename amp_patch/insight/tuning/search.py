@@ -32,7 +32,7 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
         needed = (candidates[count - 1], *needed)
         candidates = candidates[: count - 1]
     for unit in reversed(kept):
-        without_unit = tuple(other for other in kept if other != unit)
+        without_unit = tuple(kept_unit for kept_unit in kept if kept_unit != unit)
         if test((*without_unit, *needed)):
             kept = without_unit
     return (*kept, *needed)
