@@ -1,4 +1,4 @@
-"""`Report`: the findings as text or JSON."""
+"""`Report`: the result of the doctor, its findings and the machine, as text or JSON."""
 
 import json
 import textwrap
@@ -25,7 +25,7 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in `file_count` files, and a description of the machine if it was examined."""
+    """The findings in `file_count` files, and the machine; None if it was not examined."""
 
     findings: Sequence[Finding]
     file_count: int

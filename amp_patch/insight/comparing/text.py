@@ -22,7 +22,7 @@ _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
 
 class Shown(NamedTuple):
-    """The text of a cell, and its number; None for a column of text, or an empty cell."""
+    """A cell of the table: its text, and the number that it shows; None for a cell of text or without a value."""
 
     text: str
     value: float | None = None
@@ -77,17 +77,17 @@ def heading(comparison: Summary) -> str:
     seeds = f"seed {about.seeds[0]}"
     if len(about.seeds) > 1:
         seeds = f"seeds {about.seeds[0]} to {about.seeds[-1]}"
-    taken = max((row.steps for row in comparison.rows()), default=0)
+    steps_taken = max((row.steps for row in comparison.rows()), default=0)
     steps = f"first {about.steps} steps"
-    if taken < about.steps:
-        steps = f"{taken} of {about.steps} steps, since the script ended"
+    if steps_taken < about.steps:
+        steps = f"{steps_taken} of {about.steps} steps, since the script ended"
     if run.steps_before:
         steps += f", after {run.steps_before} without mixed precision"
     return f"{steps}, {seeds}; torch {run.torch}, {run.device} ({about.machine})"
 
 
 def _cells(row: Row) -> dict[str, Shown]:
-    """Return the cells of a run by their columns."""
+    """Return the cells of a run, by the heading of the column."""
     difference = _show(row.difference, "+.2e")
     if row.spread is not None:
         difference += f" ± {row.spread:.1e}"
@@ -199,7 +199,7 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
         if "\n" in failed:
             yield f"{', '.join(names)}: {failed}"
     for row in rows:
-        if not row.run.failed and row.steps < max(each.steps for each in rows):
+        if not row.run.failed and row.steps < max(known.steps for known in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"
