@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ..multi_tensor import copy_, eq, group, where
 from ..torch_private import get_storage_address, get_storage_uses, get_version, without_overrides
 from .halves import join, split_
 
@@ -77,9 +78,15 @@ class ClosedMaster(nn.Parameter):
 class LowHalf:
     """The low half of one split master, and how its master and parameter were when it was last opened or written.
 
+    If a script edits the parameter, the edited elements of the master are those in which the parameter differs from
+    `written`. They have the values of the parameter, and the others keep their low halves. Without `written`, which
+    would take 2 bytes of each element during the backward pass, the parameter is the upper half of all elements.
+
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
+        written: what the parameter was when the master was last written, or None.
+        has_edits: whether `sync` has seen that the parameter differs from `written`.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master, so that nobody else can hold its values.
         is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
@@ -91,39 +98,62 @@ class LowHalf:
         self.low = low
         nan = torch.full((), torch.nan, dtype=torch.float32, device=low.device)
         self.closed_data = nan.expand(low.size())
+        self.written: Tensor | None = None
+        self.has_edits = False
         self.is_private = False
         self.is_marked = False
         self._alias: Tensor | None = None  # of the values of the open master
+        self._version = 0
         self._parameter_alias: Tensor | None = None
-        self._versions = (0, 0)
+        self._parameter_version = 0
 
     def record(self, master: Tensor) -> None:
-        """Record the present state of an open master and its parameter."""
+        """Record the present state of an open master."""
         self.is_marked = self.is_private = False
-        self._alias, self._parameter_alias = master.detach(), self.parameter.detach()
-        self._versions = get_version(master), get_version(self.parameter)
+        self._alias, self._version = master.detach(), get_version(master)
+
+    def record_parameter(self) -> None:
+        """Record the present state of the parameter."""
+        self._parameter_alias, self._parameter_version = self.parameter.detach(), get_version(self.parameter)
 
     def forget(self) -> None:
         """Let go of the memory of the master, which counts as edited until it is closed or recorded."""
         self.is_marked = True
-        self._alias = self._parameter_alias = None
+        self._alias = None
+
+    def keep_written(self, written: Tensor) -> None:
+        """Let edits of the parameter count from now on. `written`: its values."""
+        self.record_parameter()
+        self.has_edits = False
+        self.written = written
+
+    def free_written(self) -> None:
+        """Let go of `written`. From now on, the parameter is the upper half, whoever has edited it."""
+        self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
         """Return whether the open master has changed since it was recorded."""
         if self.is_marked or self._alias is None:
             return True
-        has_moved = master.data_ptr() != self._alias.data_ptr()
-        return has_moved or get_version(master) != self._versions[0]
+        return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has changed since the open master was recorded."""
+        """Return whether the parameter has changed since it was recorded."""
         assert self._parameter_alias is not None
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
-        return has_moved or get_version(self.parameter) != self._versions[1]
+        return has_moved or get_version(self.parameter) != self._parameter_version
 
     def is_joinable(self) -> bool:
         """Return whether the parameter still is an upper half: no script has cast it."""
         return self.parameter.dtype is torch.bfloat16
+
+    def put_edits(self, values: Tensor) -> None:
+        """Write the edited elements of the parameter to the values of its master, in place."""
+        present = self.parameter.detach().to(values.device)
+        if self.written is None:
+            values.copy_(present)
+        else:
+            values.copy_(where(eq(present, self.written.to(values.device)), values, present.float()))
 
 
 def can_split(parameter: Tensor) -> bool:
@@ -134,28 +164,44 @@ def can_split(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
-def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: Tensor | None = None) -> None:
     """Give closed masters their float32 values. Masters that are open stay as they are.
 
-    `is_private`: nobody but an optimizer uses the values before they are written.
+    Args:
+        is_private: nobody but an optimizer uses the values before they are written.
+        room: memory for the values of private masters on a CPU. See `join`.
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
     for master in masters:
         if type(master) is ClosedMaster:
             by_device.setdefault(master.low_half.low.device, []).append(master)
     with without_overrides():
-        for group in by_device.values():
-            halves = [master.low_half for master in group]
-            values = join([half.parameter for half in halves], [half.low for half in halves])
-            opened: list[Tensor] = [*group]
+        for closed in by_device.values():
+            halves = [master.low_half for master in closed]
+            uppers = [half.parameter if half.written is None else half.written for half in halves]
+            # masters whose parameters a script has cast stay open after the step, which fills the room again
+            uses_room = halves[0].low.is_cpu and all(half.is_joinable() for half in halves)
+            values = join(uppers, [half.low for half in halves], room if uses_room else None)
+            _put_edits(halves, values)
+            opened: list[Tensor] = [*closed]
             for master, half, value in zip(opened, halves, values, strict=True):
                 master.data = value
                 if is_private:
                     half.is_private = half.is_marked = True
                 else:
                     half.record(master)
+                    if half.written is None:
+                        half.record_parameter()  # its edits are in the values
                 master.__class__ = nn.Parameter  # from here on, the float32 values count
                 del vars(master)["low_half"]
+
+
+def _put_edits(halves: Iterable[LowHalf], values: Iterable[Tensor]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        for half, value in zip(halves, values, strict=True):
+            is_cast = half.written is None and not half.is_joinable()
+            if half.has_edits or is_cast:
+                half.put_edits(value)
 
 
 def _close(rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
@@ -201,6 +247,7 @@ class SplitMasters:
         half = LowHalf(parameter, low)
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
+        _keep_written([half])
         self.masters[id(parameter)] = master, half
         return master
 
@@ -234,6 +281,7 @@ class SplitMasters:
             return
         for _, half in opened:
             half.is_marked = True  # an interrupt may leave the halves half written
+            half.has_edits, half.written = False, None
         with torch.inference_mode(False), torch.no_grad():
             for device in {half.low.device for _, half in opened}:
                 rows = [row for row in opened if row[1].low.device == device and row[1].is_joinable()]
@@ -245,21 +293,38 @@ class SplitMasters:
                 if not half.is_joinable():
                     half.parameter.copy_(master)
             _close_unused(opened)
+            closed: list[LowHalf] = []
+            for master, half in opened:
+                if type(master) is ClosedMaster:
+                    closed.append(half)
+                else:
+                    half.record_parameter()
+            _keep_written(closed)
 
-    def sync(self, *, both_ways: bool) -> bool:
-        """Let open masters take over edits of their parameters. With `both_ways`, also write edited masters.
+    def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
+        """Let edits of parameters count. With `both_ways`, also write edited masters.
 
-        If a script has edited both, the master wins. Closed masters need nothing: their parameters are a part of them.
-        Return whether masters were edited.
+        If a script has edited both, the master wins. Return whether masters were edited. `frees_memory`: let go of
+        `LowHalf.written` where the parameter was not edited, because a backward pass may follow.
         """
         edited: list[Tensor] = []
+        outdated: list[tuple[Tensor, LowHalf]] = []
         for master, half in self.masters.values():
             if type(master) is ClosedMaster:
-                continue
-            if half.is_master_edited(master):
+                if half.written is None:
+                    continue
+                if half.is_parameter_edited():
+                    half.has_edits = True  # first, or an interrupt would lose the edit
+                    half.record_parameter()
+                elif frees_memory and not half.has_edits:
+                    half.free_written()
+            elif half.is_master_edited(master):
                 edited.append(half.parameter)
             elif half.is_parameter_edited():
-                _take_over(master, half)
+                _take_over(master, half)  # the script may hold the values
+                outdated.append((master, half))
+        if outdated:
+            _close_unused(outdated)
         if both_ways and edited:
             self.write(edited)
         return bool(edited)
@@ -278,13 +343,26 @@ class SplitMasters:
         return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
 
 
+def _keep_written(halves: Sequence[LowHalf]) -> None:
+    parameters = [half.parameter for half in halves]
+    copies = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
+    copy_(group(copies, parameters))
+    for half, copied in zip(halves, copies, strict=True):
+        half.keep_written(copied)
+
+
 def _take_over(master: Tensor, half: LowHalf) -> None:
-    """Copy an edited parameter, with the low half, to its open master."""
+    """Copy the edited elements of a parameter to its open master."""
     with torch.inference_mode(False), torch.no_grad():
-        values = half.parameter
-        if half.is_joinable():
-            (values,) = join([half.parameter], [half.low])
+        if half.written is None:
+            written = torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False)
+            split_([master], [written], [torch.empty_like(half.low)])
+            half.written = written
+        (values,) = join([half.written], [half.low])  # elements that are set back get their old values
+        half.put_edits(values)
         master.copy_(values)
+    half.has_edits = True
+    half.record_parameter()
     half.record(master)
 
 
