@@ -86,7 +86,7 @@ class LowHalf:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
         written: what the parameter was when the master was last written, or None.
-        has_edits: whether `sync` has seen that the parameter differs from `written`.
+        has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master, so that nobody else can hold its values.
         is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
@@ -149,11 +149,9 @@ class LowHalf:
 
     def put_edits(self, values: Tensor) -> None:
         """Write the edited elements of the parameter to the values of its master, in place."""
+        assert self.written is not None
         present = self.parameter.detach().to(values.device)
-        if self.written is None:
-            values.copy_(present)
-        else:
-            values.copy_(where(eq(present, self.written.to(values.device)), values, present.float()))
+        values.copy_(where(eq(present, self.written.to(values.device)), values, present.float()))
 
 
 def can_split(parameter: Tensor) -> bool:
@@ -178,11 +176,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
     with without_overrides():
         for closed in by_device.values():
             halves = [master.low_half for master in closed]
-            uppers = [half.parameter if half.written is None else half.written for half in halves]
-            # masters whose parameters a script has cast stay open after the step, which fills the room again
-            uses_room = halves[0].low.is_cpu and all(half.is_joinable() for half in halves)
-            values = join(uppers, [half.low for half in halves], room if uses_room else None)
-            _put_edits(halves, values)
+            values = _make_values(halves, room)
             opened: list[Tensor] = [*closed]
             for master, half, value in zip(opened, halves, values, strict=True):
                 master.data = value
@@ -196,12 +190,19 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
                 del vars(master)["low_half"]
 
 
-def _put_edits(halves: Iterable[LowHalf], values: Iterable[Tensor]) -> None:
+def _make_values(halves: Sequence[LowHalf], room: Tensor | None = None) -> list[Tensor]:
+    """Return the float32 values of masters on one device."""
+    uppers = [half.parameter if half.written is None else half.written for half in halves]
+    # masters whose parameters a script has cast stay open after the step, which fills the room again
+    uses_room = halves[0].low.is_cpu and all(half.is_joinable() for half in halves)
+    values = join(uppers, [half.low for half in halves], room if uses_room else None)
     with torch.inference_mode(False), torch.no_grad():
         for half, value in zip(halves, values, strict=True):
-            is_cast = half.written is None and not half.is_joinable()
-            if half.has_edits or is_cast:
+            if half.has_edits:
                 half.put_edits(value)
+            elif half.written is None and not half.is_joinable():
+                value.copy_(half.parameter)
+    return values
 
 
 def _close(rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
@@ -352,16 +353,11 @@ def _keep_written(halves: Sequence[LowHalf]) -> None:
 
 
 def _take_over(master: Tensor, half: LowHalf) -> None:
-    """Copy the edited elements of a parameter to its open master."""
+    """Copy the edits of a parameter to its open master."""
+    half.has_edits = half.written is not None
+    (values,) = _make_values([half])
     with torch.inference_mode(False), torch.no_grad():
-        if half.written is None:
-            written = torch.empty_like(master, dtype=torch.bfloat16, requires_grad=False)
-            split_([master], [written], [torch.empty_like(half.low)])
-            half.written = written
-        (values,) = join([half.written], [half.low])  # elements that are set back get their old values
-        half.put_edits(values)
         master.copy_(values)
-    half.has_edits = True
     half.record_parameter()
     half.record(master)
 
