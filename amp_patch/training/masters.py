@@ -261,6 +261,10 @@ class Masters:
         self.sync()
         self._copy_all()
 
+    def expect_edits(self, pairs: Collection[Pair]) -> None:
+        """Let edits of the weights of split masters count, after a step that was skipped. See `LowHalf.written`."""
+        self._split.expect_edits([parameter for parameter, _ in pairs])
+
     def free_memory(self) -> None:
         """Let go of memory that split masters need only between steps and backward passes."""
         self._split.sync(both_ways=False, frees_memory=True)
@@ -272,7 +276,7 @@ class Masters:
             warns: warn once if masters were edited, and a compiled model may have run with the old parameters since.
             rechecks: see `sync`.
         """
-        has_edited_masters = self._copy_edits(both_ways=False, rechecks=rechecks, frees_memory=rechecks)
+        has_edited_masters = self._copy_edits(both_ways=False, rechecks=rechecks)
         if warns and has_edited_masters and self.is_compiled:
             self.is_compiled = False
             warn(
@@ -319,7 +323,7 @@ class Masters:
         self._parameters.record(index)
         self._masters.record(index)
 
-    def _copy_edits(self, *, both_ways: bool, rechecks: bool, frees_memory: bool) -> bool:
+    def _copy_edits(self, *, both_ways: bool, rechecks: bool, frees_memory: bool = False) -> bool:
         """Copy edited parameters to their masters, and with `both_ways`, edited masters to their parameters.
 
         If a script has edited both, the master wins. Return whether masters were edited. The arguments: see `sync`.

@@ -283,6 +283,8 @@ class OptimizerBinding:
         result = None
         if decision is StepDecision.SKIP:
             mark_step_called(optimizer)
+            if self.groups.are_split:
+                self._masters.expect_edits(self.groups.pairs())
         elif decision is StepDecision.TAKE:
             result = self._take_step(original, args, kwargs)
         else:

@@ -122,7 +122,7 @@ class LowHalf:
         self._alias = None
 
     def keep_written(self, written: Tensor) -> None:
-        """Let edits of the parameter count from now on. `written`: its values."""
+        """Keep a copy of the parameter, as it is now."""
         self.record_parameter()
         self.has_edits = False
         self.written = written
@@ -248,8 +248,8 @@ class SplitMasters:
         half = LowHalf(parameter, low)
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
-        _keep_written([half])
         self.masters[id(parameter)] = master, half
+        self._expect_edits([(master, half)])
         return master
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -274,12 +274,13 @@ class SplitMasters:
 
         A master stays open while the script holds its values, such as `master.data` or an entry of a state dict.
         """
-        opened: list[tuple[Tensor, LowHalf]] = []
-        for found in self._find(parameters):
-            if type(found[0]) is not ClosedMaster:
-                opened.append(found)
-        if not opened:
-            return
+        rows = self._find(parameters)
+        opened = [row for row in rows if type(row[0]) is not ClosedMaster]
+        if opened:
+            self._write(opened)
+        self._expect_edits(rows)
+
+    def _write(self, opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         for _, half in opened:
             half.is_marked = True  # an interrupt may leave the halves half written
             half.has_edits, half.written = False, None
@@ -294,13 +295,20 @@ class SplitMasters:
                 if not half.is_joinable():
                     half.parameter.copy_(master)
             _close_unused(opened)
-            closed: list[LowHalf] = []
-            for master, half in opened:
-                if type(master) is ClosedMaster:
-                    closed.append(half)
-                else:
-                    half.record_parameter()
-            _keep_written(closed)
+        for master, half in opened:
+            if type(master) is not ClosedMaster:
+                half.record_parameter()
+
+    def expect_edits(self, parameters: Iterable[Tensor]) -> None:
+        """Keep copies of parameters with closed masters, to tell the elements that a script edits from the others."""
+        self._expect_edits(self._find(parameters))
+
+    def _expect_edits(self, rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
+        unkept = [half for master, half in rows if type(master) is ClosedMaster and half.written is None]
+        copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
+        copy_(group(copies, [half.parameter for half in unkept]))
+        for half, copied in zip(unkept, copies, strict=True):
+            half.keep_written(copied)
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
         """Let edits of parameters count. With `both_ways`, also write edited masters.
@@ -342,14 +350,6 @@ class SplitMasters:
         if parameters is None:
             return list(self.masters.values())
         return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
-
-
-def _keep_written(halves: Sequence[LowHalf]) -> None:
-    parameters = [half.parameter for half in halves]
-    copies = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters]
-    copy_(group(copies, parameters))
-    for half, copied in zip(halves, copies, strict=True):
-        half.keep_written(copied)
 
 
 def _take_over(master: Tensor, half: LowHalf) -> None:
