@@ -18,7 +18,7 @@ from torch import Tensor
 from ..multi_tensor import copy_, group
 from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
-_BLOCK_ON_CPU = 2**17
+_BLOCK_ON_CPU = 2**16
 """Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
 
 _BLOCK = 2**24

@@ -272,13 +272,14 @@ class SplitMasters:
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict.
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. After
+        a step without code of the script, `expect_edits` is called later, because gradients take memory now.
         """
         rows = self._find(parameters)
         opened = [row for row in rows if type(row[0]) is not ClosedMaster]
         if opened:
             self._write(opened)
-        self._expect_edits(rows)
+        self._expect_edits([row for row in rows if not row[1].is_private])
 
     def _write(self, opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         for _, half in opened:
@@ -308,6 +309,7 @@ class SplitMasters:
         copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
         copy_(group(copies, [half.parameter for half in unkept]))
         for half, copied in zip(unkept, copies, strict=True):
+            half.is_private = False
             half.keep_written(copied)
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:

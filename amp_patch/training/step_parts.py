@@ -39,25 +39,29 @@ def step_in_parts(
 
     Args:
         groups: the parameter groups of the optimizer.
-        end_part: called with the parameters of each part after their step.
+        end_part: called with the parameters of each part after their step, if there are several parts.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
     parts = _divide(whole) if is_private else [whole]
-    if len(parts) == 1:
-        masters.open(_with_gradients(whole), is_private=is_private)
-        return run()
     result = None
-    room = _make_room(parts)
-    groups.whole = whole
+    room = torch.empty(0)
+    if len(parts) > 1:
+        groups.whole = whole
     try:
         for part in parts:
-            for group, parameters in zip(optimizer.param_groups, part, strict=True):
-                group["params"] = parameters
+            if groups.whole is not None:
+                for group, parameters in zip(optimizer.param_groups, part, strict=True):
+                    group["params"] = parameters
             stepped = _with_gradients(part)
-            masters.open(stepped, is_private=True, room=room)
+            if is_private:
+                room = _make_room(stepped, room)
+            masters.open(stepped, is_private=is_private, room=room if is_private else None)
             result = run()
-            end_part(stepped)
+            if len(parts) > 1:
+                end_part(stepped)
+            if is_private:
+                masters.expect_edits(groups.pairs())
     finally:
         groups.put_back()
     return result
@@ -85,18 +89,16 @@ def _divide(whole: _Part) -> list[_Part]:
     return parts
 
 
-def _make_room(parts: list[_Part]) -> Tensor:
-    """Return memory on the CPU for the masters of each part in turn: fresh memory costs as much time as the kernels."""
-    sizes: list[int] = []
+def _make_room(stepped: Iterable[Tensor], room: Tensor) -> Tensor:
+    """Return memory on the CPU for the masters of a part: `room` of the last part if it is large enough. Fresh memory
+    costs as much time as the kernels.
+    """
+    size = 0
     with without_overrides():
-        for part in parts:
-            opened = [parameter for parameters in part for parameter in parameters if _is_opened_on_cpu(parameter)]
-            sizes.append(sum(map(Tensor.numel, opened)))
-    return torch.empty(max(sizes), dtype=torch.float32, device="cpu")
-
-
-def _is_opened_on_cpu(parameter: Tensor) -> bool:
-    return type(parameter) is ClosedMaster and parameter.is_cpu and parameter.grad is not None
+        for parameter in stepped:
+            if type(parameter) is ClosedMaster and parameter.is_cpu:
+                size += parameter.numel()
+    return room if size <= room.numel() else torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
