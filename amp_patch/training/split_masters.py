@@ -249,7 +249,7 @@ class SplitMasters:
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
         self.masters[id(parameter)] = master, half
-        self._expect_edits([(master, half)])
+        _expect_edits([half])
         return master
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -279,7 +279,7 @@ class SplitMasters:
         opened = [row for row in rows if type(row[0]) is not ClosedMaster]
         if opened:
             self._write(opened)
-        self._expect_edits([row for row in rows if not row[1].is_private])
+        _expect_edits([half for _, half in rows if not half.is_private])
 
     def _write(self, opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         for _, half in opened:
@@ -296,21 +296,10 @@ class SplitMasters:
                 if not half.is_joinable():
                     half.parameter.copy_(master)
             _close_unused(opened)
-        for master, half in opened:
-            if type(master) is not ClosedMaster:
-                half.record_parameter()
 
     def expect_edits(self, parameters: Iterable[Tensor]) -> None:
         """Keep copies of parameters with closed masters, to tell the elements that a script edits from the others."""
-        self._expect_edits(self._find(parameters))
-
-    def _expect_edits(self, rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
-        unkept = [half for master, half in rows if type(master) is ClosedMaster and half.written is None]
-        copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
-        copy_(group(copies, [half.parameter for half in unkept]))
-        for half, copied in zip(unkept, copies, strict=True):
-            half.is_private = False
-            half.keep_written(copied)
+        _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
         """Let edits of parameters count. With `both_ways`, also write edited masters.
@@ -352,6 +341,16 @@ class SplitMasters:
         if parameters is None:
             return list(self.masters.values())
         return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
+
+
+def _expect_edits(halves: Iterable[LowHalf]) -> None:
+    """Keep copies of the parameters, where there are none."""
+    unkept = [half for half in halves if half.written is None]
+    copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
+    copy_(group(copies, [half.parameter for half in unkept]))
+    for half, copied in zip(unkept, copies, strict=True):
+        half.is_private = False
+        half.keep_written(copied)
 
 
 def _take_over(master: Tensor, half: LowHalf) -> None:

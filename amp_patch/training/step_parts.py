@@ -45,7 +45,8 @@ def step_in_parts(
     is_private = not has_foreign_hooks(optimizer)
     parts = _divide(whole) if is_private else [whole]
     result = None
-    room = torch.empty(0)
+    # for each part in turn, because fresh memory costs as much time as the kernels
+    room = torch.empty(0, dtype=torch.float32, device="cpu")
     if len(parts) > 1:
         groups.whole = whole
     try:
@@ -54,8 +55,10 @@ def step_in_parts(
                 for group, parameters in zip(optimizer.param_groups, part, strict=True):
                     group["params"] = parameters
             stepped = _with_gradients(part)
-            if is_private:
-                room = _make_room(stepped, room)
+            size = _count_opened_on_cpu(stepped) if is_private else 0
+            if size > room.numel():
+                del room  # before there is another
+                room = torch.empty(size, dtype=torch.float32, device="cpu")
             masters.open(stepped, is_private=is_private, room=room if is_private else None)
             result = run()
             if len(parts) > 1:
@@ -89,16 +92,14 @@ def _divide(whole: _Part) -> list[_Part]:
     return parts
 
 
-def _make_room(stepped: Iterable[Tensor], room: Tensor) -> Tensor:
-    """Return memory on the CPU for the masters of a part: `room` of the last part if it is large enough. Fresh memory
-    costs as much time as the kernels.
-    """
+def _count_opened_on_cpu(stepped: Iterable[Tensor]) -> int:
+    """Return the number of elements of closed masters on the CPU."""
     size = 0
     with without_overrides():
         for parameter in stepped:
             if type(parameter) is ClosedMaster and parameter.is_cpu:
                 size += parameter.numel()
-    return room if size <= room.numel() else torch.empty(size, dtype=torch.float32, device="cpu")
+    return size
 
 
 def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
