@@ -91,16 +91,14 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter, values in with_values if not bool(torch.isfinite(values).all())]
 
 
-def find_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each gradient: 0-dim float32, inf or NaN if the gradient has one. Waits for nothing.
+def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sum of the L2 norms of all gradients of each device and dtype: 0-dim float32. Waits for nothing.
 
-    The norm of finite values can be inf, too, above 1e19.
+    The sum is inf or NaN if a gradient has such a value. It can be inf for finite values, too, above 1e19.
     """
-    norms: list[Tensor] = []
-    for values in _group_values([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        # in 16 bits, the square of a finite number may be infinite
-        norms += foreach_norm(values, 2, dtype=torch.float32)
-    return norms
+    groups = _group_values([parameter.grad for parameter in parameters if parameter.grad is not None])
+    # in 16 bits, the square of a finite number may be infinite
+    return [torch.stack(foreach_norm(values, 2, dtype=torch.float32)).sum() for values in groups]
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
