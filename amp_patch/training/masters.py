@@ -226,9 +226,15 @@ class Masters:
         index = self._index.get(id(parameter))
         return self._split.get(parameter) if index is None else self._masters.tensors[index]
 
-    def open(self, masters: Iterable[Tensor], *, is_private: bool = False, room: Tensor | None = None) -> None:
-        """Give split masters their float32 values, until `copy_to_parameters`. See `open_masters`."""
-        open_masters(masters, is_private=is_private, room=room)
+    def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+        """Give split masters their float32 values, until `copy_to_parameters`.
+
+        `is_private`: nobody but an optimizer uses the values.
+        """
+        if is_private:
+            self._split.open_for_step(list(masters))
+        else:
+            open_masters(masters)
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
         """Record that an optimizer changed these masters. Fused optimizers do not raise the version counter."""
@@ -261,9 +267,9 @@ class Masters:
         self.sync()
         self._copy_all()
 
-    def expect_edits(self, pairs: Collection[Pair]) -> None:
-        """Let edits of the weights of split masters count, after a step that was skipped. See `LowHalf.written`."""
-        self._split.expect_edits([parameter for parameter, _ in pairs])
+    def end_step(self, pairs: Collection[Pair]) -> None:
+        """Prepare the split masters in `pairs` for edits of the script, after a step or a skipped one."""
+        self._split.end_step([parameter for parameter, _ in pairs])
 
     def free_memory(self) -> None:
         """Let go of memory that split masters need only between steps and backward passes."""

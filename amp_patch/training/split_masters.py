@@ -193,9 +193,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
 def _make_values(halves: Sequence[LowHalf], room: Tensor | None = None) -> list[Tensor]:
     """Return the float32 values of masters on one device."""
     uppers = [half.parameter if half.written is None else half.written for half in halves]
-    # masters whose parameters a script has cast stay open after the step, which fills the room again
-    uses_room = halves[0].low.is_cpu and all(half.is_joinable() for half in halves)
-    values = join(uppers, [half.low for half in halves], room if uses_room else None)
+    values = join(uppers, [half.low for half in halves], room if halves[0].low.is_cpu else None)
     with torch.inference_mode(False), torch.no_grad():
         for half, value in zip(halves, values, strict=True):
             if half.has_edits:
@@ -237,6 +235,7 @@ class SplitMasters:
 
     def __init__(self) -> None:
         self.masters: dict[int, tuple[Tensor, LowHalf]] = {}
+        self._room: Tensor | None = None  # memory on the CPU for the open masters of a step
 
     def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
         """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
@@ -269,11 +268,33 @@ class SplitMasters:
         if found is not None:
             found[1].is_marked = True
 
+    def open_for_step(self, masters: Sequence[Tensor]) -> None:
+        """Open masters whose values nobody but an optimizer uses before they are written.
+
+        On a CPU, they take the memory of those that were open before them in the step, because fresh memory costs as
+        much time as the kernels.
+        """
+        size = 0
+        with without_overrides():
+            for master in masters:
+                if type(master) is ClosedMaster and master.is_cpu:
+                    size += master.numel()
+        if self._room is not None and (size > self._room.numel() or _is_shared(self._room)):
+            self._room = None  # before there is another
+        if self._room is None:
+            self._room = torch.empty(size, dtype=torch.float32, device="cpu")
+        open_masters(masters, is_private=True, room=self._room)
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Free the memory of the step, and keep copies of parameters with closed masters: see `LowHalf.written`."""
+        self._room = None
+        _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
+
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. After
-        a step without code of the script, `expect_edits` is called later, because gradients take memory now.
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. The
+        copies of parameters that a step has written are made by `end_step`, when the gradients are gone.
         """
         rows = self._find(parameters)
         opened = [row for row in rows if type(row[0]) is not ClosedMaster]
@@ -296,10 +317,6 @@ class SplitMasters:
                 if not half.is_joinable():
                     half.parameter.copy_(master)
             _close_unused(opened)
-
-    def expect_edits(self, parameters: Iterable[Tensor]) -> None:
-        """Keep copies of parameters with closed masters, to tell the elements that a script edits from the others."""
-        _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
         """Let edits of parameters count. With `both_ways`, also write edited masters.
@@ -371,13 +388,22 @@ def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         if not (half.is_private and half.is_joinable()):
             half.forget()
             by_storage.setdefault(get_storage_address(master), []).append((master, half))
-    lone = torch.empty(())
-    own_uses = get_storage_uses(get_storage_address(lone)) - 1  # torch itself may count once more
     for address, rows in by_storage.items():
-        is_used = get_storage_uses(address) > len(rows) + own_uses
+        is_used = get_storage_uses(address) > len(rows) + _get_own_uses()
         for master, half in rows:
             if is_used or not half.is_joinable():
                 half.record(master)
             else:
                 closable.append((master, half))
     _close(closable)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether other tensors use the memory of a tensor."""
+    return get_storage_uses(get_storage_address(tensor)) > 1 + _get_own_uses()
+
+
+def _get_own_uses() -> int:
+    """Return how many uses of a storage torch itself counts besides those of tensors."""
+    lone = torch.empty(())
+    return get_storage_uses(get_storage_address(lone)) - 1

@@ -5,7 +5,6 @@ open at once.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,32 +38,24 @@ def step_in_parts(
 
     Args:
         groups: the parameter groups of the optimizer.
-        end_part: called with the parameters of each part after their step, if there are several parts.
+        end_part: called with the parameters of each part after their step.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
     parts = _divide(whole) if is_private else [whole]
+    if len(parts) == 1:
+        masters.open(_with_gradients(whole), is_private=is_private)
+        return run()
     result = None
-    # for each part in turn, because fresh memory costs as much time as the kernels
-    room = torch.empty(0, dtype=torch.float32, device="cpu")
-    if len(parts) > 1:
-        groups.whole = whole
+    groups.whole = whole
     try:
         for part in parts:
-            if groups.whole is not None:
-                for group, parameters in zip(optimizer.param_groups, part, strict=True):
-                    group["params"] = parameters
+            for group, parameters in zip(optimizer.param_groups, part, strict=True):
+                group["params"] = parameters
             stepped = _with_gradients(part)
-            size = _count_opened_on_cpu(stepped) if is_private else 0
-            if size > room.numel():
-                del room  # before there is another
-                room = torch.empty(size, dtype=torch.float32, device="cpu")
-            masters.open(stepped, is_private=is_private, room=room if is_private else None)
+            masters.open(stepped, is_private=True)
             result = run()
-            if len(parts) > 1:
-                end_part(stepped)
-            if is_private:
-                masters.expect_edits(groups.pairs())
+            end_part(stepped)
     finally:
         groups.put_back()
     return result
@@ -90,16 +81,6 @@ def _divide(whole: _Part) -> list[_Part]:
         total += size
         parts[-1][number].append(parameter)
     return parts
-
-
-def _count_opened_on_cpu(stepped: Iterable[Tensor]) -> int:
-    """Return the number of elements of closed masters on the CPU."""
-    size = 0
-    with without_overrides():
-        for parameter in stepped:
-            if type(parameter) is ClosedMaster and parameter.is_cpu:
-                size += parameter.numel()
-    return size
 
 
 def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
