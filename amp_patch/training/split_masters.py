@@ -1,7 +1,7 @@
 """`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
 
-Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). An edit of the parameter is
-one of the master (see `LowHalf`). The master is then *closed*: an object of `ClosedMaster`, which gets its float32
+Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). An edit of the parameter
+is one of the master (see `LowHalf`). The master is then *closed*: an object of `ClosedMaster`, which gets its float32
 values when Python code first uses them, and is an ordinary `torch.nn.Parameter` again, *open*, until the next step. It
 is the same object all the time, so groups, optimizer states and scripts may hold it.
 """
