@@ -64,7 +64,7 @@ def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
 
 
 class _CommandSettings:
-    """The settings of the command that has started this process, as an object that other modules can import."""
+    """Holds the settings of the command that has started this process, or of `apex.install`."""
 
     settings = Settings()
 

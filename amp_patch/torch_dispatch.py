@@ -1,8 +1,8 @@
 """The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
-`native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
-All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
-of `native` fail, and so do the commands that use either package.
+Other packages use some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a
+name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the import of this module, which
+`initialize` needs, or the first use of the name fails, unless its comment or docstring says otherwise.
 """
 
 import operator

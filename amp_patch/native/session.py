@@ -152,7 +152,7 @@ class NativeSession(Session):
         `is_skipped` may be a `found_inf` on the device (0-dim, 1.0: skipped). It is read once it has reached the host.
         """
         if not self._has_stepped:
-            # by the end of the first step, the script has called all its modules
+            # by now, the script has usually called all its modules
             self.bindings.warn_of_unused_rules()
         self._has_stepped = True
         if self.bindings.regions is not None:

@@ -155,8 +155,9 @@ class ContainerSearch:
 
 
 def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
-    """Return the objects that values refer to, directly or through up to two containers. Leave out those in `visited`.
+    """Return the objects that values refer to, directly or through up to two containers.
 
+    Leaves out direct references to objects in `visited`, and does not look into containers in `visited`.
     `gc.get_referents` finds them without running code of the values.
     """
     referents = gc.get_referents(*values)

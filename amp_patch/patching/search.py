@@ -9,7 +9,7 @@ packages hold functions in each of these positions; `tests/patching/test_referen
 
 It skips torch, this package, the standard library, and packages that torch itself needs. It also skips a package of
 several modules if none of them has a module of torch, `torch.Tensor` or one of the functions as a global. Such a
-package cannot refer to a function of torch.
+package hardly ever refers to one.
 """
 
 import functools

@@ -28,8 +28,8 @@ from ..training import (
 class Bindings:
     """Binds and releases models and optimizers.
 
-    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, and to replace
-    its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
+    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, at levels with
+    masters, and to replace its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
 
     Args:
         rules: the module rules of the session's lists.
@@ -37,8 +37,8 @@ class Bindings:
         find_root: see `Session.find_root`.
 
     Attributes:
-        regions: applies module rules at a level that patches functions. None without rules, or at a level that casts
-            models: there, `ModelBinding` applies the rules.
+        regions: applies module rules at a level that patches functions. None without rules, at a float32 level, and at
+            a level that casts models: there, `ModelBinding` applies the rules.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Bindings:
     def _may_still_match(self, rule: ModuleRule) -> bool:
         """Return whether a rule may still match a module outside the models that the script calls, such as a criterion.
 
-        Only a rule for a class can. When the first step ends, the script has called all such modules.
+        Only a rule for a class can. When the first step ends, the script has usually called all such modules.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
@@ -263,7 +263,7 @@ class Bindings:
         finish: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         """Bind optimizers, and models that are not bound yet. Then call `finish` with these models. After an exception,
-        also one of `finish`, nothing is bound.
+        also one of `finish`, none of them is bound.
         """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
@@ -325,7 +325,7 @@ class Bindings:
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
-        """Forget the binding and the cached weights of an optimizer that was freed."""
+        """Forget the binding of an optimizer that was freed, and cached weights that no other optimizer holds."""
         binding = reference()
         if binding is None:
             return

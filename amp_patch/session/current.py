@@ -342,9 +342,7 @@ def _close() -> None:
 
 
 def disable() -> None:
-    """Let all functions of the API do nothing, for `initialize(enabled=False)`. Raises SessionError while a session is
-    in use.
-    """
+    """Disable amp, for `initialize(enabled=False)`. Raises SessionError while a session is in use."""
     with state.lock:
         close_if_over()
         if state.session is not None:

@@ -146,9 +146,8 @@ class Groups:
     def restore(self) -> None:
         """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
-        self._masters.open(
-            [master for _, master in self.placed.values()]
-        )  # while the parameters are their upper halves
+        # before the parameters change: they are the upper halves of split masters
+        self._masters.open([master for _, master in self.placed.values()])
         self.placed.clear()
         for reference, parameter, dtype in self._cast_states:
             if (owner := reference()) is not None:

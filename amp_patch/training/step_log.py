@@ -81,7 +81,7 @@ class StepLog:
     """Counts and reports the steps of one optimizer, in order.
 
     A step whose flags have not reached the host is reported at a later step, or when a script reads its result.
-    `step_was_skipped` of the optimizer does not change before.
+    Until then, the stored answer of `step_was_skipped` does not change.
 
     Args:
         optimizer: held by a weak reference.
@@ -205,7 +205,7 @@ class StepLog:
 
 
 def warn_of_small_scale(scaler: LossScaler) -> None:
-    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `WARN_AGAIN`."""
+    """Warn if a scale has fallen to its minimum (1 without one), and again each time it is smaller by `WARN_AGAIN`."""
     scale = scaler.known_scale
     if scale > min(scaler.min_loss_scale or 1.0, scaler.warned_scale * WARN_AGAIN):
         return

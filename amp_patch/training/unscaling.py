@@ -24,8 +24,8 @@ _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Ten
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
-    """Divide `gradients` by `scale`, and set `found_inf` to 1.0 if an element is inf or NaN. Reads and writes each
-    gradient once.
+    """Divide `gradients` by `scale`, and set `found_inf` (None: no check) to 1.0 if an element is inf or NaN. Reads and
+    writes each gradient once.
 
     Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
     0-dim float32. Does not wait for the device.
@@ -145,7 +145,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
 
     Args:
         pairs: each parameter with its master.
-        found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None: do not check.
+        found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None, or no scale: do not check.
 
     Does not wait for the device.
     """
