@@ -31,7 +31,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         )
     result = {} if destination is None else destination
     if not _current.state.is_disabled:
-        for index, scaler in enumerate(_current.require().scalers):
+        for index, scaler in enumerate(_current.require_own().scalers):
             result[f"loss_scaler{index}"] = scaler.state_dict()
     return result
 
@@ -50,7 +50,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     if _current.state.is_disabled:
         return
-    scalers = _current.require().scalers
+    scalers = _current.require_own().scalers
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
             f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"

@@ -363,3 +363,11 @@ def require() -> Session:
     if state.session is None:
         raise SessionError(NOT_INITIALIZED)
     return state.session
+
+
+def require_own() -> Session:
+    """Like `require`, but also raises SessionError for a session that the script did not open (`Session.gives_way`)."""
+    session = require()
+    if session.gives_way:
+        raise SessionError(NOT_INITIALIZED)
+    return session

@@ -496,5 +496,13 @@ def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.ones(1, 2)).float().sum()
         scaler.scale(loss)
-        with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
-            amp.scale_loss(loss, optimizer).__enter__()
+        calls: list[Callable[[], Any]] = [
+            lambda: amp.scale_loss(loss, optimizer).__enter__(),
+            lambda: amp.scale(loss),
+            lambda: amp.unscale(loss),
+            lambda: amp.state_dict(),
+            lambda: amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}),
+        ]
+        for call in calls:
+            with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
+                call()
