@@ -15,7 +15,7 @@ _OF_LEVELS = frozenset(
 
 
 class NoRegionError(SessionError):
-    """A script has called neither `amp.initialize` nor `torch.autocast`, so the command could change nothing in it."""
+    """A script has taken steps without mixed precision, so the command could change nothing in it."""
 
 
 class UnsuitedLevelError(PolicyError):

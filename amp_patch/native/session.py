@@ -35,9 +35,9 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether the script has called `amp.initialize`: its session is in force, or it has disabled amp.
+    """Return whether the script uses amp itself: a session that it opened is in force, or it has disabled amp.
 
-    Then nothing in this subpackage has any effect.
+    Then this subpackage changes no region, except in a run in float32 (`in_float32`).
     """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
@@ -221,7 +221,7 @@ class NativeSession(Session):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype of whitelisted ops in this thread now."""
+        """Return the dtype of whitelisted ops in the present region of this thread. Outside of regions, none is cast."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property

@@ -60,9 +60,8 @@ class ContainerSearch:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        if (
-            not self._holds_any
-        ):  # nearly always, so looking at the contents of all values at once saves most of the time
+        # nearly always true, so looking at the contents of all values at once saves most of the time
+        if not self._holds_any:
             return
         # A snapshot, in which values that this pass visits count as not visited: a tuple that several positions hold
         # must be replaced in each.

@@ -196,7 +196,7 @@ class Bindings:
         self._warn_of_lost_updates(added)
 
     def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
-        """Warn once of all 16-bit weights that new optimizers step on."""
+        """Warn, in one message, of the 16-bit weights of new optimizers (`_find_low_weights`)."""
         weights: list[Tensor] = []
         names: list[str] = []
         for binding in added:

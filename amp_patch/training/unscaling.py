@@ -27,8 +27,8 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     """Divide `gradients` by `scale`, and set `found_inf` (None: no check) to 1.0 if an element is inf or NaN. Reads and
     writes each gradient once.
 
-    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
-    0-dim float32. Does not wait for the device.
+    Gradients may be of any floating or complex dtype, dense or sparse (COO), on any devices. `scale` and `found_inf`
+    are 0-dim float32. Does not wait for the device.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -117,7 +117,7 @@ def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, as a real tensor in the same memory.
 
-    A sparse gradient stores no zeros, and a DTensor only the part on this rank.
+    A sparse gradient (COO) stores no zeros, and a DTensor only the part on this rank.
 
     If the gradient is a lazy conjugate or negative, the values in memory have other signs than the gradient. Signs
     matter neither for dividing by a scale nor for the check.
