@@ -221,7 +221,7 @@ class NativeSession(Session):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype of whitelisted ops in the present region of this thread. Outside of regions, none is cast."""
+        """Return the dtype of whitelisted ops in the present region of this thread. Outside of one, none is cast."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property
