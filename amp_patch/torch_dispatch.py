@@ -152,7 +152,7 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
         above.append(top)
     if mode.old_dispatch_mode_flags:
         mode.__exit__(None, None, None)
-    else:  # left in a backward pass, after which autograd has put it back on the stack
+    else:  # it was left inside a backward pass, at whose end autograd restored the stack, with the mode on it
         _pop_dispatch_mode()
     for other_mode in reversed(above):
         TorchDispatchMode.__enter__(other_mode)

@@ -101,7 +101,7 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """Forward pre-hook of a cast module that takes any inputs: cast them if the script calls the module directly.
+    """Forward pre-hook of a cast module that accepts any dtype: cast its inputs if the script calls it directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left as they are. A forward that a backward pass
     runs again (checkpointing) is treated like the last forward before it.
