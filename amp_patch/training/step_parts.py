@@ -12,7 +12,7 @@ from ..torch_private import without_overrides
 from .fused_skip import has_foreign_hooks
 from .groups import Groups
 from .masters import Masters
-from .split_masters import ClosedMaster
+from .split_masters import ClosedMaster, has_gradient
 
 _PART_ON_CPU = 2**20
 """Elements of the split masters in a part: 4 MiB of float32. A part has at least one parameter."""
@@ -67,7 +67,7 @@ def _divide(whole: _Part) -> list[_Part]:
     with without_overrides():
         for number, parameters in enumerate(whole):
             for parameter in parameters:
-                is_opened = type(parameter) is ClosedMaster and parameter.grad is not None
+                is_opened = type(parameter) is ClosedMaster and has_gradient(parameter)
                 sized.append((parameter.numel() if is_opened else 0, number, parameter))
         limit = _PART_ON_CPU if all(parameter.is_cpu for _, _, parameter in sized) else _PART
     if sum(size for size, _, _ in sized) <= limit:
@@ -85,7 +85,6 @@ def _divide(whole: _Part) -> list[_Part]:
 
 def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
     stepped: list[Tensor] = []
-    with without_overrides():
-        for parameters in part:
-            stepped += [parameter for parameter in parameters if parameter.grad is not None]
+    for parameters in part:
+        stepped += filter(has_gradient, parameters)
     return stepped

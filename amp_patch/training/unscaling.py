@@ -15,6 +15,8 @@ from ..torch_private import (
     foreach_norm,
     get_local_tensor,
     get_sparse_values,
+    get_storage_address,
+    get_storage_uses,
     view_negated,
 )
 from .split_masters import ClosedMaster
@@ -143,7 +145,7 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set them to None.
+    masters, and set them to None. Without a scale, a closed master that has no gradient yet keeps it in 16 bits.
 
     Args:
         pairs: each parameter with its master.
@@ -164,7 +166,10 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         parameter.grad = None
         layout = master.low_half.low if type(master) is ClosedMaster else master
         is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
-        if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
+        is_first = scale is None and is_same_layout and master.grad is None
+        if is_first and type(master) is ClosedMaster and _is_alone(gradient):
+            master.low_half.gradient = gradient
+        elif is_first and gradient.is_cpu:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
             masters.append(master)
@@ -176,6 +181,15 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     if scale is not None:
         unscale_(gradients, scale, found_inf)
     _add_all(masters, gradients)
+
+
+def _is_alone(gradient: Tensor) -> bool:
+    """Return whether nobody else holds the memory of a gradient. DistributedDataParallel writes the next gradients into
+    memory that it has handed out.
+    """
+    lone = torch.empty(())
+    own_uses = get_storage_uses(get_storage_address(lone))  # torch itself may count, too
+    return get_storage_uses(get_storage_address(gradient)) <= own_uses
 
 
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
