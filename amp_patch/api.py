@@ -84,6 +84,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | str | None = None,
     compute: str | None = None,
     split_masters: bool | None = None,
+    optimizer_state_type: torch.dtype | str | None = None,
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     presets: str | os.PathLike[str] | None = None,
     replace: bool = False,
@@ -102,7 +103,7 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains them.
-        patch_torch_functions_type, compute, split_masters: as above.
+        patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from ..training import (
     OverflowFlags,
     RuleRegions,
     ScaleUpdates,
+    StochasticRounding,
 )
 
 
@@ -38,6 +40,7 @@ class Bindings:
 
     Attributes:
         regions: applies the rules at levels that patch functions; None without rules, or at levels that cast models.
+        rounding: rounds the states of optimizers to bfloat16; None if they stay float32.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Bindings:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
+        self.rounding = StochasticRounding() if policy.optimizer_state_type is torch.bfloat16 else None
         self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
@@ -174,6 +178,7 @@ class Bindings:
                     masters=self.masters,
                     use_masters=bool(self._policy.master_weights),
                     split_masters=bool(self._policy.split_masters),
+                    rounding=self.rounding,
                     switch=self._switch,
                     cache=self._cache,
                     gradients=self.gradients,

@@ -19,7 +19,7 @@ from ..torch_private import (
     get_storage_uses,
     view_negated,
 )
-from .split_masters import ClosedMaster
+from .split_masters import ClosedMaster, has_gradient, open_gradients
 
 # op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
@@ -68,6 +68,14 @@ def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, aft
     rescale_(present, factor)
 
 
+def drop_gradients(holders: Iterable[Tensor]) -> None:
+    """Set the gradients of parameters and masters to None."""
+    for holder in holders:
+        if type(holder) is ClosedMaster:
+            holder.low_half.gradient = None
+        holder.grad = None
+
+
 def either(left: Tensor | None, right: Tensor) -> Tensor:
     """Return the larger of two flags, on the device of the first, or the second if the first is None."""
     return right if left is None else torch.maximum(left, right.to(left.device))
@@ -79,6 +87,8 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     Waits for the device once, and if there may be such a parameter, once more for each gradient.
     """
     with_values: list[tuple[Tensor, Tensor]] = []
+    parameters = list(parameters)
+    open_gradients(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
             with_values.append((parameter, dense_values(parameter.grad)))
@@ -99,6 +109,8 @@ def find_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
     The norm of finite values can be inf, too, above 1e19.
     """
     norms: list[Tensor] = []
+    parameters = list(parameters)
+    open_gradients(parameters)
     for values in _group_values([parameter.grad for parameter in parameters if parameter.grad is not None]):
         # in 16 bits, the square of a finite number may be infinite
         norms += foreach_norm(values, 2, dtype=torch.float32)
@@ -166,7 +178,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         parameter.grad = None
         layout = master.low_half.low if type(master) is ClosedMaster else master
         is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
-        is_first = scale is None and is_same_layout and master.grad is None
+        is_first = scale is None and is_same_layout and not has_gradient(master)
         if is_first and type(master) is ClosedMaster and _is_alone(gradient):
             master.low_half.gradient = gradient
         elif is_first and gradient.is_cpu:
@@ -196,6 +208,7 @@ def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to the gradients of masters. All sums of two dense tensors take one call."""
     sums: list[Tensor] = []
     addends: list[Tensor] = []
+    open_gradients(masters)
     for master, gradient in zip(masters, gradients, strict=True):
         total = master.grad
         layout = master.low_half.low if type(master) is ClosedMaster else master

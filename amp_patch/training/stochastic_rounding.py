@@ -1,0 +1,177 @@
+"""`StochasticRounding`: rounds float32 tensors to bfloat16, up or down at random.
+
+A value that lies at 0.3 of the way from one bfloat16 number to the next is rounded to the next with a probability of
+0.3, so the mean of many roundings is the value itself. A running average that changes by less than half the spacing of
+bfloat16 in each step keeps moving, where rounding to nearest would leave it as it is.
+
+The random numbers are a function of the number of the step. They are the same on each device and on each rank, and they
+leave the random numbers of the script alone. Element i of a block gets the upper 16 bits of `a * t[i] + b` in 32 bits.
+The table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each number is uniform, and two
+numbers are independent if their elements of the table differ by an odd number, and nearly independent if not
+(Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer arithmetic without
+primes").
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..multi_tensor import copy_, group
+
+_UPPER = -0x10000
+"""The mask of the upper half of an int32."""
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+_MIDDLE = 0x7FFF
+
+_MINUTE = 2.0**-120
+"""The product of this and the difference of two finite numbers above `_LARGEST` is below 1."""
+
+_BLOCK_ON_CPU = 2**17
+"""Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
+
+_BLOCK = 2**22
+"""The same on other devices, where each kernel costs a launch."""
+
+_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+class StochasticRounding:
+    """Rounds tensors, with random numbers that depend on the number of steps so far, and on the order of the calls
+    since the last step began.
+
+    Attributes:
+        steps: the number of steps that have begun, taken or skipped.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._draws = 0
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def begin_step(self) -> None:
+        """Go on to the random numbers of the next step."""
+        self.steps += 1
+        self._draws = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state for a checkpoint."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`. Raises ValueError if it is not one."""
+        steps = state_dict.get("steps") if isinstance(state_dict, Mapping) else None
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ValueError(f"the state of stochastic rounding is {state_dict!r}, without a number of steps")
+        self.steps = steps
+
+    def round_(self, values: Sequence[Tensor], rounded: Sequence[Tensor], *, is_random: bool) -> None:
+        """Write values (float32) to `rounded` (bfloat16, of the same shapes and strides). All are dense, and on one
+        device.
+
+        A finite value stays finite, and inf and NaN stay what they are. If not `is_random`, round to nearest, and to
+        the smaller magnitude at a tie. Does not wait for the device.
+        """
+        if not values:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            room = _Room(values)
+            for sources, targets in _cut_into_blocks(list(map(_flatten, values)), list(map(_flatten, rounded))):
+                source = sources[0] if len(sources) == 1 else torch.cat(sources)
+                numbers, clamped = room.take(source.numel())
+                if is_random:
+                    self._draw_(numbers)
+                else:
+                    numbers.zero_()
+                result = _round(source, numbers, clamped)
+                parts = result.split([target.numel() for target in targets])
+                copy_(group(targets, parts))
+
+    def _draw_(self, numbers: Tensor) -> None:
+        """Fill an int32 tensor with random numbers from -2**15 to 2**15 - 1."""
+        self._draws += 1
+        key = _mix(self.steps << 32 | self._draws)
+        factor, addend = _to_int32(key), torch.tensor(_to_int32(key >> 32), dtype=torch.int32)
+        table = self._get_table(numbers)
+        torch.add(addend, table, alpha=factor, out=numbers).bitwise_right_shift_(16)
+
+    def _get_table(self, numbers: Tensor) -> Tensor:
+        """Return random numbers that stay the same, as many as `numbers` and on its device."""
+        table = self._tables.get(numbers.device)
+        if table is None or table.numel() < numbers.numel():
+            generator = torch.Generator().manual_seed(0)
+            table = torch.randint(-(2**31), 2**31, numbers.shape, dtype=torch.int32, generator=generator)
+            table = self._tables[numbers.device] = table.to(numbers.device)
+        return table[: numbers.numel()]
+
+
+class _Room:
+    """Temporary tensors for the blocks of a call, taken once: fresh memory costs as much time as the kernels.
+
+    Args:
+        values: the tensors that are rounded in the call.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))
+        self._numbers = torch.empty(size, dtype=torch.int32, device=values[0].device)
+        self._clamped = torch.empty_like(self._numbers, dtype=torch.float32)
+
+    def take(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return an int32 and a float32 tensor with undefined elements."""
+        return self._numbers[:size], self._clamped[:size]
+
+
+def _round(values: Tensor, numbers: Tensor, clamped: Tensor) -> Tensor:
+    """Return float32 values that bfloat16 can hold, in the memory of `numbers`. Number n (from -2**15 to 2**15 - 1)
+    adds 0x7fff - n to the bits of its value, of which the lower 16 are then dropped. `clamped`: for temporary values.
+    """
+    torch.clamp(values, -_LARGEST, _LARGEST, out=clamped)  # larger finite numbers could become inf
+    torch.sub(clamped.view(torch.int32), numbers, out=numbers).add_(_MIDDLE).bitwise_and_(_UPPER)
+    # inf and NaN come back by a sum that leaves finite numbers as they are, also -0
+    beyond = torch.sub(clamped, values, out=clamped)
+    return numbers.view(torch.float32).add_(beyond, alpha=-_MINUTE)
+
+
+def _get_limit(tensor: Tensor) -> int:
+    return _BLOCK_ON_CPU if tensor.is_cpu else _BLOCK
+
+
+def _flatten(tensor: Tensor) -> Tensor:
+    """Return a flat view of a dense tensor, in the order in which it lies in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _cut_into_blocks(
+    values: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield blocks of flat tensors: several small ones, or a part of a large one."""
+    limit = _get_limit(values[0])
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    size = 0
+    for value, target in zip(values, rounded, strict=True):
+        for source_part, target_part in zip(value.split(limit), target.split(limit), strict=True):
+            if size + source_part.numel() > limit:
+                yield sources, targets
+                sources, targets, size = [], [], 0
+            sources.append(source_part)
+            targets.append(target_part)
+            size += source_part.numel()
+    if sources:
+        yield sources, targets
+
+
+def _mix(key: int) -> int:
+    """Return 64 bits that depend on all bits of a key (the generator SplitMix64, by Steele, Lea and Flood 2014)."""
+    key = (key + 1) * 0x9E3779B97F4A7C15 & _WORD
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    key = (key ^ key >> 27) * 0x94D049BB133111EB & _WORD
+    return key ^ key >> 31
+
+
+def _to_int32(bits: int) -> int:
+    """Return the lower 32 bits as a signed number."""
+    return (bits + 2**31) % 2**32 - 2**31
