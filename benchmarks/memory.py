@@ -162,7 +162,13 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """The size of the memory behind the tensors, each piece once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    plain: list[Tensor] = []
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):  # a state of 8 bits, with its scales
+            plain += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            plain.append(tensor)
+    storages = [tensor.untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
