@@ -6,7 +6,6 @@ from typing import Any
 from .errors import ArgumentTypeError, CheckpointError
 from .session import current as _current
 
-
 _ROUNDING = "stochastic_rounding"
 
 

@@ -335,13 +335,17 @@ def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy
     found = [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
     if policy.split_masters:
         found += _find_in_split_masters(policy)
-    if policy.optimizer_state_type is torch.bfloat16 and policy.cast_model_type in LOW_DTYPES:
-        if not policy.master_weights:
-            found.append(
-                f"optimizer_state_type={policy.optimizer_state_type}: {policy.opt_level} steps on weights in 16 bits, so"
-                " the optimizer state is in 16 bits anyway; leave it out"
-            )
+    if policy.optimizer_state_type is torch.bfloat16:
+        found += _find_in_state_type(policy)
     return found
+
+
+def _find_in_state_type(policy: Policy) -> Iterator[str]:
+    if policy.cast_model_type in LOW_DTYPES and not policy.master_weights:
+        yield (
+            f"optimizer_state_type={policy.optimizer_state_type}: {policy.opt_level} steps on weights in 16 bits, so"
+            " the optimizer state is in 16 bits anyway; leave it out"
+        )
 
 
 def _find_in_split_masters(policy: Policy) -> Iterator[str]:

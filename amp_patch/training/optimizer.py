@@ -31,8 +31,8 @@ from .masters import Masters
 from .overflow_flags import OptState, OverflowFlags
 from .step_log import Outcome, StepLog, waits_for_each
 from .step_parts import step_in_parts
-from .stochastic_rounding import StochasticRounding
 from .step_was_skipped import remove_step_was_skipped, set_step_was_skipped
+from .stochastic_rounding import StochasticRounding
 from .unscaling import either, find_nonfinite, move_to_masters_
 
 
@@ -146,7 +146,7 @@ class OptimizerBinding:
         self._steps_in_parts = not inner_optimizers and steps_separately(optimizer.step)
         if self._steps_in_parts:
             self.groups.are_split = self._split_masters
-            self._states = None if self._rounding is None else Bfloat16States(self._rounding)
+            self._states = None if self._rounding is None else Bfloat16States(optimizer, self.groups, self._rounding)
             return
         kept = ["masters"] if self._split_masters else []
         kept += [] if self._rounding is None else ["state"]
@@ -161,11 +161,11 @@ class OptimizerBinding:
 
         def round_states(loaded: Optimizer) -> None:
             if loaded is self.optimizer:
-                states.close(loaded, self.groups.parameters())
+                states.close_all()
 
-        self._undo.callback_on(optimizer, states.open_all)
+        self._undo.callback(states.open_all)
         self._undo.callback(optimizer.register_load_state_dict_post_hook(round_states).remove)
-        states.close(optimizer, self.groups.parameters())
+        states.close_all()
 
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
@@ -299,7 +299,7 @@ class OptimizerBinding:
         if not self._first_step.is_done:
             self._first_step.check()
         if self._states is not None:
-            self._states.rounding.begin_step()
+            self._states.begin_step()
         optimizer: Any = self.reference()
         found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
         outcome: Outcome | None = None  # stays None if no loss was scaled: there is no flag then
@@ -357,14 +357,14 @@ class OptimizerBinding:
         """Give split masters and bfloat16 states their float32 values. See `step_in_parts`."""
         self._masters.open(parameters, is_private=is_private)
         if self._states is not None:
-            self._states.open(self.reference(), parameters)
+            self._states.open(parameters)
 
     def _store_in_step(self) -> None:
         """Copy the masters and round the states after the optimizer's own step, before other post-hooks run."""
         if self._use_masters:
             self.copy_masters_to_parameters()
         if self._states is not None:
-            self._states.close(self.reference(), self.groups.parameters())
+            self._states.close(self.groups.parameters())
         self._is_stored = True
 
     def _drop_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:

@@ -46,8 +46,8 @@ _WITHOUT_VALUES = frozenset(
 )
 """What can be asked of a closed master without its values."""
 
-_READ_GRADIENT: Any = getattr(Tensor.grad, "__get__")
-_REPLACE_GRADIENT = frozenset(_get_setters("grad"))
+_GRADIENT: Any = Tensor.grad
+_REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 
 
 class ClosedMaster(nn.Parameter):
@@ -64,7 +64,7 @@ class ClosedMaster(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == _READ_GRADIENT:
+        if func == _GRADIENT.__get__:
             open_gradients(args[:1])
         elif func in _REPLACE_GRADIENT:
             args[0].low_half.gradient = None
@@ -164,14 +164,14 @@ def open_gradients(masters: Iterable[Tensor]) -> None:
         for master in masters:
             if type(master) is not ClosedMaster or master.low_half.gradient is None:
                 continue
-            half = master.low_half
-            if half.gradient.is_cpu:
-                master.grad = half.gradient.float()
+            half, gradient = master.low_half, master.low_half.gradient
+            if gradient.is_cpu:
+                master.grad = gradient.float()
                 half.gradient = None  # freed before the next one is converted
                 continue
             opened.append((master, half))
-            sources.append(half.gradient)
-            copies.append(torch.empty_like(half.gradient, dtype=torch.float32))
+            sources.append(gradient)
+            copies.append(torch.empty_like(gradient, dtype=torch.float32))
         copy_(group(copies, sources))
         for (master, half), gradient in zip(opened, copies, strict=True):
             master.grad = gradient

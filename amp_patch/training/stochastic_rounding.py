@@ -4,16 +4,18 @@ A value that lies at 0.3 of the way from one bfloat16 number to the next is roun
 0.3, so the mean of many roundings is the value itself. A running average that changes by less than half the spacing of
 bfloat16 in each step keeps moving, where rounding to nearest would leave it as it is.
 
-The random numbers are a function of the number of the step. They are the same on each device and on each rank, and they
-leave the random numbers of the script alone. Element i of a block gets the upper 16 bits of `a * t[i] + b` in 32 bits.
-The table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each number is uniform, and two
-numbers are independent if their elements of the table differ by an odd number, and nearly independent if not
-(Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer arithmetic without
-primes").
+The random numbers are a function of the number of the step and of a position, the number of an element. They are the
+same on each rank, and they leave the random numbers of the script alone. Position i of a block gets the upper 16 bits
+of `a * t[i] + b` in 32 bits. The table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each
+number is uniform, and two numbers are independent if their elements of the table differ by an odd number, and nearly
+independent if not (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer
+arithmetic without primes").
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +41,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class StochasticRounding:
-    """Rounds tensors, with random numbers that depend on the number of steps so far, and on the order of the calls
-    since the last step began.
+    """Rounds tensors, with random numbers that depend on the number of steps so far.
 
     Attributes:
         steps: the number of steps that have begun, taken or skipped.
@@ -48,13 +49,11 @@ class StochasticRounding:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._draws = 0
         self._tables: dict[torch.device, Tensor] = {}
 
     def begin_step(self) -> None:
         """Go on to the random numbers of the next step."""
         self.steps += 1
-        self._draws = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
@@ -67,44 +66,76 @@ class StochasticRounding:
             raise ValueError(f"the state of stochastic rounding is {state_dict!r}, without a number of steps")
         self.steps = steps
 
-    def round_(self, values: Sequence[Tensor], rounded: Sequence[Tensor], *, is_random: bool) -> None:
+    def round_(self, values: Sequence[Tensor], rounded: Sequence[Tensor], positions: Sequence[int]) -> None:
         """Write values (float32) to `rounded` (bfloat16, of the same shapes and strides). All are dense, and on one
-        device.
+        device. A finite value stays finite, and inf and NaN stay what they are.
 
-        A finite value stays finite, and inf and NaN stay what they are. If not `is_random`, round to nearest, and to
-        the smaller magnitude at a tie. Does not wait for the device.
+        `positions`: of the first element of each tensor. No two elements have the same position.
+
+        Does not wait for the device.
         """
-        if not values:
-            return
+        self._round_blocks(values, rounded, positions, is_random=True)
+
+    def round_to_nearest_(self, values: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
+        """Like `round_`, but to the nearest number, and at a tie to the one of smaller magnitude."""
+        positions = itertools.accumulate(map(Tensor.numel, values), initial=0)
+        self._round_blocks(values, rounded, list(positions)[:-1], is_random=False)
+
+    def _round_blocks(
+        self, values: Sequence[Tensor], rounded: Sequence[Tensor], positions: Sequence[int], *, is_random: bool
+    ) -> None:
         with torch.inference_mode(False), torch.no_grad():
             room = _Room(values)
-            for sources, targets in _cut_into_blocks(list(map(_flatten, values)), list(map(_flatten, rounded))):
+            for number, pieces in _cut_into_blocks(values, rounded, positions).items():
+                sources = [piece.source for piece in pieces]
                 source = sources[0] if len(sources) == 1 else torch.cat(sources)
                 numbers, clamped = room.take(source.numel())
                 if is_random:
-                    self._draw_(numbers)
+                    self._draw_(numbers, number, pieces)
                 else:
                     numbers.zero_()
                 result = _round(source, numbers, clamped)
-                parts = result.split([target.numel() for target in targets])
-                copy_(group(targets, parts))
+                results = result.split([piece.target.numel() for piece in pieces])
+                copy_(group([piece.target for piece in pieces], results))
 
-    def _draw_(self, numbers: Tensor) -> None:
-        """Fill an int32 tensor with random numbers from -2**15 to 2**15 - 1."""
-        self._draws += 1
-        key = _mix(self.steps << 32 | self._draws)
+    def _draw_(self, numbers: Tensor, block: int, pieces: Sequence["_Piece"]) -> None:
+        """Fill an int32 tensor with the random numbers of pieces of a block, from -2**15 to 2**15 - 1."""
+        key = _mix(self.steps << 32 | block)
         factor, addend = _to_int32(key), torch.tensor(_to_int32(key >> 32), dtype=torch.int32)
-        table = self._get_table(numbers)
-        torch.add(addend, table, alpha=factor, out=numbers).bitwise_right_shift_(16)
+        table = self._get_table(numbers.device, max(piece.start + piece.source.numel() for piece in pieces))
+        ranges: list[tuple[int, int]] = []
+        for piece in pieces:
+            start, stop = piece.start, piece.start + piece.source.numel()
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
+        slices = [table[start:stop] for start, stop in ranges]
+        entries = slices[0] if len(slices) == 1 else torch.cat(slices)
+        torch.add(addend, entries, alpha=factor, out=numbers).bitwise_right_shift_(16)
 
-    def _get_table(self, numbers: Tensor) -> Tensor:
-        """Return random numbers that stay the same, as many as `numbers` and on its device."""
-        table = self._tables.get(numbers.device)
-        if table is None or table.numel() < numbers.numel():
+    def _get_table(self, device: torch.device, size: int) -> Tensor:
+        """Return random numbers that are always the same, at least `size` of them."""
+        table = self._tables.get(device)
+        if table is None or table.numel() < size:
             generator = torch.Generator().manual_seed(0)
-            table = torch.randint(-(2**31), 2**31, numbers.shape, dtype=torch.int32, generator=generator)
-            table = self._tables[numbers.device] = table.to(numbers.device)
-        return table[: numbers.numel()]
+            # the first numbers do not depend on how many follow
+            table = torch.randint(-(2**31), 2**31, (size,), dtype=torch.int32, generator=generator)
+            table = self._tables[device] = table.to(device)
+        return table
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor that lies in one block.
+
+    Attributes:
+        source: float32, flat.
+        target: bfloat16, flat, of the same size.
+        start: the position of its first element in the block.
+    """
+
+    source: Tensor
+    target: Tensor
+    start: int
 
 
 class _Room:
@@ -115,7 +146,7 @@ class _Room:
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
-        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))
+        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
         self._numbers = torch.empty(size, dtype=torch.int32, device=values[0].device)
         self._clamped = torch.empty_like(self._numbers, dtype=torch.float32)
 
@@ -145,23 +176,20 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 
 def _cut_into_blocks(
-    values: Sequence[Tensor], rounded: Sequence[Tensor]
-) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield blocks of flat tensors: several small ones, or a part of a large one."""
-    limit = _get_limit(values[0])
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    size = 0
-    for value, target in zip(values, rounded, strict=True):
-        for source_part, target_part in zip(value.split(limit), target.split(limit), strict=True):
-            if size + source_part.numel() > limit:
-                yield sources, targets
-                sources, targets, size = [], [], 0
-            sources.append(source_part)
-            targets.append(target_part)
-            size += source_part.numel()
-    if sources:
-        yield sources, targets
+    values: Sequence[Tensor], rounded: Sequence[Tensor], positions: Sequence[int]
+) -> dict[int, list[_Piece]]:
+    """Return the pieces in each block of positions, by the number of the block."""
+    blocks: dict[int, list[_Piece]] = {}
+    for value, target, first in sorted(zip(values, rounded, positions, strict=True), key=itemgetter(2)):
+        limit = _get_limit(value)
+        source, target = _flatten(value), _flatten(target)
+        position, stop = first, first + value.numel()
+        while position < stop:
+            size = min(limit - position % limit, stop - position)
+            piece = slice(position - first, position - first + size)
+            blocks.setdefault(position // limit, []).append(_Piece(source[piece], target[piece], position % limit))
+            position += size
+    return blocks
 
 
 def _mix(key: int) -> int:
