@@ -139,10 +139,7 @@ def initialize(
         torch.float32
     """
     arguments = locals()  # all arguments by name; `choose_policy` picks the properties of the level among them
-    if isinstance(models, Iterator):
-        models = list(models)  # an iterator can be read only once, and it is returned as well
-    if isinstance(optimizers, Iterator):
-        optimizers = list(optimizers)
+    models, optimizers = _read_iterator(models), _read_iterator(optimizers)
     returned = models if optimizers is None else (models, optimizers)
     is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)
@@ -165,6 +162,11 @@ def initialize(
         current_session = _current.initialize(policy, model_list, optimizer_list, **options)
     _announce(current_session, is_joined=current_session is earlier_session)
     return returned
+
+
+def _read_iterator(objects: Any) -> Any:
+    """Return the items of an iterator as a list, because it can be read only once. Return anything else as it is."""
+    return list(objects) if isinstance(objects, Iterator) else objects
 
 
 def _announce(session: Session, *, is_joined: bool) -> None:
