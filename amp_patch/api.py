@@ -27,7 +27,16 @@ from .functions import (
 from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .saving import load_state_dict, state_dict
-from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
+from .session import (
+    Session,
+    Stats,
+    as_enabled,
+    as_models,
+    as_optimizers,
+    choose_policy,
+    find_gathered_dtype,
+    without_iterator,
+)
 from .session import current as _current
 from .torch_private import without_overrides
 from .training import UnscaledBlock, remove_step_was_skipped, set_step_was_skipped
@@ -139,7 +148,7 @@ def initialize(
         torch.float32
     """
     arguments = locals()  # all arguments by name; `choose_policy` picks the properties of the level among them
-    models, optimizers = _read_iterator(models), _read_iterator(optimizers)
+    models, optimizers = without_iterator(models), without_iterator(optimizers)
     returned = models if optimizers is None else (models, optimizers)
     is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)
@@ -162,11 +171,6 @@ def initialize(
         current_session = _current.initialize(policy, model_list, optimizer_list, **options)
     _announce(current_session, is_joined=current_session is earlier_session)
     return returned
-
-
-def _read_iterator(objects: Any) -> Any:
-    """Return the items of an iterator as a list, because it can be read only once. Return anything else as it is."""
-    return list(objects) if isinstance(objects, Iterator) else objects
 
 
 def _announce(session: Session, *, is_joined: bool) -> None:
