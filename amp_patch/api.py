@@ -27,16 +27,7 @@ from .functions import (
 from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .saving import load_state_dict, state_dict
-from .session import (
-    Session,
-    Stats,
-    as_enabled,
-    as_models,
-    as_optimizers,
-    choose_policy,
-    find_gathered_dtype,
-    without_iterator,
-)
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, read_once
 from .session import current as _current
 from .torch_private import without_overrides
 from .training import UnscaledBlock, remove_step_was_skipped, set_step_was_skipped
@@ -148,7 +139,7 @@ def initialize(
         torch.float32
     """
     arguments = locals()  # all arguments by name; `choose_policy` picks the properties of the level among them
-    models, optimizers = without_iterator(models), without_iterator(optimizers)
+    models, optimizers = read_once(models), read_once(optimizers)
     returned = models if optimizers is None else (models, optimizers)
     is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)

@@ -40,7 +40,7 @@ def as_enabled(enabled: Any) -> bool:
 # ---- models ----
 
 
-def without_iterator(objects: Any) -> Any:
+def read_once(objects: Any) -> Any:
     """Return the items of an iterator as a list, because it can be read only once. Return anything else as it is."""
     return list(objects) if isinstance(objects, Iterator) else objects
 
