@@ -136,6 +136,8 @@ class Bfloat16States:
                     kept = self._kept.pop((id(parameter), name), None)
                     if kept is None or kept.shape != value.shape or kept.stride() != value.stride():
                         kept = torch.empty_like(value, dtype=torch.bfloat16)
+                    if kept.stride() != value.stride():
+                        continue  # it is not dense
                     position = _NAMES[name] * self._size + self._positions[id(parameter)]
                     rows.append(_Row(state, name, value, kept, position))
         return rows
@@ -158,9 +160,7 @@ class _Row(NamedTuple):
 
 
 def _can_round(value: Any, parameter: Tensor) -> bool:
-    """Return whether a state is a plain, dense float32 tensor with the shape of its parameter."""
+    """Return whether a state is a plain float32 tensor with the shape of its parameter."""
     if type(value) is not Tensor or value.dtype is not torch.float32 or value.layout is not torch.strided:
         return False
-    if value.requires_grad or value.ndim == 0 or value.shape != parameter.shape:
-        return False
-    return torch.empty_like(value, device="meta").stride() == value.stride()
+    return value.ndim > 0 and value.shape == parameter.shape and not value.requires_grad
