@@ -31,6 +31,10 @@ _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
 # small; and the averaged weights of ASGD, of which the script wants all bits.
 
 
+_ALIGNMENT = 16
+"""Elements of float32 in a line of the cache."""
+
+
 class Bfloat16States:
     """The bfloat16 states of one optimizer.
 
@@ -51,6 +55,8 @@ class Bfloat16States:
         self._size = 0  # the number of elements of all parameters
         # bfloat16 tensors whose values are in float32 at present, by the parameter's id and the name of the state
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._memory: Tensor | None = None  # of open states on a CPU; taken once for a step, because it costs much time
+        self._is_memory_used = False
 
     def begin_step(self) -> None:
         """Go on to the random numbers of the next step."""
@@ -74,8 +80,11 @@ class Bfloat16States:
         optimizer = self._optimizer()
         return {} if optimizer is None else optimizer.state
 
-    def open(self, parameters: Iterable[Any]) -> None:
-        """Replace the bfloat16 states of parameters by their float32 values."""
+    def open(self, parameters: Iterable[Any], *, is_private: bool = False) -> None:
+        """Replace the bfloat16 states of parameters by their float32 values.
+
+        `is_private`: nobody but an optimizer uses the values, before they are closed.
+        """
         states = self._get_states()
         opened: list[tuple[dict[str, Any], str]] = []
         copies: list[Tensor] = []
@@ -89,10 +98,33 @@ class Bfloat16States:
                     opened.append((state, name))
                     sources.append(value)
         with torch.inference_mode(False):
-            copies = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+            if is_private and all(source.is_cpu for source in sources):
+                copies = self._take_memory(sources)
+            else:
+                copies = [torch.empty_like(source, dtype=torch.float32) for source in sources]
         copy_(group(copies, sources))
         for (state, name), value in zip(opened, copies, strict=True):
             state[name] = value
+
+    def _take_memory(self, sources: list[Tensor]) -> list[Tensor]:
+        """Return float32 tensors in the layouts of other tensors, in memory that is used for each part of a step."""
+        starts = [0]
+        for source in sources:
+            starts.append(starts[-1] + source.numel() + -source.numel() % _ALIGNMENT)
+        # open states that a failed step has left may still lie in the memory
+        if self._memory is None or self._memory.numel() < starts[-1] or self._is_memory_used:
+            self._memory = None  # freed before the next one is taken
+            self._memory = torch.empty(starts[-1])
+        self._is_memory_used = True
+        taken: list[Tensor] = []
+        for source, start in zip(sources, starts, strict=False):
+            taken.append(self._memory.as_strided(source.size(), source.stride(), start))
+        return taken
+
+    def end_step(self) -> None:
+        """Free the memory that the parts of a step have shared."""
+        self._memory = None
+        self._rounding.end_step()
 
     def open_all(self) -> None:
         """Replace all bfloat16 states by their float32 values, which stay."""
@@ -103,6 +135,7 @@ class Bfloat16States:
         """Round all float32 states to bfloat16."""
         self._number()
         self.close(self._groups.parameters())
+        self.end_step()
 
     def close(self, parameters: Iterable[Any]) -> None:
         """Round the float32 states of parameters to bfloat16."""
@@ -119,6 +152,7 @@ class Bfloat16States:
                 self._rounding.round_to_nearest_(values, rounded)
         for row in rows:
             row.state[row.name] = row.kept
+        self._is_memory_used = False
 
     def _find_float32(self, parameters: Iterable[Any]) -> list["_Row"]:
         """Return the float32 states that `close` rounds, each with the tensor that gets the result."""

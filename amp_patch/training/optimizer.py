@@ -340,7 +340,8 @@ class OptimizerBinding:
             optimizer: Any = self.reference()
             whole_step = functools.partial(run, *args, **kwargs)
             part_calls = (self._begin_part, self._drop_gradients)
-            run = functools.partial(step_in_parts, optimizer, self.groups, whole_step, *part_calls)
+            has_states = self._states is not None
+            run = functools.partial(step_in_parts, optimizer, self.groups, whole_step, has_states, *part_calls)
             args, kwargs = (), {}
         elif self._split_masters:  # an optimizer with split masters may share them
             self._masters.open(self.groups.parameters())
@@ -351,13 +352,15 @@ class OptimizerBinding:
             result = run(*args, **kwargs)
         if self._use_masters and not self._is_stored:
             self.copy_masters_to_parameters()
+        if self._states is not None:
+            self._states.end_step()
         return result
 
     def _begin_part(self, parameters: list[Tensor], *, is_private: bool) -> None:
         """Give split masters and bfloat16 states their float32 values. See `step_in_parts`."""
         self._masters.open(parameters, is_private=is_private)
         if self._states is not None:
-            self._states.open(parameters)
+            self._states.open(parameters, is_private=is_private)
 
     def _store_in_step(self) -> None:
         """Copy the masters and round the states after the optimizer's own step, before other post-hooks run."""

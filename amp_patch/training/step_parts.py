@@ -14,10 +14,13 @@ from .groups import Groups
 from .split_masters import ClosedMaster, has_gradient
 
 _PART_ON_CPU = 2**20
-"""Elements of the split masters in a part: 4 MiB of float32. A part has at least one parameter."""
+"""Float32 numbers that are open in a part: 4 MiB. A part has at least one parameter."""
 
 _PART = 2**24
 """The same on other devices, where each kernel costs a launch."""
+
+_STATES = 3
+"""The largest number of states that an optimizer of torch keeps for each element."""
 
 _Part = list[list[Tensor]]
 """Parameters of a part, for each group of the optimizer."""
@@ -27,6 +30,7 @@ def step_in_parts(
     optimizer: Optimizer,
     groups: Groups,
     run: Callable[[], Any],
+    has_states: bool,
     begin_part: Callable[..., None],
     end_part: Callable[[list[Tensor]], None],
 ) -> Any:
@@ -38,13 +42,14 @@ def step_in_parts(
 
     Args:
         groups: the parameter groups of the optimizer.
+        has_states: whether states are opened, too.
         begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
             the script runs in the step.
         end_part: called with the parameters of each part after their step.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
-    parts = _divide(whole, groups.are_split) if is_private else [whole]
+    parts = _divide(whole, groups.are_split, has_states) if is_private else [whole]
     if len(parts) == 1:
         begin_part(_with_gradients(whole), is_private=is_private)
         return run()
@@ -63,17 +68,18 @@ def step_in_parts(
     return result
 
 
-def _divide(whole: _Part, are_split: bool) -> list[_Part]:
+def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
     """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened.
 
-    `are_split`: count only split masters. If False, all parameters have states to open.
+    `are_split`, `has_states`: what is opened.
     """
     sized: list[tuple[int, int, Tensor]] = []
     with without_overrides():
         for number, parameters in enumerate(whole):
             for parameter in parameters:
-                is_opened = (type(parameter) is ClosedMaster or not are_split) and has_gradient(parameter)
-                sized.append((parameter.numel() if is_opened else 0, number, parameter))
+                opened = (are_split and type(parameter) is ClosedMaster) + _STATES * has_states
+                size = parameter.numel() * opened if has_gradient(parameter) else 0
+                sized.append((size, number, parameter))
         limit = _PART_ON_CPU if all(parameter.is_cpu for _, _, parameter in sized) else _PART
     if sum(size for size, _, _ in sized) <= limit:
         return [whole]

@@ -50,10 +50,15 @@ class StochasticRounding:
     def __init__(self) -> None:
         self.steps = 0
         self._tables: dict[torch.device, Tensor] = {}
+        self._room: _Room | None = None
 
     def begin_step(self) -> None:
         """Go on to the random numbers of the next step."""
         self.steps += 1
+
+    def end_step(self) -> None:
+        """Free temporary tensors."""
+        self._room = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
@@ -85,7 +90,7 @@ class StochasticRounding:
         self, values: Sequence[Tensor], rounded: Sequence[Tensor], positions: Sequence[int], *, is_random: bool
     ) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            room = _Room(values)
+            room = self._get_room(values)
             for number, pieces in _cut_into_blocks(values, rounded, positions).items():
                 sources = [piece.source for piece in pieces]
                 source = sources[0] if len(sources) == 1 else torch.cat(sources)
@@ -97,6 +102,14 @@ class StochasticRounding:
                 result = _round(source, numbers, clamped)
                 results = result.split([piece.target.numel() for piece in pieces])
                 copy_(group([piece.target for piece in pieces], results))
+
+    def _get_room(self, values: Sequence[Tensor]) -> "_Room":
+        """Return the temporary tensors for a call, of an earlier call in the step if they fit."""
+        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
+        if self._room is None or self._room.size < size or self._room.device != values[0].device:
+            self._room = None  # freed before the next one is taken
+            self._room = _Room(size, values[0].device)
+        return self._room
 
     def _draw_(self, numbers: Tensor, block: int, pieces: Sequence["_Piece"]) -> None:
         """Fill an int32 tensor with the random numbers of pieces of a block, from -2**15 to 2**15 - 1."""
@@ -139,15 +152,12 @@ class _Piece(NamedTuple):
 
 
 class _Room:
-    """Temporary tensors for the blocks of a call, taken once: fresh memory costs as much time as the kernels.
+    """Temporary tensors for blocks of up to `size` elements. Fresh memory costs as much time as the kernels."""
 
-    Args:
-        values: the tensors that are rounded in the call.
-    """
-
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
-        self._numbers = torch.empty(size, dtype=torch.int32, device=values[0].device)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.device = device
+        self._numbers = torch.empty(size, dtype=torch.int32, device=device)
         self._clamped = torch.empty_like(self._numbers, dtype=torch.float32)
 
     def take(self, size: int) -> tuple[Tensor, Tensor]:
