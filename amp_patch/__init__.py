@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .api import *
     from .errors import *
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AmpError",

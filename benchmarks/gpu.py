@@ -1,11 +1,12 @@
-"""All that needs a GPU, in one go: the tests of devices, then the time and memory benchmarks at the sizes of GPUs.
+"""Time and memory of each level on a GPU, as ratios to torch.autocast; with --all everything else that needs a GPU.
 
-    python benchmarks/gpu.py --out results            # about 20 minutes on an H200
-    python benchmarks/gpu.py --out results --only tests,host-bound,memory
-    python benchmarks/gpu.py --out results --rehearse            # on the simulated device of the tests, without a GPU
+    python benchmarks/gpu.py                 # a small GPT in float16 and bfloat16: at most five minutes
+    python benchmarks/gpu.py --all           # also the tests of devices, GPT-2 and ResNet-50: at most an hour
+    python benchmarks/gpu.py --only tests,host-bound,memory
+    python benchmarks/gpu.py --rehearse      # on the simulated device of the tests, without a GPU
 
-Every stage is a process of its own, with a time limit; what it prints goes into the folder, and a stage that fails
-stops no other.
+Every stage is a process of its own, with a time limit; what it prints goes into the folder of --out, and a stage that
+fails stops no other.
 """
 
 import argparse
@@ -44,7 +45,20 @@ def _benchmark(name: str, seconds: int, command: str) -> Stage:
     return Stage(name, (f"benchmarks/{script}.py", *options, "--device", "cuda"), seconds)
 
 
+QUICK = (
+    _benchmark(
+        "quick-float16",
+        150,
+        "step --fused --workload gpt-512 --micro-batches 1 --modes autocast-float16,O1,O2 --rounds 5",
+    ),
+    _benchmark(
+        "quick-bfloat16",
+        150,
+        "step --fused --workload gpt-512 --micro-batches 1 --modes autocast-bfloat16,O4,O5 --rounds 5",
+    ),
+)
 STAGES = (
+    *QUICK,
     Stage("tests", ("-m", "pytest", "tests/devices", "-p", "no:cacheprovider", "-rf"), 420),
     _benchmark("compute-bound", 240, f"step --fused --workload gpt2 --micro-batches 1 {FLOAT16} --steps 8"),
     _benchmark("host-bound", 240, f"step --fused {SMALL} --micro-batches 1 {FLOAT16} --rounds 7"),
@@ -133,14 +147,23 @@ def _run_here(stage: Stage, folder: Path) -> None:
 
 def main() -> None:
     names = [stage.name for stage in STAGES]
-    parser = argparse.ArgumentParser(description="Run everything that needs a GPU and keep the results.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results; made if need be")
-    parser.add_argument("--only", default=",".join(names), help=f"stages, with a comma between, of {', '.join(names)}")
+    parser = argparse.ArgumentParser(
+        description="Compare the levels with torch.autocast on a GPU, and keep the results.",
+        epilog="examples: python benchmarks/gpu.py; python benchmarks/gpu.py --all --out results/h100",
+    )
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder to write to (default: %(default)s)")
+    stages = parser.add_mutually_exclusive_group()
+    stages.add_argument(
+        "--only",
+        default=",".join(stage.name for stage in QUICK),
+        help=f"stages, with a comma between, of {', '.join(names)} (default: %(default)s)",
+    )
+    stages.add_argument("--all", action="store_true", help="run every stage: up to an hour")
     parser.add_argument(
         "--rehearse", action="store_true", help="see that all of it runs: on a simulated device, as small as can be"
     )
     arguments = parser.parse_args()
-    chosen = arguments.only.split(",")
+    chosen = names if arguments.all else arguments.only.split(",")
     unknown = sorted(set(chosen) - set(names))
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not one of {', '.join(names)}")
@@ -151,7 +174,7 @@ def main() -> None:
             importlib.import_module(name)
         chosen = [name for name in chosen if name not in UNREHEARSED]
     elif not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here")
+        parser.error("torch sees no CUDA device here; --rehearse runs the stages on a simulated device")
     name = "simulated device" if arguments.rehearse else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}")
     for stage in STAGES:
@@ -162,6 +185,8 @@ def main() -> None:
             print(
                 (arguments.out / f"{stage.name}.txt").read_text(encoding="utf-8", errors="replace")[-3000:], flush=True
             )
+    if not arguments.rehearse:
+        print(f'Please send what {arguments.out} holds: see CONTRIBUTING.md, "Send the figures of your GPU".')
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Code that the examples share: options, digits, the length of training, tables and pictures."""
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,8 @@ MOST_SECONDS = 80.0
 """Without --steps and --seeds, an example takes no longer than about this."""
 FEW_STEPS = 20
 """A slow machine trains from fewer seeds before it takes fewer steps than this."""
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#E69F00")
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#C2649A", "#009E73", "#B88000")
+STYLES = ("-", "--", "-.", ":")
 
 
 class Digits(NamedTuple):
@@ -26,10 +28,15 @@ class Digits(NamedTuple):
     test_labels: Tensor
 
 
-def parse_options(doc: str, steps: int, seeds: int = 1, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line. `options.may_shorten` tells whether steps and seeds are the defaults."""
+def parse_options(
+    doc: str, steps: int, seeds: int = 1, argv: Sequence[str] | None = None, unit: str = "optimizer steps"
+) -> argparse.Namespace:
+    """Read the command line. `options.may_shorten` tells whether steps and seeds are the defaults.
+
+    `unit` says what --steps counts.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of each training (default: {steps})")
+    parser.add_argument("--steps", type=int, help=f"{unit} of each training (default: {steps})")
     if seeds > 1:
         parser.add_argument("--seeds", type=int, help=f"how many seeds to train from (default: {seeds})")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -129,11 +136,23 @@ def report_checks(checks: Mapping[str, bool]) -> int:
 
 
 def make_figure(panels: int) -> tuple[Any, list[Any]]:
-    """Return matplotlib's figure and its panels, side by side; `figure.savefig(path)` writes it."""
+    """Return matplotlib's figure and its panels, below each other; `figure.savefig(path)` writes it."""
+    figure, drawn = make_mosaic([[str(panel)] for panel in range(panels)], 4.5)
+    return figure, list(drawn.values())
+
+
+def make_mosaic(rows: Sequence[Sequence[str]], height: float) -> tuple[Any, dict[str, Any]]:
+    """Return matplotlib's figure and its panels by name, in rows of `height` inches.
+
+    It is six inches wide, so that a telephone shows its text large enough.
+    """
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6 * panels, 5), dpi=120, layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    rcParams["font.size"] = 12
+    rcParams["axes.titlesize"] = 12
+    figure = Figure(figsize=(6, height * len(rows)), dpi=120, layout="constrained")
+    return figure, figure.subplot_mosaic([list(row) for row in rows])
 
 
 def mean_of_last(losses: Sequence[float]) -> float:
@@ -142,25 +161,62 @@ def mean_of_last(losses: Sequence[float]) -> float:
 
 
 def draw_lines(axes: Any, title: str, lines: Mapping[str, Sequence[float]]) -> None:
-    """Draw losses over the steps, each the mean of the last 20; later lines are thinner, so that none hides another."""
+    """Draw losses over the steps, each the mean of the last 20.
+
+    Later lines are thinner, so that none hides another, and the dashes of each are its own.
+    """
     for order, (name, losses) in enumerate(lines.items()):
-        means = [mean_of_last(losses[:end]) for end in range(1, len(losses) + 1)]
+        means = _smooth(losses)
         width = 1 + 0.9 * (len(lines) - 1 - order)
-        axes.plot(range(1, len(means) + 1), means, color=COLOURS[order], linewidth=width, label=name)
+        style = STYLES[order % len(STYLES)]
+        axes.plot(range(1, len(means) + 1), means, color=COLOURS[order], linewidth=width, linestyle=style, label=name)
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_title(title)
     axes.legend()
 
 
+def draw_differences(panels: Mapping[str, Any], lines: Mapping[str, Sequence[float]]) -> None:
+    """Draw the losses of the first line, and in a panel for each other its difference from the first, in percent.
+
+    Losses are means of the last 20. All differences have the same axis.
+    """
+    (first, losses), *rest = lines.items()
+    reference = _smooth(losses)
+    steps = range(1, len(reference) + 1)
+    panels[first].plot(steps, reference, color=COLOURS[0])
+    panels[first].set_yscale("log")
+    panels[first].set_title(f"{first}: training loss")
+    differences: dict[str, list[float]] = {}
+    for name, losses_of_line in rest:
+        pairs = zip(_smooth(losses_of_line), reference, strict=True)
+        differences[name] = [100 * (loss / loss_of_first - 1) for loss, loss_of_first in pairs]
+    sizes = [abs(value) for values in differences.values() for value in values if math.isfinite(value)]
+    most = 1.1 * max(sizes, default=0) or 1.0
+    for order, (name, values) in enumerate(differences.items()):
+        panels[name].axhline(0, color=COLOURS[0], linewidth=0.8)
+        panels[name].plot(steps, values, color=COLOURS[1 + order], linewidth=2)
+        panels[name].set_ylim(-most, most)
+        panels[name].set_title(f"{name} minus {first}, %")
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    return [mean_of_last(losses[:end]) for end in range(1, len(losses) + 1)]
+
+
 def draw_bars(axes: Any, title: str, bars: Mapping[str, Mapping[str, float]], form: str = "%.1f") -> None:
     """Draw a group of bars for each place on the axis; `bars` has a series by name, and in it values by place."""
     width = 0.8 / len(bars)
+    size = 10
+    if len(bars) > 2:
+        size = 8  # or numbers would touch
     for order, (name, values) in enumerate(bars.items()):
         places = [place + width * (order - (len(bars) - 1) / 2) for place in range(len(values))]
         drawn = axes.bar(places, list(values.values()), width, color=COLOURS[1 + order], label=name)
-        axes.bar_label(drawn, fmt=form, fontsize=8)
+        axes.bar_label(drawn, fmt=form, fontsize=size)
         axes.set_xticks(range(len(values)), list(values))
     axes.set_title(title)
+    axes.margins(y=0.15)  # room for the numbers on the bars
     if len(bars) > 1:
-        axes.legend()
+        axes.margins(y=0.3)  # and for the legend above them
+        axes.legend(loc="upper center", ncols=3)

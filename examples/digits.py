@@ -132,10 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nLosses are means over {options.seeds} seeds. Differences up to {noise:.1e} are noise: the loss of O0")
     print("changes as much when every pixel grows by one unit in the last place.")
     if options.plot:
-        figure, (losses, times) = common.make_figure(2)
-        common.draw_lines(losses, "Training loss, seed 0", {level: runs[0].losses for level, runs in results.items()})
+        rows = [*(LEVELS[place : place + 2] for place in range(0, len(LEVELS), 2)), ("time", "time")]
+        figure, panels = common.make_mosaic(rows, 2.4)
+        figure.suptitle("Training loss over the steps, seed 0")
+        common.draw_differences(panels, {level: runs[0].losses for level, runs in results.items()})
         medians = {level: statistics.median(run.ms_per_step for run in runs) for level, runs in results.items()}
-        common.draw_bars(times, "Time of a step, median (ms)", {"ms": medians})
+        common.draw_bars(panels["time"], "Time of a step, median (ms)", {"ms": medians})
         figure.savefig(options.plot)
         print(f"Losses and times: {options.plot}")
     return 0

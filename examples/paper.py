@@ -134,13 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             common.draw_lines(axes, title, {name: result.losses for name, result in results.items()})
         plain, scaled, _ = found[1].values()
         sizes = plain.gradients[plain.gradients != 0].abs().log2()
-        for scale in (1.0, scaled.loss_scale):
+        styles = ({"color": common.COLOURS[1]}, {"color": common.COLOURS[2], "linestyle": "--"})
+        for scale, style in zip((1.0, scaled.loss_scale), styles, strict=True):
             shifted = (sizes + math.log2(scale)).tolist()
-            panels[2].hist(shifted, range(-48, 17), density=True, histtype="step", label=f"times {scale:g}")
+            panels[2].hist(shifted, range(-48, 17), density=True, histtype="step", label=f"times {scale:g}", **style)
         panels[2].axvspan(-48, -25, color="#D55E00", alpha=0.16, label="zero in float16")
         panels[2].axvspan(-25, -14, color="#E69F00", alpha=0.16, label="subnormal in float16")
-        panels[2].set_title("The autoencoder's gradients in float32: log2 of magnitudes")
-        panels[2].legend()
+        panels[2].set_title("The autoencoder's gradients: log2 of their size")
+        panels[2].margins(y=0.5)  # room for the legend above
+        panels[2].legend(loc="upper center", ncols=2, fontsize=10)
         figure.savefig(options.plot)
         print(f"Losses and gradients: {options.plot}")
     return 0

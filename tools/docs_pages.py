@@ -22,9 +22,19 @@ PAGES = {
 }
 """Where a file of the repository is in the documentation."""
 
-BOOST = {"index.md": 0.5, "levels.md": 4, "autocast.md": 2, "nan.md": 2, "quiet.md": 2, "changelog.md": 0}
+BOOST = {
+    "index.md": 0.5,
+    "which.md": 2,
+    "levels.md": 4,
+    "autocast.md": 2,
+    "nan.md": 2,
+    "quiet.md": 2,
+    "changelog.md": 0,
+}
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_TAG = re.compile(r"(<[^>]*>)")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
 
@@ -54,3 +64,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return posixpath.relpath(moved, posixpath.dirname(name) or ".")
 
     return _LINK.sub(follow, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Mark the options of commands, so that the style can keep each on one line."""
+    parts = _TAG.split(html)
+    parts[::2] = [_OPTION.sub(r'<span class="option">\g<0></span>', text) for text in parts[::2]]
+    return "".join(parts)

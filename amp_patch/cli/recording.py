@@ -36,6 +36,7 @@ WIDENED: empty; the script failed after it got float32 where it asks for 16 bits
 """
 
 _PROGRESS_SECONDS = 1.0
+_LONGEST_WAIT = 60.0  # seconds in which the command ends a rank; it takes six
 _TROUBLE = 1  # exit code of a script that an armed run has stopped
 _SPAWN = "torch.multiprocessing.spawn"
 
@@ -95,8 +96,8 @@ class _ProbeStarter(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
-            # other ranks would wait for this one for ever, so it goes on until the command ends all of them
-            return
+            # If this rank ended, others would wait for it for ever. If it went on, it might overwrite a checkpoint.
+            time.sleep(_LONGEST_WAIT)  # the command ends all ranks meanwhile
         raise SystemExit(0 if self._folder is not None else _TROUBLE)
 
     def _write(self) -> None:

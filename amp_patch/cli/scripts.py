@@ -31,6 +31,7 @@ TAIL = 20
 
 _POLL_SECONDS = 0.5
 _PROGRESS_SECONDS = 10.0
+_ENDED = "amp-patch: the run is over, and all its processes were ended (a launcher reports that as signal 15)"
 _GRACE_SECONDS = 5.0  # for other ranks to write their recordings, after the run is over
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
@@ -326,16 +327,22 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
                     process.terminate()
             except subprocess.TimeoutExpired:
                 if is_over():
-                    return _end(process)
+                    return _end(process, is_shown=log is None)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> int:
-    """End the process of a run that is over, after a grace period for other ranks to write their recordings."""
+def _end(process: "subprocess.Popen[bytes]", *, is_shown: bool) -> int:
+    """End the process of a run that is over, after a grace period for other ranks to write their recordings.
+
+    Args:
+        is_shown: whether the terminal shows the messages of the process.
+    """
     try:
         process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
+        if is_shown:
+            print(_ENDED, file=sys.stderr)
     # the recording is complete, so the run succeeded however the script ended
     return 0
 

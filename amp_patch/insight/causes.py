@@ -91,10 +91,7 @@ class _Divergence(Diagnosis):
                 return True
         if fault.step == 0:  # nothing has grown yet
             return False
-        if course.has_grown:
-            return True
-        is_made_by_op = fault.phase is not Phase.STEP and not evidence.fits_in_float32
-        return is_made_by_op and evidence.largest is not None and evidence.largest > _LARGE
+        return course.has_grown
 
     def describe(self, fault: FaultRecord) -> str:
         return f"losses or weights have grown without bound ({_format_share(fault)}{_format_inputs(fault)})"

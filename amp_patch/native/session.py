@@ -131,6 +131,10 @@ class NativeSession(Session):
         """Return whether a module is part of a noted model."""
         return module in self._modules
 
+    def has_noted(self, module: nn.Module) -> bool:
+        """Return whether there is nothing to do at a call of a module: its model is noted, and no module rule acts."""
+        return self.bindings.regions is None and module in self._modules
+
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Record an optimizer that takes a step."""
         if all(reference() is not optimizer for reference in self._optimizers):

@@ -227,6 +227,12 @@ class Takeover:
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Forward pre-hook of all modules: notice models, and apply module rules."""
+        if compiling.is_dynamo_compiling():
+            return None
+        session = find_session()
+        # nearly every call: this runs for each module of a model in each step
+        if session is not None and not self._everywhere and session.has_noted(module):
+            return None
         self._whole_script.come_back()  # if the last step raised an error, its post-hook did not run
         if compiling.is_traced() or has_own_amp():
             return None

@@ -11,7 +11,7 @@ from ..casting import Mode, Switch, WeightCache
 from ..errors import NoLoss, SessionError
 from ..events import tell, watchers
 from ..reporting import warn
-from ..torch_private import without_overrides
+from ..torch_dispatch import without_functions
 from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
 from .overflow_flags import Block, OverflowFlags
@@ -65,7 +65,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             scaled_loss = _mul(scaled_loss, self.scale)
             if self.scaler.awaits_backward and scaled_loss.requires_grad:
                 scaled_loss.register_hook(self.scaler.note_backward)
-        with without_overrides():
+        with without_functions():
             self._gradients.begin(self)
         if watchers:
             self._tell(loss, scaled_loss)
@@ -82,7 +82,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
         self.has_failed = kind is not None
-        with without_overrides():
+        with without_functions():
             # after an exception, end it even if it is delayed, because the script may not enter another block
             self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:

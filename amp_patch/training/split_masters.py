@@ -147,12 +147,20 @@ def can_split(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
+def get_gradient(tensor: Tensor) -> Tensor | None:
+    """Return the gradient of a master or a parameter. Does not make the float32 gradient of a closed master: if there is
+    none yet, return the gradient in the dtype in which it is kept.
+    """
+    if type(tensor) is not ClosedMaster:
+        return tensor.grad
+    kept = tensor.low_half.gradient
+    with without_overrides():
+        return tensor.grad if kept is None else kept
+
+
 def has_gradient(tensor: Tensor) -> bool:
     """Return whether a master or a parameter has a gradient. Does not make the float32 gradient of a closed master."""
-    if type(tensor) is not ClosedMaster:
-        return tensor.grad is not None
-    with without_overrides():
-        return tensor.low_half.gradient is not None or tensor.grad is not None
+    return get_gradient(tensor) is not None
 
 
 def open_gradients(masters: Iterable[Tensor]) -> None:

@@ -19,7 +19,7 @@ from ..torch_private import (
     get_storage_uses,
     view_negated,
 )
-from .split_masters import ClosedMaster, has_gradient, open_gradients
+from .split_masters import ClosedMaster, get_gradient, has_gradient, open_gradients
 
 # op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
@@ -87,11 +87,10 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     Waits for the device once, and if there may be such a parameter, once more for each gradient.
     """
     with_values: list[tuple[Tensor, Tensor]] = []
-    parameters = list(parameters)
-    open_gradients(parameters)
     for parameter in parameters:
-        if parameter.grad is not None:
-            with_values.append((parameter, dense_values(parameter.grad)))
+        gradient = get_gradient(parameter)
+        if gradient is not None:
+            with_values.append((parameter, dense_values(gradient)))
     if not with_values:
         return []
     # A sum over inf or NaN is inf or NaN, and takes a tenth of the time of isfinite. If the sum is not finite, look at
@@ -103,18 +102,14 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter, values in with_values if not bool(torch.isfinite(values).all())]
 
 
-def find_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the L2 norm of each gradient: 0-dim float32, inf or NaN if the gradient has one. Waits for nothing.
+def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sum of the L2 norms of all gradients of each device and dtype: 0-dim float32. Waits for nothing.
 
-    The norm of finite values can be inf, too, above 1e19.
+    The sum is inf or NaN if a gradient has such a value. It can be inf for finite values, too, above 1e19.
     """
-    norms: list[Tensor] = []
-    parameters = list(parameters)
-    open_gradients(parameters)
-    for values in _group_values([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        # in 16 bits, the square of a finite number may be infinite
-        norms += foreach_norm(values, 2, dtype=torch.float32)
-    return norms
+    groups = _group_values([gradient for gradient in map(get_gradient, parameters) if gradient is not None])
+    # in 16 bits, the square of a finite number may be infinite
+    return [torch.stack(foreach_norm(values, 2, dtype=torch.float32)).sum() for values in groups]
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 
+from amp_patch.cli import scripts
 from amp_patch.cli.main import main
 from amp_patch.insight import Recording
 
@@ -60,3 +61,14 @@ def test_a_script_is_armed(command, then, run_scripts, tmp_path, capsys):
     assert "step 5: the loss is -inf" in printed and "log at train.py:10" in printed
     assert ("trained" in printed) == (then == "go")
     assert [trouble.step for trouble in Recording.read(file).troubles] == [5]
+
+
+def test_a_rank_that_is_stopped_trains_no_further_while_it_waits_for_its_end(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(scripts, "_GRACE_SECONDS", 0.5)
+    is_a_rank = 'import os\nos.environ.update(RANK="1", WORLD_SIZE="2")\n'
+    counts = "    open('steps', 'a').write(f'{step} ')\n"
+    (tmp_path / "train.py").write_text(is_a_rank + SCRIPT.replace("    optimizer.zero_grad()\n", counts, 1))
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", "--armed", "train.py"]) == 1
+    assert "rank 1, step 5: the loss is" in capfd.readouterr().out
+    assert (tmp_path / "steps").read_text().split() == list("012345")

@@ -222,6 +222,22 @@ def test_weights_in_half_are_the_remedy_for_an_eps_that_is_zero_and_no_larger_ep
     assert "float32 weights" in text and "torch.autocast" in text and "eps=1e-4" not in text
 
 
+def test_a_batch_with_huge_values_is_no_divergence():
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    batches = [torch.randn(4, 8) for _ in range(5)]
+    batches[3][1] = 1e30
+
+    def step():
+        optimizer.zero_grad()
+        net(batches.pop(0)).square().mean().backward()
+        optimizer.step()
+
+    fault = find_first(trace(step, steps=5))
+    assert (fault.step, fault.cause) == (3, "mathematics")
+
+
 # ---- whether a repaired training trains ------------------------------------------------------------------------------
 
 PLAIN = (2.0, 1.8, 1.6, 1.4, 1.2, 1.0)

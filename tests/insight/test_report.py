@@ -1,7 +1,7 @@
 """The page of a recording needs no other file, shows what was recorded, and takes none of it for markup.
 
 Guards: insight/report/page, insight/report/compared, insight/report/charts, insight/report/tables.
-Guards: insight/report/markup, insight/comparing/summary.
+Guards: insight/report/markup, insight/report/marks, insight/comparing/summary.
 """
 
 import html.parser
@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 
+import pytest
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
@@ -16,7 +17,8 @@ from amp_patch.insight.comparing.summary import COLOURS, pick_colours
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CurveRecord, LayerRecord, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
-from amp_patch.insight.report.charts import Series, draw_curves
+from amp_patch.insight.report.charts import Series, draw_figure
+from amp_patch.insight.report.marks import SHAPES, draw_mark, place_marks
 from amp_patch.insight.report.tables import Cell, make_table
 
 VOID = {"meta", "link", "input", "br"}
@@ -95,7 +97,7 @@ def test_every_field_has_a_label_and_every_id_is_one():
     assert len(ids) == len(set(ids))
     labels = {attributes["for"] for attributes in page.of("label")}
     assert {attributes["id"] for tag in ("input", "select") for attributes in page.of(tag)} == labels
-    assert all(attributes.get("aria-label") for attributes in page.of("svg"))
+    assert all(attributes.get("aria-label") or attributes.get("aria-hidden") for attributes in page.of("svg"))
 
 
 def test_a_recording_of_ops_alone_is_a_page_of_ops(tmp_path):
@@ -139,15 +141,55 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
         "O5": [1.0, 2.0, math.nan],
     }
     series = [Series(name, number, each, each, each) for number, (name, each) in enumerate(values.items())]
-    styles = {
-        attributes["data-series"]: attributes["style"] for attributes in Page(draw_curves(series, (), "loss")).of("g")
-    }
+    page = Page(draw_figure(series, "Losses.", label="loss", has_keys=True))
+    styles = {attributes["data-series"]: attributes["style"] for attributes in page.of("g") if "style" in attributes}
+    assert "Losses. Dashes alternate where lines coincide: O0, O1 and O5." in page.texts
+    assert [text.strip() for text in page.texts if text.strip() in values and text != text.strip()] == list(values)
     assert "dash" not in styles.pop("O4")
     turns = [re.search(r"dasharray:(\d+) (\d+);stroke-dashoffset:(-?\d+)", style).groups() for style in styles.values()]
     dashes, gaps, offsets = ([int(turn[column]) for turn in turns] for column in range(3))
     period = dashes[0] + gaps[0]
     drawn = [(place - offset) % period for offset, dash in zip(offsets, dashes, strict=True) for place in range(dash)]
     assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))
+
+
+@pytest.mark.parametrize("ranged", [0, 1, 3])
+def test_ranges_of_several_lines_are_never_areas_which_would_mix_their_colours(ranged):
+    low, high = [0.5] * 20, [2.0] * 20
+    series = [Series(f"O{number}", number, [1.0] * 20, low, high) for number in range(ranged)]
+    series.append(Series("O5", 5, [1.0] * 20, [1.0] * 20, [1.0] * 20))
+    page = Page(draw_figure(series, "", label="loss"))
+    classes = [attributes.get("class") for _, attributes in page.elements]
+    assert classes.count("band") == (ranged == 1)
+    assert (classes.count("range") > 0) == (ranged > 1) == ("range over the seeds" in "".join(page.texts))
+
+
+def test_marks_of_lines_that_coincide_never_cover_each_other():
+    points = [(50.0, 10.0), (200.0, 80.0), (300.0, math.nan), (430.0, 20.0)]
+    places = [x for order in range(6) for x, _ in place_marks(points, order, 6, (46, 432))]
+    gaps = [right - left for left, right in zip(sorted(places), sorted(places)[1:], strict=False)]
+    assert len(places) >= 6 and min(gaps) >= 15.9
+    assert all(10 <= y <= 80 for order in range(6) for _, y in place_marks(points, order, 6, (46, 432)))
+    assert list(place_marks(points[:1], 3, 6, (46, 432))) == points[:1]
+
+
+def test_runs_of_a_picture_are_told_apart_without_colour_and_seen_on_both_pages():
+    marks = {draw_mark(number, 0, 0) for number in range(len(COLOURS))}
+    assert len(marks) == len(SHAPES) == len(COLOURS)
+    for colours in COLOURS:
+        assert contrast(colours.light, "#ffffff") >= 3 and contrast(colours.dark, "#16181b") >= 3
+
+
+def contrast(*colours):
+    """The contrast of two colours, as the WCAG define it."""
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour):
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (each / 12.92 if each <= 0.03928 else ((each + 0.055) / 1.055) ** 2.4 for each in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_a_table_has_what_the_script_sorts_and_filters_by():

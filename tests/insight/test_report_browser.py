@@ -4,7 +4,7 @@ Guards: insight/report/tables, insight/report/charts, amp_patch/insight/report/r
 """
 
 import pytest
-from browsing import needs_a_browser, open_browser, show
+from browsing import find_cut_off, needs_a_browser, open_browser, show
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import exponents
@@ -106,15 +106,21 @@ def test_the_slider_moves_the_zones_and_their_shares(low, keys, power, page, wri
     assert sum(25 * (infinite[0] < bar < infinite[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares[2]
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(page, width):
+    show(page, width)
+    assert find_cut_off(page, "main *") == []
+
+
 def test_runs_are_taken_out_of_the_charts_and_put_back(page):
     groups = "[...document.querySelectorAll('[data-series=O4]')]"
     shown = f"return {groups}.map(group => group.getBoundingClientRect().width > 0)"
-    assert page.execute_script(shown) == [True, True]
+    assert page.execute_script(shown) == [True] * 4  # a line and its marks, in two charts
     press(page, "[data-run=O4]", " ")
-    assert page.execute_script(shown) == [False, False]
+    assert page.execute_script(shown) == [False] * 4
     assert page.find_element("css selector", "[data-run=O4]").get_attribute("aria-pressed") == "false"
     press(page, "[data-run=O4]", " ")
-    assert page.execute_script(shown) == [True, True]
+    assert page.execute_script(shown) == [True] * 4
 
 
 def test_the_download_is_the_records(page, tmp_path, written):

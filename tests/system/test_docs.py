@@ -111,9 +111,13 @@ def test_the_reference_has_every_public_name():
     assert described == public | {"errors"} | {f"insight.{name}" for name in insight.__all__ if name not in internal}
 
 
-def test_the_readme_is_short_and_its_output_is_that_of_a_page_that_is_run():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
-    shown = [code for language, code in BLOCKS["README.md"] if language == "console"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.md"])
+def test_output_on_a_first_page_is_that_of_a_page_that_is_run(page):
+    shown = [code for language, code in BLOCKS[page] if language == "console"]
     assert shown and all(code in PAGES["nan.md"] for code in shown)
 
 
@@ -125,11 +129,46 @@ def test_the_loop_of_the_readme_runs_before_and_after(kept):
     amp.reset()
 
 
-def test_the_commands_are_targets_of_the_makefile():
-    commands = [line for language, code in BLOCKS["README.md"] if language == "sh" for line in code.splitlines()]
-    assert commands == ["make demo", "make test"]
+def find_rows(text):
+    """Return the cells of every row of a table, by the first cell."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    times, memory = load_tool("draw_figures").read_tables((ROOT / "benchmarks" / "README.md").read_text())
+    modes = ("float32", "O4", "O5")
+    shown = find_rows(README)
+    for workload, name in {"gpt-256": "GPT of width 256", "mlp": "MLP of width 1024"}.items():
+        assert shown[f"step time, {name}"] == [f"{times[workload, mode]:.2f}" for mode in modes]
+        assert shown[f"peak memory, {name}"] == [f"{memory[workload, mode]:.2f}" for mode in modes]
+    counts = find_rows(PAGES["launches.md"].partition("As ratios")[0])
+    launches = {mode: int(cells[2]) for mode, cells in counts.items() if cells[2:3] and cells[2].isdigit()}
+    ratios = [launches[level] / launches["autocast-bfloat16"] for level in ("O0", "O4", "O5")]
+    assert shown["kernel launches, small GPT"] == [f"{ratio:.2f}" for ratio in ratios]
+    for level in ("O1", "O2"):
+        assert f"{1 - launches[level] / launches['autocast-float16']:.0%} ({level})" in README
+
+
+def test_targets_that_pages_name_are_in_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.MULTILINE) for command in commands)
+    for page, text in PAGES.items():
+        for target in re.findall(r"`make ([a-z-]+)", text):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), (page, target)
+
+
+def test_commands_in_tables_take_their_options():
+    """The options of `amp-patch` commands in the README and on the page of troubles are on the page of the commands."""
+    reference = {
+        part.partition("\n")[0]: part for part in re.split(r"^#+ amp-patch ", PAGES["cli.md"], flags=re.MULTILINE)
+    }
+    commands = re.findall(r"`amp-patch ([^`]+)`", README + PAGES["which.md"])
+    assert len(commands) > 25
+    for command in commands:
+        words = command.split()
+        name = " ".join(words[:2]) if words[0] == "lists" else words[0]
+        unknown = [word for word in words if word.startswith("--") and word not in reference[name]]
+        assert not unknown, command
 
 
 def test_the_list_of_the_readme_has_no_fault(tmp_path):
@@ -170,7 +209,8 @@ def test_pages_name_public_functions_that_there_are():
     "tool, page, make",
     [
         ("generate_cli_page", "cli.md", lambda tool: tool.make_page()),
-        ("draw_figures", "figures.svg", lambda tool: tool.draw((ROOT / "benchmarks" / "README.md").read_text())),
+        ("draw_figures", "figures.svg", lambda tool: tool.draw(tool.TABLES.read_text())),
+        ("draw_figures", "figures-narrow.svg", lambda tool: tool.draw(tool.TABLES.read_text(), is_narrow=True)),
     ],
 )
 def test_what_is_generated_is_current(tool, page, make):

@@ -1,6 +1,6 @@
 """The wheel holds exactly the sources, its metadata is right, and the files around the package agree with each other.
 
-Guards: pyproject.toml, setup.py, requirements-*.txt, .ci/run, Makefile, __init__, amp.
+Guards: pyproject.toml, setup.py, MANIFEST.in, requirements-*.txt, .ci/run, Makefile, __init__, amp.
 """
 
 import email.message
@@ -110,7 +110,7 @@ def test_installed_wheel_works_away_from_the_sources(wheel: zipfile.ZipFile, tmp
 def test_metadata_of_the_wheel(metadata: email.message.Message) -> None:
     assert (metadata["Name"].replace("-", "_"), metadata["Version"], metadata["Requires-Python"]) == (
         "amp_patch",
-        "0.2.0",
+        "0.3.0",
         ">=3.11",
     )
     requirements = metadata.get_all("Requires-Dist", [])
@@ -130,6 +130,14 @@ def test_the_description_has_no_link_that_leads_nowhere(metadata: email.message.
     text = metadata.get_payload()
     assert "I already use torch.autocast" in text and "docs/autocast.md" in text
     assert re.findall(r"\]\((?!https?:)", text) == []
+
+
+def test_a_source_distribution_holds_what_the_readme_leads_to() -> None:
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    grafted = {words[1] for words in lines if words[0] == "graft"}
+    included = {name for words in lines if words[0] == "include" for name in words[1:]}
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert target.partition("/")[0] in grafted or target in included or re.fullmatch(r"\w+\.md", target), target
 
 
 def test_the_version_is_the_same_everywhere(metadata: email.message.Message) -> None:

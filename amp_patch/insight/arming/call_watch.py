@@ -1,11 +1,12 @@
 """`CallWatch`: writes the calls of a script outside of modules onto a `Tape`, and changes none of them."""
 
+import functools
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from .tape import Call, Given, Kind, Tape
 _CASTS = frozenset({"to", "float", "half", "bfloat16"})
 _DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel")
 _IN_BULK = ("_foreach_", "_amp_", "_fused_")
+_WITHOUT_TENSORS = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
 
 
@@ -33,14 +35,16 @@ class _ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        running: the modules that run, outermost first.
-        call: the call of the outermost module; None if it is not written.
+        root: the outermost module that runs; None between calls.
+        depth: how many calls of it run: a module may call itself.
+        call: its call; None if it is not written.
         is_following: whether functions are written.
         is_entered: whether the mode is on. While it handles `backward`, it cannot be taken off.
     """
 
     def __init__(self) -> None:
-        self.running: list[nn.Module] = []
+        self.root: nn.Module | None = None
+        self.depth = 0
         self.call: Call | None = None
         self.is_following = self.is_entered = False
 
@@ -88,7 +92,10 @@ class CallWatch:
             ]
         )
         for module, frame in calls_under_way():  # a session may be opened by the first call of a model
-            self._note_entry(module, frame.f_locals.get("args", ()), frame)
+            if self._local.root is None:
+                self._note_entry(module, frame.f_locals.get("args", ()), frame)
+            elif self._local.root is module:
+                self._local.depth += 1
 
     def stop(self) -> None:
         """Undo `start`. Harmless twice."""
@@ -100,34 +107,47 @@ class CallWatch:
         """End a step: the next call is of the next step."""
         self._tape.end()
         self._states.clear()
-        self._local.running.clear()  # torch calls no hook of a module that a KeyboardInterrupt has ended
+        self._local.root = None  # torch calls no hook of a module that a KeyboardInterrupt has ended
         self.leave()
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
+    # These two hooks run for every module of a model: each line of them costs time in every step.
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
-        if not compiling.is_dynamo_compiling():
-            self._note_entry(module, args, sys._getframe(1))
-
-    def _note_entry(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
-        """Note that a module is called. `frame` is torch's frame of the call."""
+        if compiling.is_dynamo_compiling():
+            return
         local = self._local
-        if not local.running and not self.is_paused and not is_replica(module) and get_backward_id() == -1:
-            session = self._get_session()
-            if session is not None and not compiling.is_traced():
-                self._begin_call(session, module, args, get_call_kwargs(frame))
-        local.running.append(module)
+        if local.root is None:
+            self._note_entry(module, args, sys._getframe(1))
+        elif local.root is module:
+            local.depth += 1
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of all modules, also after an exception."""
         if compiling.is_dynamo_compiling():
             return
         local = self._local
-        while local.running and local.running.pop() is not module:
-            pass
-        if not local.running and local.call is not None:
-            call, local.call = local.call, None
+        if local.root is module:
+            local.depth -= 1
+            if not local.depth:
+                self._note_end(output)
+
+    def _note_entry(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
+        """Note that an outermost module is called. `frame` is torch's frame of the call."""
+        local = self._local
+        local.root, local.depth = module, 1
+        if not self.is_paused and not is_replica(module) and get_backward_id() == -1:
+            session = self._get_session()
+            if session is not None and not compiling.is_traced():
+                self._begin_call(session, module, args, get_call_kwargs(frame))
+
+    def _note_end(self, output: Any) -> None:
+        """Note that the call of the outermost module has ended."""
+        local = self._local
+        call, local.root, local.call = local.call, None, None
+        if call is not None:
             self._end_call(call, output)
 
     def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -200,26 +220,29 @@ class CallWatch:
 
     def note_function(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Write a call of a function of torch that has run, if it has made or changed a tensor."""
-        session = self._get_session()
-        if session is None or self.is_paused or not self._local.is_following:
+        if self.is_paused or not self._local.is_following:
             return
-        name = str(getattr(function, "__name__", ""))
-        changes_first = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        results = [args[0]] if name == "__setitem__" else tensors_of(result)
-        if not results or name.startswith(_IN_BULK) or name in _SKIPPED or _is_gradient(function):
+        session = self._get_session()
+        if session is None:
+            return
+        traits = _find_traits(function)
+        if traits.is_skipped:
+            return
+        results = [args[0]] if traits.returns_nothing else tensors_of(result)
+        if not results:
             return
         first = next((value for value in args if isinstance(value, Tensor)), None)
         caller = find_caller()
-        if caller.by == "cast" and name in _CASTS and first is not None:
+        if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
         # The effect on a tensor from elsewhere is in that tensor already.
-        if changes_first and (first is None or not self._tape.is_known(first)):
+        if traits.changes_first and (first is None or not self._tape.is_known(first)):
             return
         if first is None and not tensors_of((args, kwargs)):
             return  # a new tensor, which is held by reference
-        call = Call(Kind.FUNCTION, function, caller, read_surroundings(session), changes_first=changes_first)
-        if any(word in name for word in _DRAWS):
+        call = Call(Kind.FUNCTION, function, caller, read_surroundings(session), changes_first=traits.changes_first)
+        if traits.draws:
             call.random = RandomState(session.device_type, has_python=False)
         self._tape.add(call, args, dict(kwargs))
         self._tape.note_results(call, results)
@@ -268,6 +291,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in the order of `cast_tree`."""
     if isinstance(value, Tensor):
         return [value]
+    if value is None or isinstance(value, _WITHOUT_TENSORS):
+        return []
     tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -278,6 +303,33 @@ def tensors_of(value: Any) -> list[Tensor]:
     return tensors
 
 
-def _is_gradient(function: Any) -> bool:
-    """Return whether a function reads `.grad` of a tensor."""
-    return getattr(getattr(function, "__self__", None), "__name__", "") == "grad"
+class _Traits(NamedTuple):
+    """The traits of a function of torch.
+
+    Attributes:
+        is_skipped: whether its calls are not written.
+        is_cast: whether it converts its argument to another dtype.
+        changes_first: whether it changes its first argument in place.
+        returns_nothing: whether it does so, and does not return it.
+        draws: whether it may draw random numbers.
+    """
+
+    is_skipped: bool
+    is_cast: bool
+    changes_first: bool
+    returns_nothing: bool
+    draws: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _find_traits(function: Any) -> _Traits:
+    name = str(getattr(function, "__name__", ""))
+    reads_gradient = getattr(getattr(function, "__self__", None), "__name__", "") == "grad"
+    is_setter = name == "__setitem__"
+    return _Traits(
+        is_skipped=name.startswith(_IN_BULK) or name in _SKIPPED or reads_gradient,
+        is_cast=name in _CASTS,
+        changes_first=is_setter or (name.endswith("_") and not name.endswith("__")),
+        returns_nothing=is_setter,
+        draws=any(word in name for word in _DRAWS),
+    )

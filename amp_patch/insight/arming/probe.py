@@ -18,6 +18,7 @@ from ...interrupts import UndoStack
 from ...native import watch
 from ...reporting import find_rank
 from ...session import Session, current
+from ...torch_dispatch import without_functions
 from ...torch_private import get_backward_id, get_version
 from ..fault_record import FaultRecord
 from ..fault_text import describe_further, format_fault
@@ -128,7 +129,8 @@ class Armed(Probe):
         """Note a loss."""
         if self._session is None or self.is_over or id(scaled_loss) == self._noted_loss:
             return
-        self._note_loss(self._session, loss, scaled_loss)
+        with without_functions():  # reading attributes of tensors is no part of the step
+            self._note_loss(self._session, loss, scaled_loss)
 
     def _note_plain_loss(self, session: Session, loss: Tensor) -> None:
         """Note a tensor that goes backward, unless it is a loss that was scaled."""

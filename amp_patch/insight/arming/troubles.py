@@ -174,12 +174,13 @@ def _has_bad_gradients(optimizer: Optimizer, losses: list[Tensor], *, has_flags:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [value.reshape(()).float() for value in losses]
     if not has_flags:
-        numbers += unscaling.find_norms(parameters)
+        numbers += unscaling.sum_norms(parameters)
     if not numbers:
         return False
     if len({number.device for number in numbers}) > 1:
         numbers = [number.cpu() for number in numbers]
-    if math.isfinite(float(torch.stack(numbers).sum())):
+    total = numbers[0] if len(numbers) == 1 else torch.stack(numbers).sum()
+    if math.isfinite(float(total)):
         return False
     has_bad_loss = not all(bool(value.isfinite()) for value in losses)
     return has_bad_loss or (not has_flags and bool(unscaling.find_nonfinite(parameters)))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from ...files import write_file
-from ..report import Markup, Series, draw_curves, element, make_page
+from ..report import Markup, Series, draw_figure, element, make_page
 from .contract import Contract, StepsRecord
 from .verdict import Verdict
 
@@ -31,12 +31,15 @@ def _list_breaks(verdict: Verdict) -> Markup:
         element("li", f"{each.kind}: {each.text}" + (f" ({each.site})" if each.site else "")) for each in verdict.breaks
     ]
     notes = [element("li", note) for note in verdict.notes]
-    parts = []
     if items:
-        parts.append(element("ol", *items))
+        parts = [element("h2", "Causes before effects"), element("ol", *items)]
+    elif notes:
+        parts = [element("h2", "Notes")]
+    else:
+        return Markup("")
     if notes:
         parts.append(element("ul", *notes, class_="notes"))
-    return element("section", element("h2", "Causes before effects" if items else "Notes"), *parts)
+    return element("section", *parts)
 
 
 def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
@@ -49,8 +52,7 @@ def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
         other = own.curve(curve.name)
         if other is not None and curve.values and curve.name != "skipped":
             caption = f"The {curve.name} of each step: promised, with its band, and now."
-            drawing = draw_curves([_band_of(curve), _line_of(other)], (), curve.name)
-            figures.append(element("figure", drawing, element("figcaption", caption)))
+            figures.append(draw_figure([_band_of(curve), _line_of(other)], caption, label=curve.name, has_keys=True))
     if figures:
         yield element("section", element("h2", "Curves"), element("div", *figures, class_="pair"))
 

@@ -257,13 +257,28 @@ def smoothed_steps(summary: Summary) -> int:
     return max(1, summary.about.steps // 25)
 
 
-# Okabe and Ito's palette without its yellow, which colour-blind readers can tell apart on white; then some more.
+class Colours(NamedTuple):
+    """The colour of a run on a light page, and on a dark one. Both have a contrast of at least 3 to their page."""
+
+    light: str
+    dark: str
+
+
+# After Okabe and Ito, whose colours colour-blind readers can tell apart; then some more.
 COLOURS = (
-    *("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7"),
-    *("#56B4E9", "#7F7F7F", "#8C564B", "#6A3D9A"),
+    Colours("#000000", "#ECECEC"),
+    Colours("#0072B2", "#4AA8E8"),
+    Colours("#D55E00", "#F0803C"),
+    Colours("#009E73", "#2FBF95"),
+    Colours("#B88000", "#F0B429"),
+    Colours("#C2649A", "#E08FBD"),
+    Colours("#2F9AD6", "#9AD6F7"),
+    Colours("#7F7F7F", "#9A9A9A"),
+    Colours("#8C564B", "#C08A7C"),
+    Colours("#6A3D9A", "#AA8EE0"),
 )
 
 
-def pick_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each run. Colours repeat once all are used."""
+def pick_colours(names: Iterable[str]) -> dict[str, Colours]:
+    """Return the colours of each run. They repeat once all are used."""
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))

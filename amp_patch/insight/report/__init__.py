@@ -1,7 +1,7 @@
 """One page of HTML of a recording: no other file, no network, no library. Nothing here imports torch."""
 
 from .charts import Series as Series
-from .charts import draw_curves as draw_curves
+from .charts import draw_figure as draw_figure
 from .markup import Markup as Markup
 from .markup import element as element
 from .page import make_page as make_page

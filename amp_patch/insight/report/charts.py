@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from ..comparing.exponents import FORMATS, find_shares
 from ..records import CLASSES, GradientRecord
+from .marks import draw_key, draw_mark, interpolate, place_marks
 from .markup import Markup, element, join
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
-LINE_WIDTH, DASH = 2, 8
+LINE_WIDTH, DASH = 2, 14
 
 
 class Series(NamedTuple):
@@ -26,12 +27,18 @@ class Series(NamedTuple):
     skipped: Sequence[int] = ()
 
 
-def draw_curves(
-    series: Sequence[Series], noise: Sequence[float], label: str, steps: Sequence[int] | None = None
+def draw_figure(
+    series: Sequence[Series],
+    caption: str,
+    *,
+    label: str,
+    noise: Sequence[float] = (),
+    steps: Sequence[int] | None = None,
+    has_keys: bool = False,
 ) -> Markup:
-    """Return lines over steps on a logarithmic axis.
+    """Return a chart of lines over steps on a logarithmic axis, and its caption, which names lines that coincide.
 
-    `steps` has the number of the step of each value; None: from 1.
+    `steps` has the number of the step of each value; None: from 1. With `has_keys` a legend stands above the chart.
 
     Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
     below `noise` is shaded. Skipped steps are marks on the step axis.
@@ -41,18 +48,59 @@ def draw_curves(
         longest = max((len(line.values) for line in series), default=1)
         steps = range(1, max(1, longest) + 1)
     axes = _Axes(steps, *_find_axis(shown))
+    groups = _group([axes.track(line.values) for line in series])
+    drawing = _draw(series, noise, axes, groups, label)
+    if sum(map(_has_range, series)) > 1:
+        caption += " Bars through marks: the range over the seeds."
+    together = [_join_names([series[order].name for order in group]) for group in groups if len(group) > 1]
+    if together:
+        caption += f" Dashes alternate where lines coincide: {'; '.join(together)}."
+    parts = [drawing, element("figcaption", caption)]
+    if has_keys:
+        keys = (element("span", draw_key(line.colour), f" {line.name}") for line in series)
+        parts.insert(0, element("p", *keys, class_="keys"))
+    return element("figure", *parts)
+
+
+def _draw(
+    series: Sequence[Series], noise: Sequence[float], axes: "_Axes", groups: Sequence[Sequence[int]], label: str
+) -> Markup:
     parts = [*axes.grid()]
     if noise:
         title = "noise: the difference that weights changed by one unit in the last place make"
         parts.append(axes.area([0.0] * len(noise), noise, "noise", title))
-    # Lines that coincide alternate their dashes: lines with the same first coinciding line form a group.
-    tracks = [axes.track(line.values) for line in series]
-    numbers = range(len(series))
-    firsts = [next(number for number in numbers if _run_together(track, tracks[number])) for track in tracks]
+    ranged = [line for line in series if _has_range(line)]
+    if len(ranged) == 1:  # areas of several lines would mix their colours
+        parts.append(axes.band(ranged[0]))
+        series = [line if line not in ranged else line._replace(low=(), high=()) for line in series]
+    lines: list[Markup] = []
+    marks: list[Markup] = []
     for order, line in enumerate(series):
-        place = firsts[:order].count(firsts[order])
-        parts.append(axes.draw(line, _style_line(place, firsts.count(firsts[order]))))
-    return element("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+        (group,) = (group for group in groups if order in group)
+        lines.append(axes.draw(line, _style_line(group.index(order), len(group))))
+        if len(series) > 1:
+            marks.append(axes.mark(line, order, len(series)))
+    return element("svg", *parts, *lines, *marks, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=label)
+
+
+def _has_range(series: Series) -> bool:
+    return any(low < high for low, high in zip(series.low, series.high, strict=True))
+
+
+def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return the numbers of lines in groups: those of a group coincide with its first line."""
+    groups: list[list[int]] = []
+    for number, track in enumerate(tracks):
+        group = next((group for group in groups if _run_together(track, tracks[group[0]])), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    return groups
+
+
+def _join_names(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
@@ -108,9 +156,9 @@ class _Axes:
             y = self._y(value)
             yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
             yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
-        for step in _round_steps(len(self._steps)):
-            label = str(self._steps[step - 1])
-            yield element("text", label, x=self._x(step - 1), y=HEIGHT - BOTTOM + 16, class_="mid")
+        for index in _find_labels(self._steps):
+            label = str(self._steps[index])
+            yield element("text", label, x=self._x(index), y=HEIGHT - BOTTOM + 16, class_="mid")
         yield element("text", "step", x=WIDTH - RIGHT, y=HEIGHT - 4, class_="end")
 
     def track(self, values: Sequence[float]) -> list[float]:
@@ -118,10 +166,8 @@ class _Axes:
         return [self._y(value) if math.isfinite(value) else math.nan for value in values]
 
     def draw(self, series: Series, style: str) -> Markup:
-        """Return a group with a line, its range, and a mark on the step axis for each skipped step."""
+        """Return a group with a line, and a mark on the step axis for each skipped step."""
         parts = []
-        if any(low != high for low, high in zip(series.low, series.high, strict=True)):
-            parts.append(self.area(series.low, series.high, "band", f"{series.name}: range over seeds"))
         runs: list[list[str]] = [[]]
         for step, value in enumerate(series.values):
             if math.isfinite(value):
@@ -138,6 +184,29 @@ class _Axes:
             title = element("title", f"{series.name}: step {self._steps[0] + step} was skipped")
             parts.append(element("path", title, d=f"M{x:.1f} {y}v-8", class_="line tick"))
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
+
+    def mark(self, series: Series, order: int, count: int) -> Markup:
+        """Return a group with the marks of one of `count` lines, and a bar through each for the range there."""
+        points = self._points(series.values)
+        ends: list[Sequence[tuple[float, float]]] = []
+        if _has_range(series):
+            ends = [self._points(series.low), self._points(series.high)]
+        parts: list[Markup] = []
+        for x, y in place_marks(points, order, count, (LEFT, WIDTH - RIGHT)):
+            heights = [interpolate(end, x) for end in ends]
+            if heights and all(map(math.isfinite, heights)):
+                bottom, top = heights
+                parts.append(element("path", d=f"M{x - 3:.1f} {top:.1f}h6m-3 0V{bottom:.1f}m-3 0h6", class_="range"))
+            parts.append(draw_mark(series.colour, x, y))
+        return element("g", *parts, class_=f"c{series.colour}", data_series=series.name)
+
+    def band(self, series: Series) -> Markup:
+        """Return a group with the area of the range of a line."""
+        area = self.area(series.low, series.high, "band", f"{series.name}: its range")
+        return element("g", area, class_=f"c{series.colour}", data_series=series.name)
+
+    def _points(self, values: Sequence[float]) -> list[tuple[float, float]]:
+        return [(self._x(step), height) for step, height in enumerate(self.track(values))]
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """Return the area between two lines."""
@@ -163,10 +232,11 @@ def _power_of_ten(power: int) -> Markup:
     return join(["10", element("tspan", str(power), dy="-5", class_="power")])
 
 
-def _round_steps(steps: int) -> list[int]:
-    """Return the labels of the step axis: 1, then round numbers."""
-    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if steps / (size * 10**power) <= 6)
-    return [1, *(step for step in range(every, steps + 1, every) if step > 1)]
+def _find_labels(steps: Sequence[int]) -> list[int]:
+    """Return the indices of the steps that have labels: the first, then round numbers."""
+    span = steps[-1] - steps[0]
+    every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if span / (size * 10**power) <= 6)
+    return [0, *(index for index, step in enumerate(steps) if index and step % every == 0)]
 
 
 # ---- the histogram ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from ..comparing.summary import Row, Summary, find_spread, sizes, smoothed_steps
 from ..comparing.text import footnotes, tabulate
 from ..records import LayerRecord
-from .charts import Series, draw_curves, draw_histogram, tell_shares
+from .charts import Series, draw_figure, draw_histogram, tell_shares
+from .marks import draw_key
 from .markup import Markup, element, join
 from .tables import Cell, make_table
 
@@ -56,12 +57,14 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
         _legend(rows, colours),
         element(
             "div",
-            _figure(
-                draw_curves(differences, noise, f"difference of the loss from {reference}"),
+            draw_figure(
+                differences,
                 f"Difference from {reference}, its size{smoothed}. Grey: the difference from"
                 " weights off by one unit in the last place. Ticks: skipped steps.",
+                label=f"difference of the loss from {reference}",
+                noise=noise,
             ),
-            _figure(draw_curves(losses, (), "training loss"), f"Training loss{smoothed}."),
+            draw_figure(losses, f"Training loss{smoothed}.", label="training loss"),
             class_="pair",
         ),
     )
@@ -80,7 +83,7 @@ def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
     buttons = [
         element(
             "button",
-            element("span", class_=f"swatch c{colours[row.name]}"),
+            draw_key(colours[row.name]),
             row.name,
             type="button",
             aria_pressed="true",

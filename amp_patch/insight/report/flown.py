@@ -7,7 +7,7 @@ from ..flight.describe import Grown, find_grown, find_limit, name_subject, summa
 from ..flight_record import FlightKind, FlightRecord
 from ..recordings import Recording
 from ..short_dtypes import spell_out
-from .charts import Series, draw_curves
+from .charts import Series, draw_figure
 from .markup import Markup, element
 
 MOST_CHARTS = 12
@@ -15,7 +15,7 @@ MOST_CHARTS = 12
 
 _LARGEST_SHOWN = 1e6  # the end of float16 fits on the axis of a chart; the ends of bfloat16 and float32 do not
 
-FLIGHT_STYLE = ".c0{--c:var(--accent)}\n.c1{--c:var(--hot)}\n"
+FLIGHT_STYLE = ".c0{--c:var(--accent)}\n.c1{--c:var(--limit)}\n"
 
 
 def make_flight(recording: Recording) -> Iterator[Markup]:
@@ -41,8 +41,7 @@ def _draw_grown(grown: Grown) -> Markup:
     drawn = [_make_series(0, "largest magnitude", record.largest)]
     caption = f"Largest magnitude of {name}."
     if limit < _LARGEST_SHOWN:
-        drawn.append(_make_series(1, "end of the format", [limit] * len(record.steps)))
-        caption += f" Orange: the largest {spell_out(record.low)}."
+        drawn.append(_make_series(1, f"largest {spell_out(record.low)}", [limit] * len(record.steps)))
     return _figure(drawn, record, caption)
 
 
@@ -52,8 +51,7 @@ def _draw_scale(record: FlightRecord) -> Markup:
 
 
 def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:
-    drawing = draw_curves(drawn, (), caption, record.steps)
-    return element("figure", drawing, element("figcaption", caption))
+    return draw_figure(drawn, caption, label=caption, steps=record.steps, has_keys=len(drawn) > 1)
 
 
 def _make_series(colour: int, name: str, values: Sequence[float]) -> Series:

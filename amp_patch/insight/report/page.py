@@ -74,13 +74,12 @@ def _read(name: str) -> str:
 
 
 def _style_of(names: Sequence[str]) -> str:
-    """Return a CSS class for the colour of each of the named runs. Black becomes white on a dark page."""
-    style = ""
-    for number, colour in enumerate(pick_colours(names).values()):
-        if colour == "#000000":
-            colour = "var(--ink)"
-        style += f".c{number}{{--c:{colour}}}\n"
-    return style
+    """Return CSS classes for the colours of the named runs, on a light and on a dark page."""
+    light, dark = "", ""
+    for number, colours in enumerate(pick_colours(names).values()):
+        light += f".c{number}{{--c:{colours.light}}}\n"
+        dark += f".c{number}{{--c:{colours.dark}}}\n"
+    return f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
 def _header(recording: Recording, command: str) -> Markup:
