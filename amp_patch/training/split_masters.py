@@ -148,8 +148,9 @@ def can_split(parameter: Tensor) -> bool:
 
 
 def get_gradient(tensor: Tensor) -> Tensor | None:
-    """Return the gradient of a master or a parameter. Does not make the float32 gradient of a closed master: if there is
-    none yet, return the gradient in the dtype in which it is kept.
+    """Return the gradient of a master or a parameter.
+
+    Does not make the float32 gradient of a closed master. If there is none yet, return the gradient that it keeps.
     """
     if type(tensor) is not ClosedMaster:
         return tensor.grad

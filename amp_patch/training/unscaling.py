@@ -171,11 +171,13 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        layout = master.low_half.low if type(master) is ClosedMaster else master
+        closed = master if type(master) is ClosedMaster else None
+        layout = master if closed is None else closed.low_half.low
         is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
-        is_first = scale is None and is_same_layout and not has_gradient(master)
-        if is_first and type(master) is ClosedMaster and _is_alone(gradient):
-            master.low_half.gradient = gradient
+        has_sum = master.grad is not None if closed is None else has_gradient(closed)
+        is_first = scale is None and is_same_layout and not has_sum
+        if is_first and closed is not None and _is_alone(gradient):
+            closed.low_half.gradient = gradient
         elif is_first and gradient.is_cpu:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
