@@ -225,11 +225,11 @@ def test_an_average_of_squares_keeps_moving():
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     (state,) = optimizer.state.values()
-    first = state["exp_avg_sq"].double().mean()
+    first = state["exp_avg_sq"].double().mean().item()
     model.weight.grad = torch.zeros_like(model.weight)
     for _ in range(200):
         optimizer.step()
-    assert state["exp_avg_sq"].double().mean() / first == pytest.approx(0.999**200, rel=0.005)
+    assert state["exp_avg_sq"].double().mean().item() / first == pytest.approx(0.999**200, rel=0.005)
 
 
 def test_random_numbers_of_the_script_stay():
