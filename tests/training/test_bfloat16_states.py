@@ -11,6 +11,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from interrupt_tracer import Interrupt, choose, count_lines
 from torch import nn
 from training import backward
 
@@ -364,3 +365,33 @@ def test_a_damaged_state_is_refused(entry):
     saved = amp.state_dict()
     with pytest.raises(amp.errors.CheckpointError, match="stochastic rounding"):
         amp.load_state_dict({**saved, "stochastic_rounding": entry})
+
+
+def test_an_interrupted_step_leaves_states_to_go_on_with(monkeypatch):
+    """Each state is that of before the step, or that of after it but for the rounding."""
+    monkeypatch.setattr(step_parts, "_PART_ON_CPU", 60)
+
+    def prepare():
+        model, optimizer = start(adam)
+        train(model, optimizer, 1)
+        backward(loss_of(model), optimizer)
+        return optimizer
+
+    def read_float32(optimizer):
+        states = sorted(optimizer.state_dict()["state"].items())
+        return [state[name].float() for _, state in states for name in ("exp_avg", "exp_avg_sq")]
+
+    optimizer = prepare()
+    before = read_float32(optimizer)
+    places = count_lines(optimizer.step)
+    after = read_float32(optimizer)
+    amp.reset()
+    for at in choose(places, 12, "states"):
+        optimizer = prepare()
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            optimizer.step()
+        torch.set_grad_enabled(True)
+        amp.reset()
+        for value, old, new in zip(read_float32(optimizer), before, after, strict=True):
+            assert value.dtype is torch.float32
+            assert torch.equal(value, old) or torch.allclose(value, new, rtol=2**-6, atol=1e-12)
