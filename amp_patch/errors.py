@@ -19,7 +19,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LEVEL = re.compile("[o0]?([0-9])")
-"""A folded word that means a level: "o1", or with a zero or without the letter, "01" or "1"."""
+"""Matches a word, after `_fold`, that means a level: "o1", "01" (with a zero for the letter O) or "1"."""
 
 
 class AmpError(RuntimeError):
@@ -27,7 +27,9 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The most characters of a message that may quote a file. Of a longer one, the middle is left out."""
+"""The most characters of the message of a PolicyError or OpListError, which may quote a file. In a longer message, the
+middle is left out.
+"""
 
 
 class _Located(Exception):
@@ -104,7 +106,7 @@ class NonFiniteError(AmpError, FloatingPointError):
     """`amp_patch.insight.trace` has found a value that does not fit into its dtype.
 
     Attributes:
-        fault: its record, an `amp_patch.insight.FaultRecord`.
+        fault: the record of the value, an `amp_patch.insight.FaultRecord`.
     """
 
     def __init__(self, message: str, fault: Any = None) -> None:
@@ -121,15 +123,18 @@ class RecordError(AmpError, ValueError):
 
 
 class SettingsError(AmpError, ValueError):
-    """A rule of the doctor that was named in an option does not exist."""
+    """An option of `amp-patch doctor` names a rule that does not exist."""
 
 
 class MissingExtraError(AmpError, ModuleNotFoundError):
-    """A package is missing that one of amp_patch's extras (`amp_patch[completion]`) installs."""
+    """A package is missing that one of amp_patch's extras installs, such as `pip install amp_patch[completion]`."""
 
 
 class NoLoss:
-    """Base class of the context managers that `scale_loss` returns. Users call `.backward()` on them by mistake."""
+    """Base class of the context managers that `scale_loss` returns.
+
+    `amp.scale_loss(loss, optimizer).backward()` is a common mistake, so `backward` raises an error with the remedy.
+    """
 
     __slots__ = ()
 
@@ -142,10 +147,11 @@ class NoLoss:
 
 
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
-    """Return ` Did you mean 'x'?` with the allowed words that `word` may mean.
+    """Return ` Did you mean 'x'?` with the allowed words that `word` may mean, to append to an error.
 
     Returns an empty string if no allowed word is similar, if `word` itself is allowed, or if it is not text. Case,
-    hyphens and underscores do not matter. A synonym of allowed words (`synonyms`) counts more than a similar spelling.
+    hyphens and underscores do not matter. If the module `synonyms` knows an allowed word for `word`, that is suggested,
+    and not a word with a similar spelling.
 
     Args:
         prefix: put before each suggested word.
@@ -166,7 +172,7 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
 
 
 def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: for a keyword argument that the function does not take, raise ArgumentTypeError with a suggestion."""
+    """Decorator: a keyword argument that the function does not take raises ArgumentTypeError with a suggestion."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -183,7 +189,7 @@ def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 MAX_WORD = 100
-"""Longer words get no suggestions, and are not suggested for their spelling."""
+"""The most letters of a word that gets suggestions, and of a word that is suggested because its spelling is similar."""
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
@@ -193,9 +199,9 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
     by_folded: dict[str, str] = {}
     for name in allowed:
         key = _fold(name)
-        known = by_folded.get(key)
+        earlier = by_folded.get(key)
         # of two allowed names that fold to the same word, keep the one that looks more like the given word
-        if known is None or _compare(word, name) >= _compare(word, known):
+        if earlier is None or _compare(word, name) >= _compare(word, earlier):
             by_folded[key] = name
     folded = _fold(word)
     if folded in by_folded:
@@ -216,8 +222,8 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
     """Return the name that `difflib.get_close_matches` would put first, or None.
 
     There may be thousands of names, and comparing two words is slow. So an upper bound of the similarity is computed
-    for each name from the letters that it shares with the word. Names are compared in the order of these bounds, until
-    no other name can be more similar than the best.
+    for each name, from the letters that it shares with the word. Names are compared in the order of these bounds, the
+    highest first, until a bound is lower than the best similarity.
     """
     letters = _count_letters(word)
     bounds = []
@@ -225,8 +231,8 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
         if len(name) > MAX_WORD:
             continue
         shared = (letters & _count_letters(name)).bit_count()
-        # SequenceMatcher.ratio has the same formula. It counts only shared letters in the same order, so it is at most
-        # this bound.
+        # SequenceMatcher.ratio has the same formula, but counts only shared letters in the same order: it is at most
+        # this bound
         bound = 2 * shared / (len(word) + len(name) or 1)
         if bound >= cutoff:
             bounds.append((bound, name))
@@ -248,13 +254,13 @@ def _compare(word: str, name: str) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _count_letters(word: str) -> int:
-    """Return a number with a bit for each letter of a word, in which equal letters have different bits.
+    """Return a number with one bit for each letter of a word; for a letter that occurs twice, two different bits.
 
     Two words share at most as many letters as their numbers have bits in common.
     """
     bits = 0
     for letter in word:
-        # each of 64 classes of letters has MAX_WORD bits; the second letter of a class sets the second of these
+        # MAX_WORD bits for each code modulo 64: the first letter sets the first of them, the next one the second, ...
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
         while bits & bit:
             bit <<= 1

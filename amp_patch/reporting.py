@@ -4,7 +4,8 @@ They go to the logger "amp_patch". A handler of this module shows them on stdout
 for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds, only the
 user's handler shows them, so that no line appears twice.
 
-The stand-in for Apex uses `print`, as Apex does. So a script for Apex gets each line once, whatever handlers it sets.
+`amp_patch.apex`, the stand-in for Apex, has messages printed instead of logged, as Apex printed them. So a script for
+Apex shows each line once, whatever logging handlers it adds.
 """
 
 import logging
@@ -24,11 +25,11 @@ logger = logging.getLogger("amp_patch")
 class _StdoutHandler(logging.StreamHandler[Any]):
     """Writes records to sys.stdout, unless another handler writes them to stdout or stderr.
 
-    It uses the sys.stdout of the moment, which a notebook or a test may replace.
+    It looks up sys.stdout for each record, because a notebook or a test may replace it.
     """
 
     def __init__(self) -> None:
-        # not the `__init__` of StreamHandler, which would keep the sys.stdout of now
+        # not the `__init__` of StreamHandler, which would keep the present sys.stdout as an attribute
         logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter("%(message)s"))
 
@@ -71,10 +72,10 @@ _verbosity = 0
 
 
 def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
-    """Show the package's messages on stdout (verbosity above 0) or leave them to the user's own logging handlers (0).
+    """Show the package's messages on stdout if `verbosity` is above 0, else leave them to the user's logging handlers.
 
-    With `is_printing` and a verbosity above 0, `print` shows them, and no logging handler sees them; warnings go to the
-    logger nevertheless. Raises ArgumentTypeError if `verbosity` is not a whole number.
+    With `is_printing` and a verbosity above 0, messages are printed, and no logging handler gets them; only
+    `log_warning` still goes to the logger. Raises ArgumentTypeError if `verbosity` is not a whole number.
     """
     global _is_printing, _verbosity
     if not isinstance(verbosity, int):
@@ -91,10 +92,9 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 
 
 def reports_parameters() -> bool:
-    """Return whether each overflow is reported with the names of its parameters: with `verbosity=2`, if messages are
-    logged and not printed.
+    """Return whether messages about skipped steps name the parameters whose gradients overflowed.
 
-    Every step then waits for the device.
+    They do with `verbosity=2`, unless messages are printed. Every step then waits for the device.
     """
     return _verbosity > 1 and not _is_printing
 
@@ -106,7 +106,7 @@ def say(message: str, *args: object) -> None:
 
 
 def say_once(message: str) -> None:
-    """Do as `say`, once in this process for each message."""
+    """Log or print a line as `say` does, but only the first time that this process calls it with this message."""
     if message not in _shown_once:
         # while the logger drops messages of this level, the message does not count as shown
         if _is_printing or logger.isEnabledFor(logging.INFO):
@@ -121,7 +121,7 @@ def log_warning(message: str, *args: object) -> None:
 
 
 def say_on_every_rank(message: str, *args: object) -> None:
-    """Do as `say`, but on every rank."""
+    """Log or print a line as `say` does, but on every rank."""
     if _is_printing:
         print(message % args)
     else:
@@ -141,7 +141,7 @@ def find_rank() -> int | None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
-    # the variables of a launcher, for the time before the script makes its process group
+    # before the script makes its process group, the environment variables of the launcher tell
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         return int(rank)

@@ -1,10 +1,17 @@
-"""Formats tables of text, and texts with counts and numbers."""
+"""Formats tables of text, and texts with counts and numbers. Fits tables and sentences into a number of columns."""
 
 import re
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+WIDTH = 100
+"""The number of columns into which commands fit what they print."""
+
+_GAP = 2  # the number of spaces between the columns of a table
+_EMPTY = ("", "-")
 
 
-def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = 2) -> list[str]:
+def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = _GAP) -> list[str]:
     """Return rows, which have the same number of cells, as lines with aligned columns.
 
     Args:
@@ -35,6 +42,110 @@ def format_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: in
     cells = [heading, *rows]
     dashes = ["-" * width for width in _find_widths(cells)]
     return "\n".join(align([heading, dashes, *cells[1:]], left))
+
+
+class Table:
+    """A table that can be made narrower.
+
+    Args:
+        heading, rows: the cells.
+        left: the number of columns that are aligned to the left.
+        least: the columns whose texts may be shortened, by their headings, each with its least width.
+    """
+
+    def __init__(
+        self, heading: Sequence[str], rows: Iterable[Sequence[str]], left: int, least: Mapping[str, int]
+    ) -> None:
+        self._columns: dict[str, tuple[str, ...]] = dict.fromkeys(heading, ())
+        self._columns.update(zip(heading, zip(*rows, strict=True), strict=False))
+        self._left = set(heading[:left])
+        self._least = least
+
+    def has(self, name: str) -> bool:
+        """Return whether the table has a column."""
+        return name in self._columns
+
+    def drop_empty(self, counts: Sequence[str] = ()) -> None:
+        """Leave out each column that says nothing: without a text, or among `counts` and with zeros only."""
+        for name, cells in [*self._columns.items()]:
+            shown = [cell for cell in cells if cell not in _EMPTY]
+            is_zero = name in counts and not any(cell.strip("0.%") for cell in shown)
+            if not shown or is_zero:
+                del self._columns[name]
+
+    def leave_out(self, names: Sequence[str], width: int) -> list[str]:
+        """Leave out columns, in this order, until the table can be shortened to `width`. Return their headings."""
+        out: list[str] = []
+        for name in names:
+            if self.least_width() <= width:
+                break
+            if name in self._columns:
+                del self._columns[name]
+                out.append(name)
+        return out
+
+    def _widths(self) -> dict[str, int]:
+        return {name: max(map(len, (name, *cells))) for name, cells in self._columns.items()}
+
+    def least_width(self) -> int:
+        """Return the width of the table once its texts are as short as they may become."""
+        widths = {name: min(width, self._least.get(name, width)) for name, width in self._widths().items()}
+        return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+    def shorten(self, width: int) -> None:
+        """Shorten the longest texts until the table has `width` columns, or no text may become shorter."""
+        widths = self._widths()
+        surplus = sum(widths.values()) + _GAP * (len(widths) - 1) - width
+        limits = {name: widths[name] for name in self._least if name in widths}
+        while surplus > 0 and any(limits[name] > self._least[name] for name in limits):
+            longest = max((name for name in limits if limits[name] > self._least[name]), key=lambda name: limits[name])
+            limits[longest] -= 1
+            surplus -= 1
+        for name, limit in limits.items():
+            self._columns[name] = tuple(shorten(cell, limit) for cell in self._columns[name])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of each row."""
+        return list(zip(*self._columns.values(), strict=True))
+
+    def lines(self) -> list[str]:
+        """Return the heading, a line of dashes, and a line for each row."""
+        left = sum(name in self._left for name in self._columns)
+        return format_table([*self._columns], self.rows(), left).split("\n")
+
+
+def shorten(text: str, width: int) -> str:
+    """Return a text of at most `width` characters. It keeps more of its end, where names differ."""
+    if len(text) <= width:
+        return text
+    kept = width - 3
+    head = kept // 3
+    return f"{text[:head]}...{text[len(text) - kept + head :]}"
+
+
+_LABELLED = re.compile(r"( *(?:\S+(?: \S+)*:? {2,})?)(.*)")
+_QUOTED = re.compile("`[^`]*`")
+_IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
+
+
+def wrap_sentences(text: str, width: int = WIDTH) -> str:
+    """Return a text whose sentences have lines of at most `width` columns. Tables, lists and code stay as they are.
+
+    A sentence begins a line, or follows a label of up to two words, with whose text its further lines are aligned.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _wrap_line(line, width))
+
+
+def _wrap_line(line: str, width: int) -> Iterator[str]:
+    match = _LABELLED.fullmatch(line)
+    assert match is not None  # the pattern fits every line
+    label, sentence = match.groups()
+    is_code = label.isspace()  # such as in a traceback
+    if len(line) <= width or len(label) > width // 4 or is_code or _IS_DATA.search(_QUOTED.sub("`", sentence)):
+        yield line
+        return
+    margin = " " * len(label) or "  "
+    yield from textwrap.wrap(line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 
 
 def count_of(number: int, noun: str) -> str:

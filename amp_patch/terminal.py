@@ -8,14 +8,17 @@ The environment variables NO_COLOR and FORCE_COLOR override this if they are not
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
+
+from .tables import wrap_sentences
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 # Characters that a terminal executes or cannot show: control characters except tabs and new lines, characters that
 # change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-BOLD, RED = "1", "1;31"  # as in the escape sequence `\x1b[1m`
+BOLD, RED, GREEN = "1", "1;31", "1;32"  # as in the escape sequence `\x1b[1m`
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -39,13 +42,34 @@ def make_printable(text: str) -> str:
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], _STYLE.sub("", text))
 
 
-def print_report(text: str) -> None:
-    """Print text to stdout and flush it. In colour, the heading of a table (the line above dashes) is bold."""
+def print_report(text: str, judged: Sequence[bool | None] = ()) -> None:
+    """Print text to stdout, with sentences wrapped, and flush it.
+
+    In colour, the heading of a table (the line above dashes) is bold, and so is the beginning of each verdict.
+
+    Args:
+        judged: for each of the first lines, which are verdicts, whether it is good; None for neither good nor bad.
+    """
     lines = make_printable(text).split("\n")
-    for number, below in enumerate(lines[1:]):
-        if re.fullmatch(r"-{3,}(  +-+)*", below):
-            lines[number] = paint(lines[number], BOLD, sys.stdout)
-    print("\n".join(lines), flush=True)
+    shown = [_paint_verdict(line, is_good) for line, is_good in zip(lines, judged, strict=False)]
+    rest = [part for line in lines[len(shown) :] for part in wrap_sentences(line).split("\n")]
+    for number, below in enumerate(rest[1:]):
+        if re.fullmatch(r" *-{3,}(  +-+)*", below):
+            rest[number] = paint(rest[number], BOLD, sys.stdout)
+    print("\n".join([*shown, *rest]), flush=True)
+
+
+def print_verdict(line: str, is_good: bool | None = None) -> None:
+    """Print a verdict to stdout, as `print_report` does."""
+    print(_paint_verdict(make_printable(line), is_good), flush=True)
+
+
+def _paint_verdict(line: str, is_good: bool | None) -> str:
+    """Return a verdict, wrapped, with its beginning (up to a bracket or a semicolon) in the style of the result."""
+    style = {True: GREEN, False: RED, None: BOLD}[is_good]
+    wrapped = wrap_sentences(line)
+    end = min(index for index in (*map(wrapped.find, (" (", ";", "\n")), len(wrapped)) if index >= 0)
+    return paint(wrapped[:end], style, sys.stdout) + wrapped[end:]
 
 
 def print_error(prog: str, kind: str, text: str) -> None:

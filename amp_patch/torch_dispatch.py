@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 _aten = torch.ops.aten
 
@@ -149,7 +150,10 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
         # `with` block has not ended.
         TorchDispatchMode.__exit__(top, None, None, None)
         above.append(top)
-    mode.__exit__(None, None, None)
+    if mode.old_dispatch_mode_flags:
+        mode.__exit__(None, None, None)
+    else:  # left in a backward pass, after which autograd has put it back on the stack
+        _pop_dispatch_mode()
     for other_mode in reversed(above):
         TorchDispatchMode.__enter__(other_mode)
     return True

@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 import op_samples  # noqa: E402
 
 from amp_patch.config import torch_modules  # noqa: E402
-from amp_patch.config.op_names import find_or_none, find_spellings, get_names  # noqa: E402
+from amp_patch.config.op_names import find_known_spellings, find_spellings, get_names  # noqa: E402
 from amp_patch.config.op_namespaces import OPERATORS, get_op_names  # noqa: E402
 
 FILE = Path(__file__).with_name("torch_products.yaml")
@@ -108,7 +108,7 @@ def list_ops() -> list[str]:
         owner, _, attribute = name.rpartition(".")
         if name in OPERATORS or attribute in OPERATORS or owner in ("torch._VF",):
             continue
-        if not owner or (owner, attribute) not in find_or_none(attribute):
+        if not owner or (owner, attribute) not in find_known_spellings(attribute):
             names[get_names(name)[0] if not owner else name] = None
     return [*names, *torch_modules.get_op_names()]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from amp_patch.cli.main import COMMANDS, build_parser
+from amp_patch.cli.parser import Parser, wrap_usage
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """\
@@ -33,7 +34,7 @@ def make_page() -> str:
     return "\n".join(lines)
 
 
-def _describe(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+def _describe(parser: Parser, level: int) -> Iterator[str]:
     """Yield the lines of a parser, then those of the commands below it."""
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     options = [action for action in parser._actions if action.help != argparse.SUPPRESS]
@@ -45,6 +46,9 @@ def _describe(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
         yield from (*rows, "")
     if parser.epilog:
         yield f"```text\n{parser.epilog.strip()}\n```\n" if "\n" in parser.epilog else f"{parser.epilog}\n"
+    if parser.examples:
+        lines = [line for example in parser.examples for line in _example(example)]
+        yield "\n".join(["Examples:\n", "```sh", *lines, "```\n"])
     for action in nested:
         for child in dict.fromkeys(action.choices.values()):
             yield from _describe(child, level + 1)
@@ -53,22 +57,20 @@ def _describe(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
 WIDTH = 76
 """Columns of a block of code that a page of 1280 pixels shows without scrolling."""
 
-_PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
-
 
 def _usage(parser: argparse.ArgumentParser) -> str:
     """Return each form on lines of its own, however wide the terminal is; an option and its value stay together."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=10_000)  # type: ignore[assignment]
-    lines: list[str] = []
-    for form in parser.format_usage().strip().removeprefix("usage: ").splitlines():
-        line = parser.prog
-        for part in _PART.findall(form.strip().removeprefix(parser.prog)):
-            if len(line) + 1 + len(part) > WIDTH:
-                lines.append(line)
-                line = "   "
-            line += f" {part}"
-        lines.append(line)
-    return "\n".join(lines)
+    forms = parser.format_usage().strip().removeprefix("usage: ").splitlines()
+    return "\n".join(line for form in forms for line in wrap_usage(form.strip(), WIDTH))
+
+
+def _example(example: str) -> Iterator[str]:
+    """Yield a command line, below its comment."""
+    command, _, comment = example.partition("  # ")
+    if comment:
+        yield f"# {comment}"
+    yield command
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

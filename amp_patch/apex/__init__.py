@@ -9,9 +9,9 @@ or, without a change to the script, `amp-patch run script.py`. After `install`, 
 `amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that does
 not exist here raises an error that names a modern replacement.
 
-What happens if an `apex` is installed depends on which: an old one of NVIDIA that has `amp` is used alone. A new one
-without `amp` is used, and only the parts that it lacks come from here. An `apex` of another project (PyPI has one) is
-replaced, with a warning. With `force`, any of them is replaced.
+If an `apex` is installed, it depends on which one. NVIDIA's with `amp` (until 2025) is left alone: it is used, and
+nothing of this package. NVIDIA's without `amp` is completed: it is used, and only the parts that it lacks come from
+here. An `apex` of another project (PyPI has one) is replaced, with a warning. With `force`, any of them is replaced.
 """
 
 __role__ = ""  # in reports of `insight`: see its `sites`
@@ -31,11 +31,11 @@ __all__ = ["GONE_EXTENSIONS", "DeprecatedFeatureWarning", "Installed", "describe
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The class of Apex's warnings since 2022. Scripts use it to silence them. Nothing here warns with it."""
+    """The class of Apex's warnings since 2022, for scripts that silence them. No warning of this package has it."""
 
 
 class Installed(contextlib.ExitStack):
-    """The handle of one call of `install`. `remove()` undoes that call; so does the end of a `with` block of it."""
+    """The handle of one call of `install`: `remove()`, or the end of a `with` block, undoes the call."""
 
     def remove(self) -> None:
         """Undo the call. A second call does nothing."""
@@ -45,8 +45,8 @@ class Installed(contextlib.ExitStack):
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
     """Make `import apex`, its submodules and `import amp_C` find the stand-in.
 
-    You may call it again: `opt_level` and `lists`, if either is given, replace the values of the last call, and
-    `force` has no effect.
+    In a second call, `opt_level` and `lists` replace the values of the first call, if either is given. `force` has no
+    effect there.
 
     Args:
         opt_level: a level to use instead of the script's.

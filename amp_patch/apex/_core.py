@@ -1,7 +1,7 @@
-"""The connection of the stand-in to the other wings.
+"""Everything that `amp_patch.apex`, the stand-in for Apex, takes from amp_patch's subpackages.
 
-Of the package, the other modules of the stand-in import only this module and the ground modules (`errors`, `dtypes`,
-`torch_private`, ...). `api` in this module has the public functions of `amp_patch`.
+The other modules of `amp_patch.apex` import from here, and from amp_patch's top-level modules (`errors`, `dtypes`,
+`torch_private`, ...). `api` has the public functions of `amp_patch`, such as `api.scale_loss`.
 """
 
 import contextlib
@@ -36,40 +36,42 @@ rescale_ = unscaling.rescale_
 
 
 @functools.cache
-def _read_list(name: str) -> list[tuple[str, str, str]]:
-    """Return (owner, name, rule) for each op of a list."""
+def _read_apex_list() -> list[tuple[str, str, str]]:
+    """Return the entries of the op list `lists/apex.yaml`, such as ("torch.Tensor", "matmul", "whitelist")."""
     session = current.state.session
-    # without patches, because the list looks up torch's own functions
+    # loading a list looks ops up in torch, and must find torch's own functions, so take the session's patches off
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
-        entries = dict.fromkeys(spelling.entry for spelling in load_oplists(name).spellings)
-    rules: list[tuple[str, str, str]] = []
+        entries = dict.fromkeys(spelling.entry for spelling in load_oplists("apex").spellings)
+    rows: list[tuple[str, str, str]] = []
     for entry in entries:
-        owner, _, own_name = entry.op.rpartition(".")
-        rules.append((owner, own_name, entry.rule))
-    return rules
+        owner, _, name = entry.op.rpartition(".")
+        rows.append((owner, name, entry.rule))
+    return rows
 
 
 def list_names(owner: str, rule: str) -> list[str]:
-    """Return the names of the ops of an owner, such as "torch.Tensor", that have a rule in the list `apex`.
+    """Return the names that the op list `lists/apex.yaml` has for an owner and a rule.
 
-    In-place variants are left out.
+    For example, `list_names("torch.Tensor", "whitelist")` contains "matmul". In-place twins, such as "exp_", are not
+    entries of the list.
     """
     names: list[str] = []
-    for op_owner, name, op_rule in _read_list("apex"):
+    for op_owner, name, op_rule in _read_apex_list():
         if (op_owner, op_rule) == (owner, rule):
             names.append(name)
     return names
 
 
-def replace_registered(before: Sequence[Registration], after: Sequence[Registration]) -> None:
-    """Register the functions `after` for later sessions, instead of the functions `before`."""
+def replace_registered(removed: Sequence[Registration], added: Sequence[Registration]) -> None:
+    """Change the functions that are registered for later sessions: take out `removed`, and append `added`."""
     registered = current.state.registered
-    registered[:] = [entry for entry in registered if not any(entry is replaced for replaced in before)]
-    registered.extend(after)
+    # by identity: the script may have registered an equal function itself, and that one stays
+    registered[:] = [kept for kept in registered if not any(kept is entry for entry in removed)]
+    registered.extend(added)
 
 
 def is_disabled() -> bool:
-    """Return whether `initialize(enabled=False)` has made amp a no-op."""
+    """Return whether the last `initialize` had `enabled=False`, so that amp's functions do nothing."""
     return current.state.is_disabled
 
 
@@ -99,15 +101,15 @@ def open_session(
 ) -> Session:
     """Add models and optimizers to the session in force if it has this policy, else open a new session in its place.
 
-    Returns the session. In a session that existed before, the loss scalers restart. The lists of a command
-    (`amp-patch run --lists`) are added after the lists of the policy.
+    Returns the session. If it existed before, its loss scalers start anew, because Apex made new ones in each
+    `initialize`. The lists of `amp-patch run --lists` are added after the lists of the policy.
 
     Args:
-        replace: whether to open a new session in any case.
+        replace: whether to open a new session even if the session in force has this policy.
         accept_low: whether models may have 16-bit parameters already.
     """
     lists = (*policy.lists, *find_lists_to_lay_over(policy))
-    before = current.state.session
+    earlier_session = current.state.session
     session = current.initialize(
         dataclasses.replace(policy, lists=lists),
         models,
@@ -117,27 +119,30 @@ def open_session(
         replace_other=True,
         accept_low=accept_low,
     )
-    # Apex made new loss scalers in each `initialize`
-    if session is before:
+    if session is earlier_session:
         lowest, highest = policy.min_loss_scale, policy.max_loss_scale
         for scaler in session.scalers:
-            fresh = LossScaler(policy.loss_scale, min_loss_scale=lowest, max_loss_scale=highest)
-            # set the scale, too, because a static scaler takes none from a state dict
-            scaler.set_loss_scale(fresh.known_scale)
-            scaler.load_state_dict(fresh.state_dict())
+            # copy the start state into the scaler, and keep the object: blocks and views hold it
+            start = LossScaler(policy.loss_scale, min_loss_scale=lowest, max_loss_scale=highest)
+            scaler.set_loss_scale(start.known_scale)
+            # this resets the counters; of a static scaler, it does not load the scale
+            scaler.load_state_dict(start.state_dict())
     return session
 
 
 def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> int:
-    """Bind an optimizer to a session, and make `num_losses` new loss scalers. Returns the index of the first."""
-    first = len(session.scalers)
-    session.make_scalers(first + num_losses)
+    """Bind an optimizer to a session, and make `num_losses` new loss scalers.
+
+    Returns the index of the first of these scalers, which is the `loss_id` for `session.scale_loss`.
+    """
+    first_loss_id = len(session.scalers)
+    session.make_scalers(first_loss_id + num_losses)
     session.adopt([], [optimizer])
-    return first
+    return first_loss_id
 
 
 def remove_casts(session: Session) -> None:
-    """Restore the original functions. Also close a session without models, because it changed nothing else."""
+    """Restore torch's own functions. Also close the session if it has no models: it patched functions and no more."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -145,7 +150,7 @@ def remove_casts(session: Session) -> None:
 
 
 def patch_again(session: Session) -> None:
-    """Restore the casts that `remove_casts` removed, and patch functions that were registered since."""
+    """Patch the ops again if `remove_casts` restored them, and patch functions that were registered in the meantime."""
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()
     for known in current.state.registered:
@@ -160,29 +165,34 @@ def patch_again(session: Session) -> None:
 
 
 class ManualPass:
-    """A backward pass whose gradients the caller unscales. `update_scale` reports its overflow to the scaler.
+    """A backward pass whose gradients the caller unscales, instead of a `scale_loss` block.
+
+    The caller unscales with `unscale_in_place`, which notes inf and NaN, and then calls `update_scale`.
 
     Args:
         scaler: the scaler of the loss.
-        device: the device of its overflow flag.
+        device: the device of the flag in which the pass notes an overflow.
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
-        # the scaler counts as used from now on, so binding another optimizer restarts its scale
+        # the script has scaled a loss: a step does not warn that none was, and the scale counts as used
         scaler.awaits_loss = False
         self._scaler = scaler
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
     def unscale_in_place(self, gradients: Sequence[Tensor], scale: Tensor) -> None:
-        """Divide gradients by `scale` (0-dim float32), and note inf and NaN in them. Does not wait for the device."""
+        """Divide gradients by `scale` (0-dim float32) in place, and note inf and NaN. Does not wait for the device."""
         unscaling.unscale_(gradients, scale, self._found_inf)
 
     def has_overflow(self) -> bool:
-        """Return whether a gradient unscaled so far contained inf or NaN. Waits for the device."""
+        """Return whether the pass has noted an overflow. Waits for the device."""
         return bool(self._found_inf.item())
 
     def note_overflow(self, found_inf: Tensor | None = None) -> None:
-        """Note an overflow that the caller detected, or, if `found_inf` (0-dim float32) is given, the value of that."""
+        """Note an overflow that the caller has detected itself.
+
+        `found_inf` (0-dim float32) is 1.0 if there was one, else 0.0; without this argument, there was one.
+        """
         if found_inf is None:
             self._found_inf.fill_(1.0)
         else:
@@ -191,26 +201,28 @@ class ManualPass:
     def update_scale(self) -> bool:
         """End the pass: update the loss scale, and return whether to skip the step. A static scale never skips one.
 
-        Overflows that were reported to the scaler since its last update count, too. If ranks share the scaler, all of
-        them must call this equally often. Waits for the device if the scale is dynamic.
+        Overflows of other passes, which the scaler was given since its last update, count too. If ranks share the
+        scaler, all of them must call this equally often. Waits for the device if the scale is dynamic.
         """
         self._scaler.add_found_inf(self._found_inf)
-        found_inf = self._scaler.found_inf
+        found_inf = self._scaler.found_inf  # of this pass and of other passes since the last update
         assert found_inf is not None
         session = current.state.session
-        # ranks may share a scaler of the session; any other scaler belongs to this process
-        if session is not None and any(self._scaler is scaler for scaler in session.scalers):
+        is_of_session = session is not None and any(self._scaler is scaler for scaler in session.scalers)
+        if session is not None and is_of_session:
+            # the ranks may share this scaler, so they update it together
             found_inf = session.scale_updates.update({self._scaler: found_inf})[self._scaler]
         else:
             self._scaler.update()
-        # as in Apex
+        # Apex did not skip a step under a static scale
         return self._scaler.is_dynamic and bool(found_inf)
 
 
 class OptimizerView:
-    """The parts of a bound optimizer that the stand-in shows under Apex's names.
+    """Access to the session's state of one optimizer, for the attributes that Apex set on optimizers.
 
-    Raises SessionError without a session, and OptimizerError for an optimizer that is not bound.
+    `OptimizerView(optimizer)` raises SessionError without a session, and OptimizerError for an optimizer that was not
+    passed to `initialize`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -220,13 +232,13 @@ class OptimizerView:
         self.device = torch.device(session.device_type)
 
     def attach(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer, until it is unbound."""
+        """Set an attribute of the optimizer. It is removed when the session ends."""
         self._binding.attach(name, value)
 
     def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield each group as pairs: the model's parameter, and the tensor that the optimizer updates.
+        """Yield a list of pairs for each parameter group: (the model's parameter, its master).
 
-        The latter is the parameter's master, or the parameter itself if it has none.
+        In the place of a missing master, the pair has the parameter itself. The optimizer updates the second tensor.
         """
         optimizer = self._binding.optimizer
         if optimizer is not None:
@@ -244,7 +256,7 @@ class OptimizerView:
         return self._gradients.is_scaled
 
     def unscale(self) -> None:
-        """Divide gradients by the loss scale that they carry."""
+        """Divide the gradients that carry a loss scale by this scale."""
         self._gradients.unscale(self._binding.flags)
 
     def is_next_step_skipped(self) -> bool:
@@ -253,12 +265,13 @@ class OptimizerView:
 
 
 class HandScaledPass:
-    """A backward pass of a loss that the script itself multiplies by the scale of the first scaler.
+    """A backward pass of a loss that the script multiplies by the loss scale itself, without a `scale_loss` block.
 
-    The script calls `begin`, runs the backward pass, and calls `end`.
+    The script calls `begin`, runs the backward pass, and calls `end`. The loss must carry the scale of the session's
+    first scaler (loss_id 0).
 
     Args:
-        optimizer: the optimizer of the loss, bound to a session.
+        optimizer: the optimizer of the loss, which was passed to `initialize`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -268,7 +281,7 @@ class HandScaledPass:
         self._block: LossBlock | None = None
 
     def begin(self) -> None:
-        """Enter a `scale_loss` block with a placeholder as its loss, because the script scales the true loss."""
+        """Enter a `scale_loss` block for the gradients. Its loss is a placeholder: the script scales the true loss."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -279,9 +292,9 @@ class HandScaledPass:
             block.__enter__()
 
     def end(self, manual: ManualPass) -> None:
-        """Unscale the gradients, and report an overflow to the next step and to `manual`.
+        """Unscale the gradients. An overflow makes the optimizer skip its next step, and is noted in `manual`.
 
-        If `begin` was not called, unscale all gradients, and report an overflow to the next step alone.
+        If `begin` was not called, unscale all gradients that carry a scale, and note nothing in `manual`.
         """
         block, self._block = self._block, None
         if block is None:

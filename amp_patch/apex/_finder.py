@@ -1,7 +1,7 @@
-"""`ApexFinder`: makes `import apex` find this package, next to an installed `apex` or instead of it.
+"""`ApexFinder`: an import finder that lets `import apex` find `amp_patch.apex`, the stand-in for Apex.
 
-A module of the stand-in is one object under two names: `sys.modules["apex.amp"]` is
-`sys.modules["amp_patch.apex.amp"]`.
+An installed `apex` may stay in use for the parts that it has. A module of the stand-in is one object under two names:
+`sys.modules["apex.amp"]` is `sys.modules["amp_patch.apex.amp"]`.
 """
 
 import contextlib
@@ -23,15 +23,22 @@ from ._gone import advise
 logger = logging.getLogger("amp_patch")
 
 PARTS = ("amp", "contrib", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""The subpackages of the stand-in. An installed `apex` that has one of them is NVIDIA's."""
+"""The subpackages of the stand-in."""
 
-_PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE = __name__.rpartition(".")[0]  # "amp_patch.apex"
 _TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+"""Compiled modules of Apex, imported as `import amp_C`, that the stand-in has."""
+
 _NVIDIA_PARTS = (*PARTS, "fused_dense", "transformer")
+"""An installed `apex` that has one of these subpackages is NVIDIA's."""
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Loads a module of the stand-in under its name in `apex`."""
+    """Loads a module of the stand-in under its name in `apex`, such as "apex.amp".
+
+    Args:
+        real_name: its own name, such as "amp_patch.apex.amp".
+    """
 
     def __init__(self, real_name: str) -> None:
         self._real_name = real_name
@@ -47,14 +54,14 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore `__spec__`. Register submodules that are imported already under their names in `apex`, too.
+        """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
-        Otherwise a later `import apex.amp._amp_state` would set the attribute `amp._amp_state` to the module of that
-        name. It must stay the object of that name.
+        Without the second, a later `import apex.amp._amp_state` would load the submodule again, and Python would set
+        the attribute `amp._amp_state` to it. As in Apex, that attribute is an object, not the submodule.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # no attribute of the package itself hides a submodule
+        if alias == "apex":  # no attribute of `apex` itself has the name of a submodule, so Python may set them
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -64,19 +71,21 @@ class _AliasLoader(importlib.abc.Loader):
 class ApexFinder(importlib.abc.MetaPathFinder):
     """Finds `apex`, its submodules, and the compiled modules of Apex that the stand-in has.
 
+    An installed `apex` is *replaced* (nothing of it is found), *completed* (only the parts that it lacks come from the
+    stand-in) or *left alone* (nothing comes from the stand-in); see `_examine`.
+
     Args:
-        package: the name of the stand-in.
-        force: ignore an installed `apex`.
+        package: the name of the stand-in, "amp_patch.apex".
+        force: replace an installed `apex` in any case.
     """
 
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        # True: all of `apex` is found here. False: only parts that an installed `apex` lacks. None: not decided yet
-        self._is_whole: bool | None = None
-        self._is_idle = False  # whether an installed `apex` has amp, and is used alone
-        self._displaced: dict[str, ModuleType] = {}  # modules that were set aside, by name
-        self._completed: list[ModuleType] = []  # installed packages that find missing parts here
+        self._replaces: bool | None = None  # whether `apex` is the stand-in alone; None until `_examine` has decided
+        self._is_idle = False  # whether an installed `apex` is left alone
+        self._displaced: dict[str, ModuleType] = {}  # modules of the replaced `apex`, by name, for `remove`
+        self._completed: list[ModuleType] = []  # installed packages that `_complete` has given a `__getattr__`
         self._thread = threading.local()
 
     # ---- installing --------------------------------------------------------------------------------------------------
@@ -85,12 +94,12 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         """Put the finder first in `sys.meta_path`.
 
         If an `apex` is imported already, decide now whether to replace it, to complete it, or to leave it alone. To
-        replace it, set its modules aside.
+        replace it, take its modules out of `sys.modules`; `remove` puts them back.
         """
         apex = sys.modules.get("apex")
         if apex is not None:
             self._examine(apex.__spec__, getattr(apex, "__path__", ()))
-            if self._is_whole:
+            if self._replaces:
                 self._displaced = _find_modules()
             elif not self._is_idle:
                 self._complete(apex)
@@ -101,8 +110,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def remove(self) -> None:
         """Remove the finder from `sys.meta_path`. If it is not there, do nothing.
 
-        Remove the modules that it has found from `sys.modules`, and from the installed packages that have them as
-        attributes. Restore the modules that were set aside.
+        Remove modules of the stand-in from `sys.modules`, and from the attributes of an installed `apex` that was
+        completed. Put the modules of an `apex` that was replaced back into `sys.modules`.
         """
         if self not in sys.meta_path:
             return
@@ -127,40 +136,49 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module in `apex`: in an installed one that is not replaced and has it, else here.
+        """Return the spec of a module of an installed `apex` that is completed, or of the stand-in.
 
-        Return None for names that are not Apex's, for modules that neither has, and if the installed `apex` is used
-        alone. Raises ModuleNotFoundError, with a modern replacement, for parts of Apex that neither has.
+        Return None for names that are not Apex's, for modules that neither has, and if an installed `apex` is left
+        alone. Raises ModuleNotFoundError, which names a modern replacement, for parts of Apex that neither has.
         """
-        root, _, rest = fullname.partition(".")
-        # `from apex import X` looks for `amp_patch.apex.X`, because the package keeps its own `__name__`
+        # `from apex import RNN` looks for `amp_patch.apex.RNN`, because the stand-in keeps its own `__name__`
         if fullname.startswith(self._package + "."):
             _raise_if_gone("apex" + fullname.removeprefix(self._package))
-        if (root != "apex" and fullname not in _TOP_LEVEL) or getattr(self._thread, "is_asking", False):
+        root, _, name_in_apex = fullname.partition(".")
+        is_of_apex = root == "apex" or fullname in _TOP_LEVEL
+        if not is_of_apex or getattr(self._thread, "is_asking", False):
             return None
-        if self._is_whole is None:
+        if self._replaces is None:
             spec = self._find_elsewhere("apex", None, None)
             self._examine(spec, () if spec is None else spec.submodule_search_locations or ())
         if self._is_idle:
             return None
         if root != "apex":
-            # an installed extension is used, unless `force` is given
-            is_free = self._force or self._find_elsewhere(fullname, path, target) is None
-            return self._alias(fullname, fullname) if self._is_whole and is_free else None
-        elsewhere = None if self._is_whole else self._find_elsewhere(fullname, path, target)
-        if elsewhere is None:
-            spec = self._alias(fullname, rest)
+            return self._find_compiled(fullname, path, target)
+        installed = None if self._replaces else self._find_elsewhere(fullname, path, target)
+        if installed is None:
+            spec = self._alias(fullname, name_in_apex)
             if spec is None:
                 _raise_if_gone(fullname)
             return spec
-        # this is the import of the installed `apex` itself
-        if not rest:
-            self._complete_after(elsewhere.loader)
-        return elsewhere
+        if fullname == "apex":
+            self._complete_after(installed.loader)
+        return installed
+
+    def _find_compiled(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        """Return the spec of a module in `_TOP_LEVEL`, or None if an installed one is to be found by other finders."""
+        if not self._replaces:
+            return None
+        if not self._force and self._find_elsewhere(fullname, path, target) is not None:
+            return None
+        return self._alias(fullname, fullname)
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Context manager in which this finder finds nothing, because other finders may search `sys.meta_path`, too."""
+        """Context manager in which this finder finds nothing, in this thread.
+
+        Other finders may go through `sys.meta_path` themselves, and would call this finder in a circle.
+        """
         self._thread.is_asking = True
         try:
             yield
@@ -170,7 +188,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Ask the other finders."""
+        """Return the spec that the other finders of `sys.meta_path` find, or None."""
         with self._asking_others():
             for finder in sys.meta_path:
                 if finder is not self and hasattr(finder, "find_spec"):
@@ -179,12 +197,12 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                         return spec
             return None
 
-    def _alias(self, fullname: str, rest: str) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in under the name `fullname`, or None if there is no such module.
+    def _alias(self, fullname: str, own_name: str) -> ModuleSpec | None:
+        """Return a spec that loads a module of the stand-in as `fullname`, or None if the stand-in has no such module.
 
-        `rest` is the name without `apex.`, empty for the package itself.
+        `own_name` is the name inside the stand-in, such as "amp.scaler"; "" is the stand-in itself.
         """
-        real_name = f"{self._package}.{rest}" if rest else self._package
+        real_name = f"{self._package}.{own_name}" if own_name else self._package
         try:
             real = importlib.util.find_spec(real_name)
         except ModuleNotFoundError as error:
@@ -200,15 +218,16 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of `apex` if all of it is found here. Some libraries read its version before they import
-        it.
+        """Yield the metadata of `apex`, unless an installed `apex` is in use and has its own.
+
+        Some libraries read the version of `apex` from it before they import `apex`.
         """
         name = getattr(context, "name", None)
         if name not in (None, "apex") or getattr(self._thread, "is_asking", False):
             return
-        if self._is_whole is None:
-            self.find_spec("apex")
-        if self._is_whole:
+        if self._replaces is None:
+            self.find_spec("apex")  # calls `_examine`
+        if self._replaces:
             # imported only here, because it takes long
             yield importlib.import_module(f"{self._package}._metadata").Metadata()
 
@@ -217,9 +236,14 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
         """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
 
-        Logs a warning if it is left alone, or is not NVIDIA's.
+        NVIDIA's with `amp` is left alone, and NVIDIA's without `amp` is completed. An `apex` of another project is
+        replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not NVIDIA's.
+
+        Args:
+            spec: the spec of the installed `apex`, or None if there is none.
+            path: its folders.
         """
-        if self._is_whole is not None:
+        if self._replaces is not None:
             return
         folders = [os.fspath(folder) for folder in path]
         parts = {
@@ -230,8 +254,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         }
         # a folder without __init__.py, such as a checkout, is no installed package; its spec has no origin
         is_installed = spec is not None and spec.origin is not None
-        self._is_whole = self._force or not (is_installed and parts)
-        self._is_idle = not self._is_whole and "amp" in parts
+        is_of_nvidia = is_installed and bool(parts)
+        self._replaces = self._force or not is_of_nvidia
+        self._is_idle = not self._replaces and "amp" in parts
         where = folders[0] if folders else getattr(spec, "origin", None) or ""
         if self._is_idle:
             logger.warning(
@@ -239,21 +264,21 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 " replaces it",
                 where,
             )
-        elif is_installed and not parts:
+        elif is_installed and not is_of_nvidia:
             logger.warning("amp_patch: the apex in %s is not NVIDIA's; the stand-in replaces it", where)
 
     def _complete_after(self, loader: Any) -> None:
-        """Let the installed apex look here for parts that it lacks, once it is imported."""
-        run = loader.exec_module
+        """Make the loader of an installed `apex` call `_complete` once it has imported the package."""
+        load = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            run(module)
+            load(module)
             self._complete(module)
 
         loader.exec_module = exec_module
 
     def _complete(self, module: ModuleType) -> None:
-        """Give an installed apex a `__getattr__` that imports parts from here."""
+        """Give an installed `apex` a `__getattr__`, so that `apex.amp` imports the part `amp` of the stand-in."""
         if "__getattr__" in vars(module):
             return  # the package has a `__getattr__` of its own, which must not be replaced
 
@@ -262,9 +287,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
                 try:
                     return importlib.import_module(f"apex.{name}")
                 except ModuleNotFoundError as error:
-                    # the part exists, but a module that it imports is missing
                     if error.name != f"apex.{name}":
-                        raise
+                        raise  # the part exists, but a module that it imports is missing
             raise AttributeError(f"module 'apex' has no attribute {name!r}")
 
         vars(module)["__getattr__"] = get_part
@@ -295,13 +319,14 @@ def get_installed() -> ApexFinder | None:
 
 
 def _find_modules() -> dict[str, ModuleType]:
-    """Return the imported modules with names that the finder finds."""
+    """Return the imported modules whose names are Apex's: `apex`, its submodules, and the modules of `_TOP_LEVEL`."""
     roots = ("apex", *_TOP_LEVEL)
     return {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in roots}
 
 
 def _raise_if_gone(name: str) -> None:
+    """Raise ModuleNotFoundError, with a modern replacement, for a part of Apex that the stand-in lacks."""
     advice = advise(name)
     if advice is not None:
-        # without the argument `name`: with it, `from apex import X` would replace the message by its own
+        # not with `name=name`: Python's `from apex import X` would then replace the message by its own
         raise ModuleNotFoundError(f"No module named {name!r}: {advice}")

@@ -83,8 +83,8 @@ COMPILED = {
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
     "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""Apex's compiled modules that the stand-in lacks, for the doctor. Importing one raises Python's usual error without
-advice, because scripts only try the import to find out whether the module exists.
+"""Apex's compiled modules that the stand-in lacks. The doctor tells of them. Importing one raises Python's usual error
+without advice, because scripts only try the import to find out whether the module exists.
 """
 
 

@@ -1,9 +1,10 @@
 """`amp_C`, a compiled extension of Apex, rebuilt on `torch._foreach_*`.
 
 Tensors may be on any device, of any floating dtype, contiguous or not. The functions named `multi_tensor_...` take a
-chunk size (ignored), a flag (one integer element) and lists of tensors, and write their results into the lists. The
-flag becomes 1 if a checked tensor holds inf or NaN. Nothing here clears it. Docstrings begin with the lists, in
-brackets, and call them by these names.
+chunk size (ignored), a flag (one integer element) and `tensor_lists`, and write their results into the lists. The flag
+becomes 1 if a tensor that the function checks holds inf or NaN; no function sets it back to 0. The docstring of such a
+function begins with the names of its lists, in their order: "[inputs, outputs]" means that `tensor_lists` is a list of
+inputs and a list of outputs.
 
 Functions of Apex's `amp_C` that only its own optimizers called are left out. Unlike Apex's, `multi_tensor_lamb` does
 not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.
@@ -45,7 +46,7 @@ def _set_flag(flag: Tensor, is_overflow: Tensor) -> None:
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
-    """[inputs, outputs]: output = scale * input, in the output's dtype. Checks the inputs."""
+    """[inputs, outputs]: output = scale * input, in the dtype of the output. Checks the inputs."""
     inputs, outputs = tensor_lists
     _copy(outputs, _multiply(inputs, scale, noop_flag))
 
@@ -192,8 +193,7 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`, which writes u to the
-    last list.
+    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`. Writes u to `updates`.
 
     `per_tensor_decay`, the weight decay of each tensor, has shape (n,). `step` counts from 0.
     """

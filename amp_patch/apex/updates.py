@@ -5,13 +5,13 @@ gradients, and change the tensors of the other lists in place. They compute in f
 for float64 tensors. 16-bit tensors are copied to float32, and changed tensors are rounded once, when they are copied
 back. Call them under `torch.no_grad()`.
 
-Adam and SGD use the kernels behind `torch.optim.AdamW(fused=True)` and `SGD(fused=True)` if these support the tensors:
-one launch updates many tensors. If `found_inf`, a 0-dim float32 tensor or None, is 1, they change nothing. Nothing here
-waits for the device, with one exception: without a kernel, these two functions read `found_inf` and `step` if they are
-tensors.
+`sgd_` and `adam_` use the kernels behind `torch.optim.SGD(fused=True)` and `AdamW(fused=True)` where a kernel supports
+the tensors: one launch updates many tensors. They take a flag `found_inf`, a 0-dim float32 tensor or None: if it is 1,
+they change nothing. No function waits for the device, with one exception: if no kernel supports the tensors, `sgd_` and
+`adam_` read the flag on the host, and `adam_` reads a `step` that is a tensor.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
-b1 and b2 betas. A hat (m^) means that the bias is corrected.
+b1 and b2 betas, |x| the L2 norm of a tensor. A hat (m^) means that the bias is corrected: m^ = m / (1 - b1^step).
 """
 
 __role__ = "optimizer"  # in reports of `insight`: see its `sites`
@@ -52,9 +52,10 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
-    """Yield the lists at full precision, in parts that are on one device and of one dtype each.
+    """Yield the lists at full precision, one part after the other; a part has one device, and one dtype for each list.
 
-    After each round of the caller's loop, the changes that its body made to the `changed` lists are copied back.
+    Write `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. After the body,
+    tensors that had to be copied to full precision are copied back to the `changed` lists.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -113,8 +114,11 @@ def sgd_(
 ) -> None:
     """SGD with momentum, as in torch.optim.SGD.
 
-    g = gradient_factor g + wd p; m = g if `is_first`, else momentum m + (1 - dampening) g; p -= lr m, or lr (g +
-    momentum m) with Nesterov. If `momentum` is 0 or `momenta` is None, p -= lr g.
+    g = gradient_factor g + wd p
+    m = g if `is_first`, else momentum m + (1 - dampening) g
+    p -= lr m, or with `is_nesterov` p -= lr (g + momentum m)
+
+    If `momentum` is 0 or `momenta` is None, p -= lr g.
     """
     options: dict[str, Any] = {
         "lr": lr,
@@ -167,10 +171,14 @@ def adam_(
 ) -> None:
     """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1.
 
-    With `is_decoupled`, weight decay as in Loshchilov & Hutter (arXiv:1711.05101).
+    With `is_decoupled`, weight decay is AdamW's, as in Loshchilov & Hutter (arXiv:1711.05101):
 
-    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr (m^ / (sqrt(v^) + eps) + wd p). Without `is_decoupled`,
-    g += wd p beforehand instead. `step` counts from 1; it may be a 0-dim tensor.
+    m = b1 m + (1 - b1) g
+    v = b2 v + (1 - b2) g^2
+    p -= lr (m^ / (sqrt(v^) + eps) + wd p)
+
+    Without `is_decoupled`, the last line has no wd p, and g += wd p comes first. `step` counts from 1; it may be a
+    0-dim tensor.
     """
     kernel = fused_adamw_ if is_decoupled else fused_adam_
     options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
@@ -181,7 +189,7 @@ def adam_(
             kernel_step = kernel_step.to(p[0].device, torch.float32)
         else:
             kernel_step = torch.full((), kernel_step, dtype=torch.float32, device=p[0].device)
-        # the kernels take a step for each parameter; Apex's optimizers count steps for each group
+        # the kernels take a step for each parameter, but here all parameters have the same
         lists = {"max_exp_avg_sqs": [], "state_steps": [kernel_step] * len(p)}
         if _run_kernel(kernel, (p, g, m, v), found_inf, amsgrad=False, **lists, **options):
             continue
@@ -206,9 +214,12 @@ def adagrad_(
     weight_decay: float,
     is_decoupled: bool,
 ) -> None:
-    """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices.
+    """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices. h are the `sums`.
 
-    h += g^2, the sums; p -= lr (g / (sqrt(h) + eps) + wd p). Without `is_decoupled`, g += wd p beforehand instead.
+    h += g^2
+    p -= lr (g / (sqrt(h) + eps) + wd p)
+
+    Without `is_decoupled`, the last line has no wd p, and g += wd p comes first.
     """
     for g, p, h in at_full_precision(gradients, params, sums):
         if weight_decay and not is_decoupled:
@@ -242,11 +253,16 @@ def lamb_(
 ) -> None:
     """LAMB of You et al. (arXiv:1904.00962), algorithm 2, with the clipping of NVIDIA's BERT.
 
-    g /= max(1, gradient_norm / max_gradient_norm); if the maximum is None or 0, gradients are not clipped.
-    `gradient_norm` (0-dim) is the norm of the gradients of all parameters of the optimizer, not only of `gradients`.
-    Then u = m^ / (sqrt(v^) + eps) + wd p as in `adam_`, and p -= lr (|p| / |u|) u for each tensor. The ratio |p| / |u|
-    is 1 if a norm is 0. It is also 1 without weight decay, unless `always_adapts`. Without `averages_gradients`,
-    m = b1 m + g. Without `is_decoupled`, g += wd p after the clipping, and u lacks wd p.
+    g /= max(1, gradient_norm / max_gradient_norm)
+    m = b1 m + (1 - b1) g, or without `averages_gradients` m = b1 m + g
+    v = b2 v + (1 - b2) g^2
+    u = m^ / (sqrt(v^) + eps) + wd p
+    p -= lr (|p| / |u|) u, with the norms of each tensor
+
+    `gradient_norm` (0-dim) is the norm of the gradients of all parameters of the optimizer, not only of `gradients`. If
+    `max_gradient_norm` is None or 0, gradients are not clipped. Without `is_decoupled`, u has no wd p, and g += wd p
+    follows the clipping. The ratio |p| / |u| is 1 if one of the norms is 0, and without weight decay, unless
+    `always_adapts`.
     """
     corrections = bias_corrections(betas, step, corrects_bias)
     gradient_share = 1 - betas[0] if averages_gradients else 1.0
@@ -298,13 +314,16 @@ def novograd_(
     averages_gradients: bool,
     norm_type: int,
 ) -> None:
-    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment for each tensor.
+    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment n for each tensor, not each element.
 
-    The second moments are 0-dim tensors, `norm_avgs`.
+    `norm_avgs` has these second moments, 0-dim tensors.
 
-    n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for 0; n^ = n / sqrt(1 - b2^step);
-    m = b1 m + (1 - b1) g; p -= lr (m^ / (n^ + eps) + wd p). With `decays_inside`, m takes g / (n^ + eps) + wd p in
-    place of g, and p -= lr m^. Without `averages_gradients`, the factor of g in m is 1.
+    n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for `norm_type` 0
+    n^ = n / sqrt(1 - b2^step)
+    m = b1 m + (1 - b1) g, or without `averages_gradients` m = b1 m + g
+    p -= lr (m^ / (n^ + eps) + wd p)
+
+    With `decays_inside`, g / (n^ + eps) + wd p takes the place of g in m, and the last line is p -= lr m^.
     """
     correction1, correction2 = bias_corrections(betas, step, corrects_bias)
     gradient_share = 1 - betas[0] if averages_gradients else 1.0
@@ -334,11 +353,11 @@ def novograd_(
 
 
 def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Tensor | None, **options: Any) -> bool:
-    """Run a kernel on `lists`: parameters, gradients, and moments. Return False if it does not support the tensors, and
-    change nothing.
+    """Run a kernel on `lists` (parameters, gradients and moments), and return True.
 
-    Kernels read memory in order. So the tensors at the same place of the lists must have the same layout, and must be
-    neither subclasses nor lazy negatives. For some devices, torch has no such kernels.
+    Return False, and change nothing, if torch has no such kernel for the device, or if the kernel does not support the
+    tensors: it reads memory in order, so a parameter, its gradient and its moments must have the same memory layout,
+    and must be neither of a subclass of Tensor nor lazy negatives (`Tensor.is_neg`).
     """
     if not all(map(_have_same_layout, *lists)):
         return False
@@ -347,7 +366,8 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
         kernel(*lists, **options, maximize=False, found_inf=flag)
     except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    torch.autograd.graph.increment_version(list(lists[0]))  # of the parameters; the kernel itself does not
+    # the kernel does not count its writes; casts of weights are cached by the version of the parameter
+    torch.autograd.graph.increment_version(list(lists[0]))
     return True
 
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 STEPS = 20
 """The number of optimizer steps of a run, unless the command line or the contract names another."""
 
+EXAMPLES = (
+    "amp-patch check train.py --write numerics.json",
+    "amp-patch check train.py --against numerics.json  # in CI",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -74,7 +80,7 @@ def _write(arguments: argparse.Namespace) -> int:
     question = _ask(arguments, None)
     contract = _measure(arguments, question, is_new=True)
     contract.write(arguments.write)
-    print_report(describe_contract(contract))
+    print_report(describe_contract(contract), [None])
     print(f"written: {arguments.write}", file=sys.stderr)
     return 0
 
@@ -91,7 +97,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if not contract.about.low:
             raise
         # the contract promises 16 bits, and the script has no mixed precision any more
-        print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)))
+        print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)), [False])
         return 1
     if is_other_script(contract, measured):
         raise AmpError(
@@ -99,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> int:
             " give its own contract, or make one with --write"
         )
     verdict = judge(contract, measured)
-    print_report(format_verdict(verdict, str(arguments.against)))
+    print_report(format_verdict(verdict, str(arguments.against)), [verdict.holds])
     if os.environ.get("GITHUB_ACTIONS") == "true":
         _annotate(verdict, arguments.script)
     if arguments.json is not None:

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING
 from .. import config
 from ..doctor import get_advice
 from ..errors import SessionError
+from ..tables import WIDTH
 from ..terminal import print_report
 from .run import check_everywhere
 from .scripts import ScriptRunner, add_script, describe_command
-from .values import check_lists, get_level, new_file, oplist, opt_level, positive
+from .values import add_wide, check_lists, get_level, new_file, oplist, opt_level, positive
 
 if TYPE_CHECKING:
     from ..insight.comparing import Campaign
+
+EXAMPLES = (
+    "amp-patch compare train.py --runs O0,O4 --steps 20",
+    "amp-patch compare --everywhere train.py --html report.html  # a script without mixed precision",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
     parser.add_argument("--jsonl", type=new_file, metavar="FILE", help="write the records as JSON lines")
+    add_wide(parser)
     add_script(
         parser,
-        usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--jsonl FILE]",
+        usage="[--runs LEVEL[+LIST...],...] [--steps N] [--seeds N] [--html FILE] [--jsonl FILE] [--wide]",
         has_level=False,
         has_report=True,
     )
@@ -93,7 +101,7 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
         raise
     if is_interrupted:
         print(f"{prefix}: interrupted; these are the results so far", file=sys.stderr)
-    print_report(comparison.table())
+    print_report(comparison.table(None if arguments.wide else WIDTH), comparison.judged)
     print(f"advice: {get_advice(comparison.recording.run.device)}")
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),

@@ -6,6 +6,12 @@ from pathlib import Path
 from ..errors import AmpError
 from ..terminal import print_error, print_report
 
+EXAMPLES = (
+    "amp-patch diff before.jsonl after.jsonl  # two files of: amp-patch explain train.py --json FILE",
+    "amp-patch diff numerics.json new.json  # two contracts of: amp-patch check train.py --write FILE",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

@@ -8,6 +8,13 @@ from pathlib import Path
 
 from .. import doctor
 from ..errors import SettingsError
+from ..terminal import print_verdict
+
+EXAMPLES = (
+    "amp-patch doctor train.py",
+    "amp-patch doctor --explain AMP501",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +55,20 @@ def _report(arguments: argparse.Namespace) -> int:
     machine = None
     if not arguments.paths:
         machine = doctor.get_machine()
+    is_faulty = any(finding.severity != "note" for finding in findings)
     report = doctor.Report(findings, len(files), machine)
     if arguments.output_format == "json":
         print(report.as_json(), flush=True)
     else:
         # in scripts that do not use amp yet, a note says how to begin
         with_notes = arguments.notes or not project.uses_amp
-        print(report.as_text(with_notes=with_notes), flush=True)
+        verdict, *lines = report.as_text(with_notes=with_notes).split("\n")
+        print_verdict(verdict, not is_faulty)
+        for line in lines:
+            print(line, flush=True)
         if arguments.paths and not arguments.no_advice:
             print(f"advice: {doctor.get_advice()}")
-    return int(any(finding.severity != "note" for finding in findings))
+    return int(is_faulty)
 
 
 def _codes(text: str) -> list[str]:

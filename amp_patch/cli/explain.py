@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SessionError
-from ..tables import count_of
+from ..tables import WIDTH, count_of
 from ..terminal import print_report
 from .ranks import name_for_node
 from .scripts import ScriptRunner, WatchedRun, add_script, describe_command, write_all
-from .values import new_file, steps
+from .values import add_wide, new_file, steps
 
 if TYPE_CHECKING:
     from ..insight import Recording
+
+EXAMPLES = (
+    "amp-patch explain train.py --by op",
+    "amp-patch explain train.py --html report.html",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the records as JSON lines")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="print a file written by --json")
+    add_wide(parser)
     add_script(
         parser,
-        usage="[--steps A:B] [--by module|op|entry] [--all] [--json FILE] [--html FILE]",
+        usage="[--steps A:B] [--by module|op|entry] [--all] [--wide] [--json FILE] [--html FILE]",
         is_repeated=False,
         has_report=True,
     )
-    parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--html FILE]"
+    parser.usage = f"{parser.usage}\n       %(prog)s --from FILE [--by module|op|entry] [--all] [--wide] [--html FILE]"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,11 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..insight import Recording, format_raised, format_recording
     from ..insight.runs import Run
 
+    width = None if arguments.wide else WIDTH
     if arguments.source is not None:
         recording = Recording.read(arguments.source)
         text = str(recording)  # a recording of trace or compare has no ops
         if recording.ops:
-            text = format_recording(recording, arguments.by, with_all=arguments.all)
+            text = format_recording(recording, arguments.by, with_all=arguments.all, width=width)
         print_report(text)
         _write_html(recording, arguments)
         return 0
@@ -79,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not recording.ops:
         print_report(format_raised(recording.raised[0], recording.run))
         return 1
-    print_report(format_recording(recording, arguments.by, with_all=arguments.all))
+    print_report(format_recording(recording, arguments.by, with_all=arguments.all, width=width))
     if recording.run.script_low:
         low = recording.run.script_low
         print(

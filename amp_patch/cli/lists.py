@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ..errors import OpListError
 from . import lists_check, lists_diff, lists_explain, lists_init, lists_show
+from .parser import Parser
 
 TASKS = {
     "show": lists_show,
@@ -17,16 +18,25 @@ TASKS = {
     "explain": lists_explain,
     "init": lists_init,
 }
-"""The module of each task, with `SUMMARY`, `add_arguments(parser)` and `run(arguments)`, which returns an exit code."""
+"""The module of each task, with `SUMMARY`, `EXAMPLES`, `add_arguments(parser)`, and `run(arguments)`, which returns an
+exit code.
+"""
+
+EXAMPLES = (
+    "amp-patch lists init mine.yaml",
+    "amp-patch lists explain softmax",
+)
+"""Command lines that the help shows."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the tasks and their arguments."""
     tasks = parser.add_subparsers(metavar="TASK", required=True)
     for name, module in TASKS.items():
         summary = module.SUMMARY
         task = tasks.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         module.add_arguments(task)
+        task.examples = module.EXAMPLES
         task.set_defaults(task=module.run)
 
 

@@ -13,6 +13,12 @@ SUMMARY = (
     " cannot be read"
 )
 
+EXAMPLES = (
+    "amp-patch lists check mine.yaml",
+    "amp-patch lists check mine.yaml --json",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""

@@ -4,13 +4,20 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from .. import config
-from ..tables import align
-from .lists_printing import LIST, as_data, print_json, print_lines
+from ..tables import WIDTH
+from .lists_printing import LIST, as_data, fit_rows, print_json, print_lines
+from .values import add_wide
 
 SUMMARY = (
     "print the ops on which two lists, or two versions of torch, differ; exit code 0 if they are equal, 1 if not, 2 if"
     " one cannot be read"
 )
+
+EXAMPLES = (
+    "amp-patch lists diff float16 bfloat16",
+    "amp-patch lists diff autocast-cuda@2.11 autocast-cuda@2.12",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help_text = f"{LIST}, or several separated by commas; later ones win. NAME@2.11: as it is for that torch"
         parser.add_argument(name, metavar="LISTS", help=help_text)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_wide(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         in_both = [*differences, *missing]
         print_json({"left": left.names, "right": right.names, "differences": list(map(as_data, in_both))})
     else:
-        print_lines(align([*_list_rows(differences, ""), *_list_rows(missing, "this torch has no such op")]))
+        rows = [*_list_rows(differences, ""), *_list_rows(missing, "this torch has no such op")]
+        print_lines(fit_rows(rows, None if arguments.wide else WIDTH))
     return int(bool(differences or missing))
 
 

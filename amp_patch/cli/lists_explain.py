@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import config
-from ..tables import align
+from ..tables import align, wrap_sentences
 from .lists_printing import LIST, as_data, bounds, location, module_as_data, print_json, print_lines
 
 SUMMARY = "print the rule of an op, the line that sets it, and what happens to its arguments"
 LOW_NAMES = ("float16", "bfloat16")
+
+EXAMPLES = (
+    "amp-patch lists explain softmax",
+    "amp-patch lists explain torch.fft.rfft --lists float16 fast",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
         modules = list(map(module_as_data, lists.modules))
         print_json({"lists": names, "low": low, **as_data(explanation), "effects": effects, "modules": modules})
         return 0
-    print_lines(_format(explanation, names, low))
+    print_lines(map(wrap_sentences, _format(explanation, names, low)))
     if any(ruling.kind.runs_in for ruling in explanation.rulings):
         for rule in lists.modules:
             dtype = rule.run.replace("low", low)
-            print(f"Within {rule.chooser} it runs in {dtype} ({location(rule)}).")
+            print(wrap_sentences(f"Within {rule.chooser} it runs in {dtype} ({location(rule)})."))
     return 0
 
 

@@ -33,6 +33,12 @@ modules:
   # - {{type: torch.nn.LayerNorm, run: low}}
 """
 
+EXAMPLES = (
+    "amp-patch lists init mine.yaml",
+    "amp-patch lists init mine_bf16.yaml --extends bfloat16",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""

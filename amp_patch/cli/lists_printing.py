@@ -1,15 +1,19 @@
 """Functions that several tasks of `amp-patch lists` use for their output."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..tables import Table, align
 
 LIST = "a shipped list or the path of a list file"
 """The help text of an argument that names a list."""
+
+LEAST = 20
+"""The width to which the texts of a column may be shortened."""
 
 _INTERNAL = ("is_optional", "is_warning")
 """Fields of dataclasses that JSON leaves out."""
@@ -37,6 +41,16 @@ def as_data(value: Any) -> dict[str, Any]:
 def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:
     """Return a module rule for JSON."""
     return {name: getattr(rule, name) for name in ("chooser", "run", "why", "path", "line", "column")}
+
+
+def fit_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Return rows as lines with aligned columns. Of names, reasons and places, the longest are shortened to `width`."""
+    if not rows or width is None:
+        return align(rows)
+    columns = [str(number) for number in range(len(rows[0]))]
+    table = Table(columns, rows, len(columns), dict.fromkeys(columns, LEAST))
+    table.shorten(width)
+    return align(table.rows())
 
 
 def print_json(data: Mapping[str, object]) -> None:

@@ -4,10 +4,18 @@ import argparse
 from collections.abc import Iterator
 
 from .. import config
-from ..tables import align
-from .lists_printing import LIST, as_data, bounds, location, module_as_data, print_json, print_lines
+from ..tables import WIDTH
+from .lists_printing import LIST, as_data, bounds, fit_rows, location, module_as_data, print_json, print_lines
+from .values import add_wide
 
+_MARGIN = "  "
 SUMMARY = "print every entry of the merged lists, with its reason, file and line"
+
+EXAMPLES = (
+    "amp-patch lists show float16",
+    "amp-patch lists show bfloat16 fast",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about_spellings = "also print, below each entry, the names that it decides"
     parser.add_argument("--spellings", action="store_true", help=about_spellings)
     parser.add_argument("--json", action="store_true", help="print JSON, which has all spellings")
+    add_wide(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,11 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_lists_as_data(lists))
     else:
-        print_lines(_show(lists, arguments.spellings))
+        width = None if arguments.wide else WIDTH - len(_MARGIN)
+        print_lines(_show(lists, width, with_spellings=arguments.spellings))
     return 0
 
 
-def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
+def _show(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -> Iterator[str]:
     """Yield the lines of the report: the rules for ops, the module rules, and the entries without effect."""
     import torch
 
@@ -36,11 +46,11 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
         f"{', '.join(lists.names)}: {len(lists.spellings)} spellings on torch {torch.__version__}, digest"
         f" {lists.digest[:12]}"
     )
-    yield from _show_rules(lists, with_spellings)
+    yield from _show_rules(lists, width, with_spellings=with_spellings)
     if lists.modules:
         yield ("\nmodules: run in the dtype shown, whatever the rules above say; the last rule that matches wins")
-        rows = align((rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules)
-        yield from (f"  {row}" for row in rows)
+        cells = [(rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules]
+        yield from (f"{_MARGIN}{row}" for row in fit_rows(cells, width))
     without_effect = (
         (lists.missing, "missing: torch has no such op"),
         (_deferred(lists), "deferred: takes effect when the package is imported"),
@@ -49,14 +59,14 @@ def _show(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
     for entries, title in without_effect:
         if entries:
             yield f"\n{title}"
-            rows = align(
+            rows = [
                 (entry.op, entry.rule.describe(entry.like), entry.why, location(entry), bounds(entry))
                 for entry in entries
-            )
-            yield from (f"  {row}" for row in rows)
+            ]
+            yield from (f"{_MARGIN}{row}" for row in fit_rows(rows, width))
 
 
-def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
+def _show_rules(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -> Iterator[str]:
     """Yield each rule with its entries.
 
     After `except` come the spellings that an entry names, but that another entry, of a later file, decides.
@@ -66,7 +76,7 @@ def _show_rules(lists: "config.OpLists", with_spellings: bool) -> Iterator[str]:
         entries = [entry for entry in by_entry if entry.rule is rule]
         if entries:
             yield f"\n{rule}: {rule.summary.format(low='the low dtype')}"
-        rows = align((_with_argument(entry), entry.why, location(entry)) for entry in entries)
+        rows = fit_rows([(_with_argument(entry), entry.why, location(entry)) for entry in entries], width)
         for entry, row in zip(entries, rows, strict=True):
             lost = _find_lost(entry, by_entry[entry])
             if lost:

@@ -28,8 +28,8 @@ from .parser import Parser
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. Its module has `add_arguments(parser)`, and `run(arguments)`, which returns the exit code, or None
-    for 0.
+    """A subcommand. Its module has `EXAMPLES`, `add_arguments(parser)`, and `run(arguments)`, which returns the exit
+    code, or None for 0.
 
     Attributes:
         has_rest: whether arguments after `--` belong to the script. They are not parsed, but put into the list
@@ -61,8 +61,14 @@ COMMANDS: tuple[Command, ...] = (
 REST_HINT = "; arguments of the script go after --, as in: train.py -- --epochs 3"
 EPILOG = """amp-patch COMMAND --help describes a command.
 
-Completion in a shell: pip install "amp_patch[completion]", then eval "$(register-python-argcomplete amp-patch)"
+Completion in a shell:
+  pip install "amp_patch[completion]"
+  eval "$(register-python-argcomplete amp-patch)"
 """
+EXAMPLES = (
+    "amp-patch trace train.py  # where does the first inf or NaN come from?",
+    "amp-patch compare train.py --html out.html  # what does each level cost and save?",
+)
 INTERRUPTED, TERMINATED = 130, 143
 """The exit codes after Ctrl-C and after SIGTERM: 128 plus the number of the signal, as in shells."""
 
@@ -76,8 +82,8 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
         prog="amp-patch",
         description="Find out why mixed precision breaks your PyTorch training, and run Apex scripts.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.examples = EXAMPLES
     parser.rest_hint = "; options go after their command, as in: amp-patch trace train.py --steps 2"
     parser.add_argument("--version", action="version", version=f"amp-patch {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -86,7 +92,9 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
         if command.has_rest:
             subparser.rest_hint = REST_HINT
         if command.name in argv[:1]:
-            command.load().add_arguments(subparser)
+            module = command.load()
+            module.add_arguments(subparser)
+            subparser.examples = module.EXAMPLES
         subparser.set_defaults(command=command, parser=subparser)
     return parser
 

@@ -1,7 +1,9 @@
-"""`Parser`: argparse's parser, with errors that also say what to do."""
+"""`Parser`: argparse's parser, with errors that also say what to do, and with examples at the end of its help."""
 
 import argparse
+import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -9,16 +11,71 @@ from typing import Any, NoReturn
 from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
+WIDTH = 100
+"""The most columns of a help text."""
+
+_PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
+
+
+def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
+    """Return one form of a usage text as lines of at most `width` columns. An option and its value stay together."""
+    lines: list[str] = []
+    line = ""
+    for part in _PART.findall(form):
+        if line and len(line) + 1 + len(part) > width:
+            lines.append(line)
+            line = indent + part
+            continue
+        line = f"{line} {part}".lstrip() if not lines else f"{line} {part}"
+    return [*lines, line]
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fits a help text into the terminal, and into `WIDTH` columns. An epilog keeps its lines."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        options.setdefault("width", min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
+        super().__init__(prog, **options)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None) -> str:
+        """Wrap a usage text that a command gives, which argparse would print as it is."""
+        if usage is None or usage is argparse.SUPPRESS:
+            return super()._format_usage(usage, actions, groups, prefix)
+        prefix = "usage: " if prefix is None else prefix
+        margin = " " * len(prefix)
+        forms = [form.strip() for form in (usage % {"prog": self._prog}).splitlines()]
+        lines = [line for form in forms for line in wrap_usage(form, self._width - len(prefix))]
+        return f"{prefix}{f'{chr(10)}{margin}'.join(lines)}\n\n"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap a description of one line, and keep the lines of a longer text."""
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
 
 class Parser(argparse.ArgumentParser):
     """Reports unknown arguments, and suggests an option or a choice that the user may have meant.
 
     Attributes:
         rest_hint: the end of the error about unknown arguments, if no known option has a similar name.
+        examples: command lines that the help ends with.
     """
 
     rest_hint = ""
+    examples: Sequence[str] = ()
     _given: Sequence[str] = ()  # the arguments to parse
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        options.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*arguments, **options)
+
+    def format_help(self) -> str:
+        """Return the help text, with the examples at its end."""
+        text = super().format_help()
+        if not self.examples:
+            return text
+        return "\n".join([text, "Examples:", *(f"  {example}" for example in self.examples), ""])
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -38,6 +38,13 @@ WIDENED: empty; the script failed after it got float32 where it asks for 16 bits
 _PROGRESS_SECONDS = 1.0
 _LONGEST_WAIT = 60.0  # seconds in which the command ends a rank; it takes six
 _TROUBLE = 1  # exit code of a script that an armed run has stopped
+_CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
+"""Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
+
+_USE_ARMED = (
+    "amp_patch: torch cannot run this function while each op is watched, as `explain`, `trace` and `compare` do."
+    " `amp-patch run` and `amp-patch trace --armed` watch no ops"
+)
 _SPAWN = "torch.multiprocessing.spawn"
 
 
@@ -254,6 +261,8 @@ def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
+            if any(message in str(error) for message in _CANNOT_BE_WATCHED):
+                error.add_note(_USE_ARMED)
             sys.__excepthook__(kind, error, trace)
             _note_widened(folder)
             with contextlib.suppress(FileExistsError), Path(folder, ERROR).open("x", encoding="utf-8") as file:

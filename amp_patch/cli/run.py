@@ -29,6 +29,12 @@ IS_WINDOWS = os.name == "nt"
 STARTUP = Path(__file__).with_name("startup")
 """The folder with `sitecustomize`."""
 
+EXAMPLES = (
+    "amp-patch run train.py  # a script that imports apex",
+    "amp-patch run --everywhere --opt-level O4 train.py  # a script without mixed precision",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own options. Arguments after the script, or after `-m MODULE`, belong to the script."""

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,6 @@ TAIL = 20
 """The number of last lines that are shown of a quiet script that fails."""
 
 _POLL_SECONDS = 0.5
-_PROGRESS_SECONDS = 10.0
 _ENDED = "amp-patch: the run is over, and all its processes were ended (a launcher reports that as signal 15)"
 _GRACE_SECONDS = 5.0  # for other ranks to write their recordings, after the run is over
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
@@ -153,17 +153,17 @@ class ScriptRunner:
 
         Raises RunFailedError if the script fails or opens no session, and KeyboardInterrupt after Ctrl-C.
         """
-        from ..insight.runs import RunFailedError
+        from ..insight.runs import NO_STEP, RunFailedError
 
         watched = self.watch(run)
         if watched.is_interrupted:
             raise KeyboardInterrupt
         output = "".join(f"\n  {line}" for line in self._last_output)
         if not watched.recordings:
-            reason = "took no step"
+            reason = NO_STEP
             if watched.code:
-                reason = f"ended with exit code {watched.code}"
-            raise RunFailedError(f"the script {reason}{output}", was_widened=watched.was_widened)
+                reason = f"the script ended with exit code {watched.code}"
+            raise RunFailedError(f"{reason}{output}", was_widened=watched.was_widened)
         recording = watched.recordings[0]
         if watched.code:
             raise RunFailedError(
@@ -199,18 +199,23 @@ class ScriptRunner:
             if self._is_quiet:
                 log = Path(folder, "output")
 
-            progress = _Progress(self._prog, Path(folder, PROGRESS), run.options.get("steps"))
+            steps = run.options.get("steps") or run.options.get("last")
+            counter = _StepCounter(_name_run(run, level), Path(folder, PROGRESS), steps)
 
             def is_over() -> bool:
                 if self._is_quiet:
-                    progress.print_if_due()
-                    if Path(folder, WAITING).exists():
+                    if Path(folder, WAITING).exists() and not self._has_noted_waiting:
+                        counter.clear()
                         self._note_waiting()
+                    counter.show()
                 if any(until(recording) for _, recording in _read(folder)):
                     return True
                 return ranks is not None and ranks.find_code() != 0
 
-            code = _call([sys.executable, *python_arguments], environment, is_over, log)
+            try:
+                code = _call([sys.executable, *python_arguments], environment, is_over, log)
+            finally:
+                counter.clear()
             if ranks is not None:
                 if not ranks.is_first:
                     ranks.leave(code)  # does not return
@@ -250,41 +255,60 @@ class ScriptRunner:
             print(f"{self._prog}: {line}", file=sys.stderr)
 
     def _note_waiting(self) -> None:
-        """Print once that a quiet script takes steps without mixed precision, so it may end without a result."""
-        if not self._has_noted_waiting:
-            self._has_noted_waiting = True
-            print(
-                f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
-                " torch.autocast or amp.initialize (Ctrl-C ends it)",
-                file=sys.stderr,
-            )
+        """Print that a quiet script takes steps without mixed precision, so it may end without a result."""
+        self._has_noted_waiting = True
+        print(
+            f"{self._prog}: the script takes steps without mixed precision so far; waiting for its first"
+            " torch.autocast or amp.initialize (Ctrl-C ends it)",
+            file=sys.stderr,
+        )
 
 
-class _Progress:
-    """Prints the progress of a quiet run every `_PROGRESS_SECONDS`.
+def _name_run(run: "Run", level: str | None) -> str:
+    """Return the name of a run for the terminal."""
+    if level is not None:
+        return level
+    if run.in_float32:
+        return "float32"
+    return "with a list" if run.settings.lists else "as-is"
+
+
+class _StepCounter:
+    """Shows the steps of a quiet run on a terminal: one line on stderr, which is rewritten. Shows none elsewhere.
 
     Args:
-        prog: the start of each line.
+        name: the name of the run, at the start of the line.
         file: the file with the number of steps so far. It does not exist before the first step.
         steps: the number of steps of the whole run; None if it is not known.
     """
 
-    def __init__(self, prog: str, file: Path, steps: object) -> None:
-        self._prog = prog
+    def __init__(self, name: str, file: Path, steps: object) -> None:
+        self._name = name
         self._file = file
         self._of = f" of {steps}" if steps else ""
-        self._began = self._printed = time.monotonic()
+        self._began = time.monotonic()
+        self._is_shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._length = 0  # of the line on the terminal
 
-    def print_if_due(self) -> None:
-        """Print a line if the last one is `_PROGRESS_SECONDS` old."""
-        now = time.monotonic()
-        if now - self._printed < _PROGRESS_SECONDS:
+    def show(self) -> None:
+        """Write the line over the one before."""
+        if not self._is_shown:
             return
-        self._printed = now
         taken = "0"
         with contextlib.suppress(OSError):
             taken = self._file.read_text(encoding="utf-8") or taken
-        print(f"{self._prog}:   {taken}{self._of} steps after {now - self._began:.0f} s", file=sys.stderr)
+        line = f"  {self._name}  step {taken}{self._of}  {time.monotonic() - self._began:.0f} s"
+        self._write(line[: shutil.get_terminal_size().columns - 1])
+
+    def clear(self) -> None:
+        """Remove the line. Harmless twice."""
+        if self._length:
+            self._write("")
+            print(end="\r", file=sys.stderr, flush=True)
+
+    def _write(self, line: str) -> None:
+        print(f"\r{line.ljust(self._length)}", end="", file=sys.stderr, flush=True)
+        self._length = len(line)
 
 
 def _read(folder: str) -> "list[tuple[int, Recording]]":

@@ -17,6 +17,12 @@ from .trace_fix import fix
 from .traced_run import FAULT, TROUBLE, run_traced
 from .values import new_file, steps
 
+EXAMPLES = (
+    "amp-patch trace train.py --fix fix.yaml",
+    "amp-patch trace --armed train.py  # at full speed, for a step that goes wrong after hours",
+)
+"""Command lines that the help shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

@@ -12,6 +12,7 @@ from .. import config
 from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..tables import count_of
+from ..terminal import print_report
 from .scripts import ScriptRunner, describe_command
 from .trace_raised import find_entries
 from .traced_run import FAULT, TracedRun, run_traced
@@ -74,7 +75,7 @@ def _fix_fault(
         if next_remedy == remedy or traced.is_interrupted:
             break
         remedy = next_remedy
-    print(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", flush=True)
+    print_report(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", [False])
     if traced.is_interrupted:
         raise KeyboardInterrupt
     return FAULT
@@ -117,11 +118,13 @@ def _report_fixed(traced: TracedRun, path: Path, arguments: argparse.Namespace) 
     settings = Settings(None, (str(path),))
     if not _agrees_with_float32(path.name, settings, arguments, max(traced.watched.steps)):
         return FAULT
-    print(
+    print_report(
         f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
-        f" lists=...\nto see whether it trains as float32 does: {_format_compare(path, arguments)}",
-        flush=True,
+        " lists=...",
+        [True],
     )
+    # the command stays on one line, to be copied
+    print(f"to see whether it trains as float32 does: {_format_compare(path, arguments)}", flush=True)
     return 0
 
 
@@ -149,14 +152,14 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
     if runs[-1].is_interrupted:
         raise KeyboardInterrupt
     if left is not None:
-        print(f"{path.name} is not enough: this is left\n{format_raised(left, recording.run)}", flush=True)
+        print_report(f"{path.name} is not enough: this is left\n{format_raised(left, recording.run)}", [False])
         return FAULT
     if runs[-1].faults:
         fault, with_fault = runs[-1].faults[0]
-        print(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", flush=True)
+        print_report(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", [False])
         return FAULT
     if not runs[-1].watched.code and not any(runs[-1].watched.steps):  # there are no losses to compare
-        print(f"{path.name} is enough: the script runs to its end with it", flush=True)
+        print_report(f"{path.name} is enough: the script runs to its end with it", [True])
         return 0
     return _report_fixed(runs[-1], path, arguments)
 
@@ -176,12 +179,12 @@ def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: Trac
     name = f'opt_level="{level}"'
     if again.faults or again.quiet:
         left = [format_quiet(lost, recording.run) for lost, recording in again.quiet]
-        print("\n".join([f"{name} is not enough", *left[:1]]), flush=True)
+        print_report("\n".join([f"{name} is not enough", *left[:1]]), [False])
         return FAULT
     code = again.report_none()
     if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
         return code or FAULT
-    print(f"{name} is enough for these steps", flush=True)
+    print_report(f"{name} is enough for these steps", [True])
     return 0
 
 
@@ -211,7 +214,7 @@ def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Name
     repaired, plain = curves
     reason = agreement.find_disagreement(repaired, plain)
     if reason:
-        print(f"{name} is not enough: every value fits, but {reason}", flush=True)
+        print_report(f"{name} is not enough: every value fits, but {reason}", [False])
         return False
     moves = f"{agreement.describe_losses(repaired)} with {name}, {agreement.describe_losses(plain)} in float32"
     print(f"loss in {count_of(len(repaired.losses), 'step')}: {moves}", flush=True)

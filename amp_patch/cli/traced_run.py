@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..script_settings import Settings
 from ..tables import count_of
-from ..terminal import print_error
+from ..terminal import print_error, print_report
 from .scripts import ScriptRunner, WatchedRun
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TracedRun:
         from ..insight import describe_search
 
         if self._searches:
-            print(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped), flush=True)
+            print_report(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped))
 
     def print_faults(self) -> None:
         """Print the first fault, where others are, and the quiet losses beside them."""
@@ -87,9 +87,9 @@ class TracedRun:
         if not self.faults:
             return
         fault, recording = self.faults[0]
-        print(format_fault(fault, recording.run), flush=True)
+        print_report(format_fault(fault, recording.run), [False])
         for line in describe_further([fault for fault, _ in self.faults]):
-            print(line, flush=True)
+            print_report(line)
         self.print_quiet()
 
     def print_quiet(self) -> None:
@@ -97,7 +97,8 @@ class TracedRun:
         from ..insight import format_quiet
 
         for lost, recording in self.quiet:
-            print(f"\n{format_quiet(lost, recording.run)}", flush=True)
+            print()
+            print_report(format_quiet(lost, recording.run), [False])
 
     def print_raised(self) -> None:
         """Print the exception that ended the script, if dtypes explain it."""
@@ -106,7 +107,7 @@ class TracedRun:
         for raised, recording in self.raised[:1]:
             if self.faults:
                 print()
-            print(format_raised(raised, recording.run), flush=True)
+            print_report(format_raised(raised, recording.run), [False])
         if self.raised and not self.faults:
             self.print_quiet()
 
@@ -120,7 +121,7 @@ class TracedRun:
         from ..insight import format_misuses
 
         if self.misuses:
-            print(format_misuses(self.misuses), flush=True)
+            print_report(format_misuses(self.misuses), [False])
 
     def report_none(self) -> int:
         """Print that no fault was found, or why nothing could be checked. Return the exit code."""
@@ -129,7 +130,8 @@ class TracedRun:
         has_checked = bool(self.watched.recordings) and self._checked > 0
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
-            print(f"every value fits, in {count_of(fitting, 'step')}", flush=True)
+            is_good = None if self.quiet or self.misuses else True
+            print_report(f"every value fits, in {count_of(fitting, 'step')}", [is_good])
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0

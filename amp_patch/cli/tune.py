@@ -4,10 +4,18 @@ The script runs unmodified, as under `amp-patch run`, for a few steps: once in f
 """
 
 import argparse
+import sys
 from dataclasses import fields
 
+from ..terminal import print_report
 from .scripts import ScriptRunner, add_script
 from .values import at_least, check_lists, new_file, oplist, positive
+
+EXAMPLES = (
+    "amp-patch tune train.py --out mine.yaml",
+    "amp-patch tune train.py --units both --tolerance 0.05",
+)
+"""Command lines that the help shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,32 +65,34 @@ def run(arguments: argparse.Namespace) -> int:
     # the options of the command have the names of the fields of TuneOptions
     names = {field.name for field in fields(TuneOptions)}
     options = {name: value for name, value in vars(arguments).items() if name in names}
-    tuner = Tuner(runner, **options, log=_print)
+    tuner = Tuner(runner, **options, log=_tell)
     try:
         result = tuner.run()
     except KeyboardInterrupt:  # only in the run in float32: later, `Tuner.run` returns a result
-        _print("\ninterrupted before a list was tried; nothing is written")
+        _tell("interrupted before a list was tried; nothing is written")
         raise
     finally:
         runner.print_files()
-    _print(f"\n{result.message}; {result.runs} runs")
+    lines = f"{result.message}; {result.runs} runs".split("; ")
+    print_report("\n".join(lines), [result.is_reached])
     if result.text and arguments.out is None:
-        _print(f"\n{result.text.rstrip()}")
+        print(f"\n{result.text.rstrip()}", flush=True)
     elif result.text:
         result.to_yaml(arguments.out)
         use = "the best list so far"
         if result.is_reached:
             use = "pass it to initialize as lists=..., or to amp-patch run as --lists"
-        _print(f"written to {arguments.out}: {use}")
+        print(f"written to {arguments.out}: {use}", flush=True)
     elif arguments.out is not None:
-        _print(f"nothing is written to {arguments.out}: there is no list to write")
+        print(f"nothing is written to {arguments.out}: there is no list to write", flush=True)
     if result.is_interrupted:
         return 130
     return int(not result.is_reached)
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
+def _tell(line: str) -> None:
+    """Print a line about a run."""
+    print(f"amp-patch tune: {line}", file=sys.stderr, flush=True)
 
 
 def _tolerance(text: str) -> float:

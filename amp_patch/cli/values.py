@@ -1,4 +1,4 @@
-"""Reads and checks the values of options: levels, op lists, numbers, files.
+"""Reads and checks the values of options: levels, op lists, numbers, files. Declares an option of several commands.
 
 torch is imported only to read the content of op lists, and the levels of the file that AMP_PATCH_PRESETS names.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import config
 from ..errors import AmpError, did_you_mean
 from ..files import check_writable
+from ..tables import WIDTH
 
 
 def opt_level(text: str) -> str:
@@ -63,6 +64,12 @@ def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> No
                 config.load_oplists(("apex", name))
             except AmpError as error:
                 parser.error(f"argument {option}: {error}")
+
+
+def add_wide(parser: argparse.ArgumentParser) -> None:
+    """Declare --wide."""
+    about = f"print all columns and whole names (default: what fits {WIDTH} columns)"
+    parser.add_argument("--wide", action="store_true", help=about)
 
 
 def at_least(least: int, text: str) -> int:

@@ -1,4 +1,6 @@
-"""Explains op lists: the rules that an op follows and the reasons, and the differences between two lists."""
+"""Explains op lists, for `amp-patch lists explain` and `lists diff`: the rules that an op follows, with the entries of
+lists that decide, and the differences between two lists.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +10,7 @@ from .list_file import OpEntry
 from .list_names import OLDEST_TORCH, parse_version
 from .module_rules import ModuleRule
 from .op_lists import OpLists, load_oplists
-from .op_names import SpellingKey, find_or_none, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
+from .op_names import SpellingKey, find_known_spellings, find_spellings, get_op, inplace_twins, is_augmented, is_inplace
 from .op_rules import OpRule
 
 
@@ -17,12 +19,13 @@ class Ruling:
     """Spellings of an op that follow the same rule because of the same entry.
 
     Attributes:
-        spellings: dotted names.
+        spellings: dotted names, such as "torch.exp".
         kind: the rule that they follow; `amp-patch lists explain --json` prints it under this name. For spellings that
             write in place, it may differ from the rule of the entry.
-        entry: the entry that decides; None if no list names the spellings.
+        entry: the entry that puts them under a rule; None if no list names them.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package, or module of torch, that is not imported yet, so the rule has no effect yet; else None.
+        package: the package, or module of torch, that has the spellings, if it is not imported yet. The rule has no
+            effect before the import. Otherwise None.
     """
 
     spellings: tuple[str, ...]
@@ -38,7 +41,7 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The rules that lists have for an op, and the entries for it that have no effect on this torch.
+    """The rules that lists have for an op, and entries for it that have no effect on the running torch.
 
     Attributes:
         missing: entries without effect because this torch has no such op.
@@ -98,7 +101,7 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
             missing.append(entry)
     other_torch: list[OpEntry] = []
     for entry in lists.other_torch:
-        if _is_named(op, entry) or find_or_none(entry.op).keys() & keys.keys():
+        if _is_named(op, entry) or find_known_spellings(entry.op).keys() & keys.keys():
             other_torch.append(entry)
     if not keys and not missing and not other_torch:
         find_spellings(op, may_be_missing=False)  # raises an error: neither torch nor a list has the name
@@ -114,8 +117,8 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     """Return the differences between two lists, in the order of the left one.
 
-    There are none if and only if the digests of the lists are equal. A difference of an in-place twin or augmented
-    operator is left out if it only follows from a difference of its op.
+    There are none if and only if the digests of the lists are equal. If the rules of an op differ, the resulting
+    differences of its in-place twins and augmented operators are left out.
     """
     left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -143,7 +146,7 @@ def find_changes(name: str) -> Iterator[Change]:
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
-    """Yield the ops on which two lists differ, and that the running torch lacks: lists may be read for another one."""
+    """Yield the differences on ops that the running torch lacks. Lists may be read for another version of torch."""
     left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
     right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
     for op in {**left_rules, **right_rules}:
@@ -173,7 +176,7 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     """Yield the differences between the spellings of one op: first the op's own, then those that write in place."""
     plain: list[SpellingKey] = []
     inplace_by_name: dict[str, list[SpellingKey]] = {}
-    for key in dict.fromkeys([*_with_twins(find_or_none(op)), *keys]):
+    for key in dict.fromkeys([*_with_twins(find_known_spellings(op)), *keys]):
         if is_inplace(key[1]) or is_augmented(key[1]):
             inplace_by_name.setdefault(key[1], []).append(key)
         else:
@@ -203,9 +206,7 @@ def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruli
 
 
 def _get_rule(key: SpellingKey, rulings: _Rulings) -> str:
-    """Return the rule of a spelling, with the argument that its entry names. A neutral entry takes it off its list, so
-    it counts as unlisted.
-    """
+    """Return the rule of a spelling, such as "whitelist" or "match v"; "unlisted" also if it is on `neutral`."""
     ruling = rulings.get(key)
     if ruling is None or ruling.kind is OpRule.NEUTRAL:
         return OpRule.UNLISTED
@@ -213,7 +214,10 @@ def _get_rule(key: SpellingKey, rulings: _Rulings) -> str:
 
 
 def _is_from_op(key: SpellingKey, plain: list[SpellingKey], rulings: _Rulings) -> bool:
-    """Return whether a spelling that writes in place has no ruling, or the entry of one of the `plain` spellings."""
+    """Return whether a spelling that writes in place has its ruling only from the op, or has none.
+
+    `plain`: the spellings of the op that do not write in place.
+    """
     if key not in rulings:
         return True
     entry = rulings[key].entry
@@ -233,7 +237,7 @@ def _find_rulings(lists: OpLists) -> _Rulings:
 
 
 def _package_of(key: SpellingKey) -> str:
-    """Return the package whose import makes a spelling known: of torch, the module."""
+    """Return the package that must be imported before a spelling exists, such as "flash_attn"; of torch, the module."""
     root = key[0].partition(".")[0]
     return key[0] if root == "torch" else root
 

@@ -1,7 +1,7 @@
 """`Level`: the facts of an optimization level, such as its low dtype. Code asks for facts, never for "O1" or "O2".
 
-Presets files define levels. `read_levels` reads the shipped file without torch, for commands and the doctor. The module
-`presets` makes policies from shipped and other files.
+Presets files define levels. `read_levels` reads the shipped file, `lists/presets.yaml`, and needs no torch, so commands
+and the doctor use it. For a session, the module `presets` reads any presets file, and makes a `Policy` of a level.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Level:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the level runs in float32. Such a level is the reference of comparisons."""
+        """Whether the level runs in float32. `compare` and `tune` compare other levels with such a level."""
         return not self.low
 
     @property
@@ -49,7 +49,8 @@ class Level:
     def fits_autocast(self) -> bool:
         """Whether a script with torch.autocast can run at the level.
 
-        Regions cast ops, so a level that casts the model does not fit. float32 needs no casts, so it does.
+        In an autocast region, op lists decide which ops are cast. A level that casts the model has no op lists, so it
+        does not fit. A float32 level fits, because it casts nothing.
         """
         return self.is_plain or self.patches_functions
 
@@ -60,7 +61,7 @@ class Level:
 
     @property
     def fits_whole_script(self) -> bool:
-        """Whether a script that scales no loss can run at the level, in one region around the whole script."""
+        """Whether a script without amp can run at the level: its ops are cast, and its losses need no scale."""
         return self.patches_functions and not self.needs_loss_scale
 
 
@@ -87,7 +88,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level, scalars as text. Properties that it does not state come from its base."""
+    """Return the properties of a level, scalars as text, with those of the level that it extends."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}
@@ -105,7 +106,7 @@ def _make_level(name: str, properties: Mapping[str, Any]) -> Level:
         low = ""
     lists = ""
     if patches_functions:
-        # the default that `make_policy` uses as well: the shipped list with the name of the dtype
+        # without the key `lists`, `make_policy` uses the shipped list with the name of the dtype, such as "float16"
         lists = properties.get("lists", low)
     return Level(
         name,

@@ -1,7 +1,7 @@
 """Reads one list file: its keys, and the entries under them, which name ops.
 
 Every error is an OpListError with its location: path, line and column. A function with an argument `diagnostics` may
-store an error there and go on reading, so that a user sees all errors of a file at once.
+store an error there and go on reading, so that `amp-patch lists check` shows all errors of a file at once.
 """
 
 import logging
@@ -42,7 +42,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-"""Ops that write to two of their arguments, the running statistics."""
+"""Ops that write running statistics: two of their arguments. They cannot be whitelisted."""
 
 
 # ---- errors and warnings ---------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm
 
 @dataclass(frozen=True, slots=True)
 class ListProblem:
-    """An error in a list file, or a warning. `str` returns `path:line:column: message`.
+    """An error in a list file, or a warning. `str(problem)` is `path:line:column: message`.
 
     Attributes:
         path, line, column: the location; all None for an error that concerns no file.
@@ -72,24 +72,26 @@ class ListProblem:
 
 
 class Diagnostics:
-    """Raises the first error in list files, or collects all errors.
+    """Decides what happens to an error in a list file: it is raised, or stored so that reading can go on.
 
-    An OpListError in a `with diagnostics:` block ends the block. When collecting, the error is stored, and reading goes
-    on after the block. Otherwise the error is raised.
+    Code that reads a part of a file, such as one entry, runs in a `with diagnostics:` block. With `is_collecting`, the
+    block stores an OpListError in `errors`, and the code after the block runs. Otherwise the block does nothing, and
+    the first error is raised.
 
     Args:
-        is_collecting: store errors and warnings, instead of raising the first error and logging the warnings.
+        is_collecting: store errors and warnings. Otherwise errors are raised, and warnings are logged.
 
     Attributes:
         files: the content of each file that was read, in order.
+        has_warned: whether there was a warning.
     """
 
     def __init__(self, is_collecting: bool = False) -> None:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        # The keys of a dict, because they are ordered and unique: a file with an error is read again for each file that
-        # extends it, and reports the same error each time.
+        # An ordered set (the keys count): a file with an error is read again for each file that extends it, and then
+        # reports the same error again.
         self._problems: dict[ListProblem, None] = {}
 
     def __enter__(self) -> None:
@@ -122,7 +124,7 @@ class Diagnostics:
         return self._get(is_warning=True)
 
     def _get(self, is_warning: bool) -> list[ListProblem]:
-        """Return the errors or the warnings by line and column, the files in the order of their first problem."""
+        """Return the errors or the warnings by file, line and column. Files have the order of their first problem."""
         problems = [problem for problem in self._problems if problem.is_warning is is_warning]
         files = [problem.path for problem in problems]
         return sorted(problems, key=lambda problem: (files.index(problem.path), problem.line or 0, problem.column or 0))
@@ -139,11 +141,10 @@ def error_at(problem: str, path: Path, node: Node) -> OpListError:
 def is_op_list(root: Node) -> bool:
     """Return whether a file that was given as presets is an op list: it has keys of op lists, and no level."""
     assert isinstance(root.value, dict)
-    has_list_key = has_level = False
-    for key, node in root.value.items():
-        is_mapping = isinstance(node.value, dict)  # every level is a mapping, and no value of an op list is
-        has_list_key = has_list_key or (key in KEYS and not is_mapping)
-        has_level = has_level or (key not in KEYS and is_mapping)
+    # every level is a mapping, and no value of an op list is
+    is_mapping = {key: isinstance(node.value, dict) for key, node in root.value.items()}
+    has_list_key = any(key in KEYS and not is_mapping[key] for key in root.value)
+    has_level = any(key not in KEYS and is_mapping[key] for key in root.value)
     return has_list_key and not has_level
 
 
@@ -172,7 +173,10 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
 
 
 def read_text(node: Node, path: Path, meaning: str) -> str:
-    """Return the text of a scalar. `meaning` names the value at the start of an error, such as "run"."""
+    """Return the text of a scalar. Raises OpListError for a list or a mapping.
+
+    `meaning` says what the text is, such as "run" or "an entry of whitelist". Errors begin with it.
+    """
     if not isinstance(node.value, str):
         kind = "list" if isinstance(node.value, list) else "mapping"
         raise error_at(f"{meaning} must be a single text value, not a {kind}; write the text alone", path, node)
@@ -180,7 +184,7 @@ def read_text(node: Node, path: Path, meaning: str) -> str:
 
 
 def read_choice(node: Node, path: Path, meaning: str, allowed: tuple[str, ...]) -> str:
-    """Return the text of a scalar that must be one of the allowed words."""
+    """Return the text of a scalar. Raises OpListError unless it is one of the allowed words."""
     text = read_text(node, path, meaning)
     if text not in allowed:
         problem = f"{meaning} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
@@ -209,7 +213,12 @@ def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
 
 
 def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Version | None]:
-    """Return the file that an item of `extends` in the file `path` names, and the version of torch that it names.
+    """Return the file that an item of `extends` names, and the version of torch after its `@`, or None without one.
+
+    Args:
+        node: the item, such as `float16` or `autocast-cuda@2.11`.
+        path: the file with the `extends`.
+        chain: the files whose `extends` led here, the file `path` last, as `identify` returns them.
 
     Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
     """
@@ -232,7 +241,7 @@ def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Ver
 
 
 def identify(path: Path) -> str:
-    """Return the path without links, so that a file under two paths is recognized."""
+    """Return the path with all links resolved. It is the same for all paths of a file."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
@@ -248,12 +257,12 @@ class OpEntry:
 
     Attributes:
         op: the name, as written.
-        rule: the key that the entry is under.
+        rule: the key of the file that the entry is under, such as `whitelist`.
         why: the reason, in free text.
         path, line, column: the location of the name.
-        since, until: the first version of torch that the entry applies to, and the first later one that it does not
-            apply to; empty for no bound.
-        is_optional: torch may lack the op. If False, a missing op is an error.
+        since: the first version of torch to which the entry applies, such as "2.8"; empty for no bound.
+        until: the first version of torch to which it no longer applies; empty for no bound.
+        is_optional: torch may lack the op. If False, a missing op is an error, except in shipped lists.
         like: the argument whose dtype the others take, for a rule with `takes_argument`; else empty.
     """
 
@@ -280,8 +289,8 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
-        """Return the text of a warning if the bounds exclude every supported version of torch, or None."""
-        # an entry may be for a later minor version than the running one, but not for another major version
+        """Return the text of a warning if `since` and `until` exclude every supported version of torch, else None."""
+        # a list may be ahead of the running torch by a minor version, but not by a major one
         if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
@@ -343,7 +352,7 @@ def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) 
 
 
 def _explain_like(rule: OpRule, name: str) -> str:
-    """Return the error for an entry that has to name an argument, and does not."""
+    """Return the error for an entry without the key `like` under a rule that needs it."""
     return (
         f"an entry of {rule} needs the key 'like', the argument whose dtype the others take; write"
         f" {{op: {name}, like: value}}"
@@ -351,7 +360,7 @@ def _explain_like(rule: OpRule, name: str) -> str:
 
 
 def _read_like(node: Node, rule: OpRule, path: Path) -> str:
-    """Return the argument that an entry names. Whether the op has it is checked later."""
+    """Return the value of `like`, the name of an argument. Whether the op has that argument is checked later."""
     if not rule.takes_argument:
         problem = f"like is a key of entries under match, and this one is under {rule}; take it out, or move the entry"
         raise error_at(problem, path, node)
@@ -377,7 +386,8 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     """Return the name of an op, after checking its form. Whether torch has the op is checked later."""
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        # a kernel, such as aten::mm: with a dot it counts as a name, and `refuse_kernel` tells which function to name
+        # The user has named a kernel, such as aten::mm. As aten.mm it passes here, and `refuse_kernel` then raises an
+        # error that says which function to name.
         name = name.replace("::", ".")
     if not NAME.fullmatch(name):
         # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`
@@ -399,7 +409,7 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
 
 
 def _parse_version(text: str) -> Version:
-    """Return the three numbers of a version that has been checked."""
+    """Return the three numbers of a version whose form has been checked."""
     version = parse_version(text)
     assert version is not None
     return version

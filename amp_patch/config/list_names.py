@@ -13,16 +13,17 @@ Version = tuple[int, ...]
 """The three numbers of a version of torch."""
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 6, 0), (2, 15, 0)
-"""The versions of torch whose rules the shipped lists know. amp_patch supports none before."""
+"""The oldest and the newest version of torch whose rules the shipped lists know. amp_patch supports no older one."""
 
 _WITH_VERSION = re.compile(r"(?P<list>.+)@(?P<version>[0-9][0-9.]*)")
 
 
 def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], Version | None]:
-    """Return a list as it is named, and the version of torch after an `@`: `autocast-cuda@2.11` names the rules that
-    the list has for torch 2.11. None: the list is read for the running torch.
+    """Return the list that `spec` names, and the version of torch after its `@`.
 
-    Raises OpListError, without a location, for a version that the lists do not know.
+    For "autocast-cuda@2.11" they are "autocast-cuda" and (2, 11, 0): the rules that the list has for torch 2.11.
+    Without an `@`, the version is None: the list is read for the running torch. Raises OpListError, without a location,
+    for a version that the lists do not know.
     """
     named = _WITH_VERSION.fullmatch(str(os.fspath(spec)))
     if named is None:
@@ -37,13 +38,13 @@ def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str],
 
 
 def is_shipped(spec: str) -> bool:
-    """Return whether a text names a shipped list, perhaps for a version of torch, and not a path."""
+    """Return whether a text names a shipped list, with or without a version: "float16" or "autocast-cuda@2.11"."""
     named = _WITH_VERSION.fullmatch(spec)
     return (spec if named is None else named["list"]) in shipped_names()
 
 
 def parse_version(text: str) -> Version | None:
-    """Return the three numbers of a version such as `2.12`; missing ones are 0. Return None for anything else."""
+    """Return the three numbers of a version: (2, 12, 0) for "2.12". Return None for text that is no version."""
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}", text):
         return None
     parts = [int(part) for part in text.split(".")]
@@ -51,9 +52,9 @@ def parse_version(text: str) -> Version | None:
 
 
 def locate(spec: str | os.PathLike[str], base: Path) -> Path:
-    """Return the file that a user means by a list: a shipped list by its name, or a path relative to `base`.
+    """Return the file that `spec` names: a shipped list by its name, or a path relative to the folder `base`.
 
-    The path need not exist. Raises OpListError, without a location, for text that is neither.
+    The path need not exist. Raises OpListError, without a location, for text that is neither a shipped name nor a path.
     """
     named, _ = split_version(spec)
     text = str(os.fspath(named))

@@ -1,8 +1,8 @@
 """Finds look-alikes: characters outside ASCII that look like an ASCII character, such as curly quotes, dashes and wide
 spaces. Invisible characters count, too.
 
-Word processors and chats insert them. YAML reads them as ordinary text, so a name or a pattern with one of them matches
-nothing, and nobody can see why.
+Word processors and chats insert them. YAML reads them as ordinary text. So a name or a pattern that contains a
+look-alike matches nothing, although it looks right.
 """
 
 import re
@@ -44,9 +44,7 @@ def find_look_alike(text: str) -> tuple[int, str] | None:
 
 
 def _find_ascii(character: str) -> str | None:
-    """Return the ASCII form of a character, such as a wide letter: "" for an invisible one, None if it has no such
-    form.
-    """
+    """Return the ASCII form of a character: "A" for a wide A, "" for an invisible character, None if there is none."""
     # format characters (such as a zero-width space), and the separators of lines and paragraphs
     if unicodedata.category(character) in ("Cf", "Zl", "Zp"):
         return ""

@@ -1,4 +1,4 @@
-"""Module rules: parts of a model whose whitelisted and blacklisted ops all run in the low dtype, or all in float32.
+"""Module rules: they run all whitelisted and blacklisted ops in a part of a model in the low dtype, or in float32.
 
 docs/lists.md describes the key `modules` of list files. A rule chooses modules by name or by class, and covers these
 modules and everything inside them. If several rules cover a module, the last one counts; rules of later files come
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import OpListError, did_you_mean
 from .list_file import Diagnostics, check_keys, error_at, read_choice, read_text
-from .op_names import check_that_it_may_come, count_imported, is_installed
+from .op_names import check_import_may_define, count_imported, is_installed
 from .yaml_nodes import Node
 
 RUNS = ("low", "float32")
@@ -31,7 +31,7 @@ class ModuleRule:
     """One entry of `modules`.
 
     Attributes:
-        chooser: the value of `match` or `type`, as written.
+        chooser: the value of `match` or `type`, as written, such as "encoder.*.norm" or "torch.nn.LayerNorm".
         run: "low" or "float32".
         pattern: `match` as a regular expression; None for a rule by `type`.
         why: the reason, in free text.
@@ -47,9 +47,9 @@ class ModuleRule:
     column: int
 
     def chooses(self, name: str, module: nn.Module) -> bool:
-        """Return whether the rule chooses this module itself, not only a module around it.
+        """Return whether the rule chooses this module itself. The modules inside a chosen one are covered without it.
 
-        `name` is the qualified name of the module, "" for the model.
+        `name` is the qualified name of the module, such as "encoder.0.norm"; "" for the model.
         """
         if self.pattern is None:
             chosen = _find_value(_split(self.chooser))
@@ -61,7 +61,10 @@ class ModuleRule:
         return self.pattern.fullmatch(name) is not None
 
     def find_problem(self) -> str | None:
-        """Return the text of an error if the rule can choose no module, as far as imported packages show, or None."""
+        """Return the text of an error if the rule can choose no module, else None.
+
+        A class that a later import may define is no error.
+        """
         if self.pattern is not None:
             return None
         return _find_problem(self.chooser)
@@ -133,7 +136,7 @@ def _translate(glob: str) -> str:
 
 
 def _find_problem(chooser: str) -> str | None:
-    """Return the text of an error if `type` names no module class, as far as imported packages show, or None."""
+    """Return the text of an error if a value of `type` is no module class, and cannot become one later, else None."""
     if not TYPE_NAME.fullmatch(chooser):
         return f"{chooser!r} is not a class with its module; {_find_remedy(chooser)}"
     names = _split(chooser)
@@ -142,8 +145,8 @@ def _find_problem(chooser: str) -> str | None:
         return None
     if value is not None:
         return f"{chooser!r} is not a module class; name one such as torch.nn.LayerNorm, or list an op by its name"
-    if names[0] == "__main__" or _may_come(names):
-        return None  # the script, or an import, may still define the class
+    if names[0] == "__main__" or _may_be_defined_later(names):
+        return None
     imported = count_imported(names)
     hint = did_you_mean(names[-1], _torch_modules(), prefix="torch.nn.")
     missing = f"{'.'.join(names[:imported])!r} has no {names[imported]!r}"
@@ -151,10 +154,10 @@ def _find_problem(chooser: str) -> str | None:
 
 
 def _find_remedy(chooser: str) -> str:
-    """Return the advice for a class name without its module, such as `LayerNorm`.
+    """Return the advice for a class name without its module, such as "write torch.nn.LayerNorm ..." for `LayerNorm`.
 
-    It suggests a class of torch only if that is spelled almost alike, because `Attention` or `Dense` is usually a class
-    of the script.
+    It suggests a class of torch only if the name is almost equal, because `Attention` or `Dense` is usually a class of
+    the script.
     """
     by_folded = {name.casefold(): f"torch.nn.{name}" for name in _torch_modules()}
     alike = difflib.get_close_matches(chooser.casefold(), by_folded, n=1, cutoff=0.8)
@@ -174,13 +177,13 @@ def find_warning(chooser: str) -> str | None:
     return f"there is no package {names[0]!r} installed"
 
 
-def _may_come(names: list[str]) -> bool:
+def _may_be_defined_later(names: list[str]) -> bool:
     """Return whether a later import may define a class that is missing now."""
     try:
-        check_that_it_may_come(names)
+        check_import_may_define(names)
     except OpListError:
         return False
-    # two names, such as torch.LayerNorm, mean an attribute of torch: torch imports only modules at their first use
+    # torch.LayerNorm stays undefined: of its own attributes, torch imports later only modules, and a class is none
     return names[0] != "torch" or len(names) > 2
 
 
@@ -190,7 +193,7 @@ def _torch_modules() -> list[str]:
 
 
 def _split(chooser: str) -> list[str]:
-    """Return the parts of a dotted class name. A leading `nn` means torch.nn, as in scripts."""
+    """Return the parts of a dotted class name: ["torch", "nn", "LayerNorm"] for "nn.LayerNorm", as scripts write it."""
     names = chooser.split(".")
     return ["torch", *names] if names[0] == "nn" else names
 

@@ -19,9 +19,10 @@ _CATCH_ALL = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 def find_position(function: Any, argument: str) -> int | None:
-    """Return the position at which a call may pass an argument of a function; None if it is passed by name only.
+    """Return the position of an argument in a call of a function, from 0; None if it can be passed by name only.
 
-    Raises OpListError, without a location, if the function has no such argument, or does not tell its arguments.
+    Raises OpListError, without a location, if the function has no such argument, or if the names of its arguments
+    cannot be read.
     """
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
@@ -54,12 +55,13 @@ def _explain_missing(function: Any, argument: str, parameters: Sequence[Paramete
 
 
 def _read_parameters(function: Callable[..., Any]) -> list[Parameter]:
-    """Return the parameters of a function, or none if it does not tell them."""
+    """Return the parameters of a function. They are only `*args` and `**kwargs`, or none, if no names can be read."""
     parameters: list[Parameter] = []
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a function in C
         parameters = list(_read_docstring(function))
+    # an op of `torch.library` has the signature (*args, **kwargs)
     if all(parameter.kind in _CATCH_ALL for parameter in parameters):
         parameters = list(_read_schema(function)) or parameters
     return parameters
@@ -74,7 +76,7 @@ def _read_schema(function: Any) -> Iterator[Parameter]:
 
 
 def _read_docstring(function: Any) -> Iterator[Parameter]:
-    """Yield the parameters that the docstring of a function in C begins with."""
+    """Yield the parameters of a function in C from the first line of its docstring (see `_HEAD`)."""
     name = getattr(function, "__name__", "")
     head = _HEAD.match(getattr(function, "__doc__", None) or "")
     if head is None or head["name"] != name:

@@ -1,8 +1,9 @@
 """Op lists: which functions of torch run in the low dtype, in float32, or in the widest dtype of their arguments.
 
-The module `list_file` reads one file, and `op_names` finds the spellings of a name. Here, `Overlay` merges files, and
-`load_oplists` caches the result. Where the rule of an op allows it, its in-place twin (`exp_` for `exp`) gets the rule
-too. Reading a list imports no package and runs no code of one. docs/lists.md describes the files.
+The module `list_file` reads one file, and `op_names` finds the *spellings* of a name: the functions that it means, such
+as `torch.exp` and `Tensor.exp` for `exp`. Here, `Overlay` merges files, and `load_oplists` caches the result. An entry
+for an op also applies to its in-place *twin* (`exp_` for `exp`), unless its rule excludes twins. Reading a list imports
+no package and runs no code of one. docs/lists.md describes the files.
 """
 
 import hashlib
@@ -55,8 +56,11 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        rule: the rule that it follows. For a spelling that writes in place, it may differ from the rule of the entry.
-        entry: the entry of a list that decides.
+        owner_name: its dotted name, such as "torch.Tensor".
+        name: the name of the function in it, such as "exp".
+        rule: the rule that the function follows. If it writes to its first argument (`exp_`), this may be another rule
+            than that of the entry: see `_find_rule`.
+        entry: the entry of a list that puts the function under a rule.
         overridden: the entries of earlier files for the same function, the earliest first.
     """
 
@@ -84,8 +88,9 @@ class OpLists:
         missing: entries whose op the running torch does not have.
         deferred: functions to patch once their package is imported.
         modules: rules for parts of a model. If several cover a module, the last one counts.
-        digest: SHA-256 of the rules. It depends neither on the paths of the files nor on the imported packages.
-        neutral: functions that a neutral entry took off their list.
+        digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
+            their files are, and whether or not the packages of their functions are imported.
+        neutral: functions that a later file took off their list, by an entry under `neutral`.
         other_torch: entries that do not apply to the running torch, because of `since` or `until`.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
@@ -109,8 +114,8 @@ def load_oplists(
 ) -> OpLists:
     """Return the merged lists that `spec` names: a shipped name, a path, or a sequence of them. Later ones win.
 
-    The result is cached, because scripts call `initialize` in loops, and looking up the names takes 30 ms. It is
-    returned again as long as loading the lists again would give the same.
+    The result is cached, because scripts call `initialize` in loops, and looking up the names takes 30 ms. The lists
+    are loaded again if a file, the names in torch, or an imported package has changed.
 
     Args:
         may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. Then a
@@ -136,7 +141,7 @@ def load_oplists(
 
 
 _Source = tuple[Path, Version | None]
-"""A file, and the version of torch that it is read for; None for the running one."""
+"""A list file, and the version of torch whose entries are read from it; None for the running torch."""
 
 
 def _locate(spec: str | os.PathLike[str]) -> _Source:
@@ -147,7 +152,7 @@ def _locate(spec: str | os.PathLike[str]) -> _Source:
 
 
 class _CachedLists:
-    """Merged lists, with everything that they were made from: the files, and the names in torch's namespaces."""
+    """Merged lists, with the content of their files and the names in torch's namespaces at the time of loading."""
 
     def __init__(self, names: tuple[str, ...], sources: Sequence[_Source], *, may_be_overlay: bool) -> None:
         diagnostics = Diagnostics()
@@ -179,14 +184,15 @@ class _CachedLists:
 
 
 def _get_names_of_torch() -> list[list[str]]:
-    """Return the names in each namespace of torch. As long as they do not change, names on a list mean the same ops."""
+    """Return the names in each namespace of torch. If they change, a name on a list may mean other ops."""
     return [list(vars(owner)) for owner in NAMESPACES.values()]
 
 
 def _has_same_owner(spelling: Spelling) -> bool:
-    """Return whether a name still has the same owner. The owners in torch's namespaces do not change.
+    """Return whether the module or class that has the function is still the same object.
 
-    Notebooks replace other owners: they reload modules, and run cells that define classes again.
+    In a notebook it may not be: users reload modules, and run a cell that defines a class again. torch's namespaces
+    stay the same.
     """
     if spelling.owner_name in NAMESPACES:
         return True
@@ -198,8 +204,9 @@ _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the l
 
 
 def check_oplists(path: Path, version: Version | None = None) -> Diagnostics:
-    """Return all errors and warnings about a list file and the files that it extends, read for a version of torch. None
-    stands for the running torch. Raises no OpListError.
+    """Return all errors and warnings about a list file and the files that it extends. Raises no OpListError.
+
+    `version` is the version of torch whose entries are read; None for the running torch.
     """
     diagnostics = Diagnostics(is_collecting=True)
     with diagnostics:
@@ -208,9 +215,10 @@ def check_oplists(path: Path, version: Version | None = None) -> Diagnostics:
 
 
 def find_owner(spelling: Spelling) -> object | None:
-    """Return the owner of a deferred op, or None if a later import may define the op.
+    """Return the module or class that has the function of a deferred spelling, now that packages were imported.
 
-    Raises OpListError with its location if no import can define it any more.
+    Return None if a later import may still define the function. Raises OpListError, with the location of the entry, if
+    none can.
     """
     entry = spelling.entry
     try:
@@ -223,7 +231,7 @@ def find_owner(spelling: Spelling) -> object | None:
 
 
 def _check_argument(entry: OpEntry, owner: object, key: SpellingKey) -> None:
-    """Raise OpListError, without a location, if the function of a spelling lacks the argument that an entry names."""
+    """Raise OpListError, without a location, if a function lacks the argument that its entry names by `like`."""
     if not entry.rule.takes_argument:
         return
     try:
@@ -240,9 +248,9 @@ def _check_argument(entry: OpEntry, owner: object, key: SpellingKey) -> None:
 class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
-    Call `read_file` for each file in order, then `resolve`. Until `resolve`, the `rule` of each spelling is the rule of
-    its entry. An error in a `with self._diagnostics` block ends the block; when errors are collected, reading goes on
-    after it.
+    Call `read_file` for each file in order, then `resolve`. Before `resolve`, the `rule` of each `Spelling` is the rule
+    of its entry, also for functions that write in place. A `with self._diagnostics` block contains code that the
+    reading can do without if it raises an OpListError and errors are collected.
 
     Args:
         may_be_overlay: see `load_oplists`.
@@ -300,8 +308,8 @@ class Overlay:
 
     def _merge(self, entries: Iterable[OpEntry], version: Version, is_shipped: bool) -> None:
         """Add the entries of one file for a version of torch. They override the entries of earlier files."""
-        named: dict[SpellingKey, Spelling] = {}  # by this file
-        missing: dict[SpellingKey, OpEntry] = {}
+        named: dict[SpellingKey, Spelling] = {}  # spellings of this file's entries
+        missing: dict[SpellingKey, OpEntry] = {}  # this file's entries without a spelling, by ("", name)
         for entry in entries:
             if not entry.is_for(version):
                 self._other_torch.append(entry)
@@ -331,7 +339,7 @@ class Overlay:
         """Return the spellings of an entry with their owners; no spellings if torch lacks the op.
 
         Raises OpListError if the op is missing and may not be, or if an earlier entry of the same file means the same
-        spelling. `named` and `missing` hold the earlier entries; those in `missing` have ops that torch lacks.
+        spelling. `named` and `missing` are the variables of `_merge`, so far.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
@@ -340,11 +348,11 @@ class Overlay:
                     _check_argument(entry, owner, key)
         except OpListError as error:
             raise _error_of(entry, str(error)) from None
-        # a file may not name an op twice; an op that torch lacks has no spelling, so its name is compared
+        # a file may not name a function twice; an op that torch lacks has no spelling, so its name is compared instead
         for key in owners or {("", entry.op): None}:
-            earlier = named[key].entry if key in named else missing.get(key)
-            if earlier is not None:
-                raise _duplicate_error(entry, earlier, ".".join(key).removeprefix("."))
+            earlier_entry = named[key].entry if key in named else missing.get(key)
+            if earlier_entry is not None:
+                raise _duplicate_error(entry, earlier_entry, ".".join(key).removeprefix("."))
         if owners and not may_be_missing:
             problem = find_warning(entry.op)
             if problem:
@@ -362,7 +370,7 @@ class Overlay:
         return Spelling(owner, *key, entry.rule, entry, overridden)
 
     def resolve(self, names: tuple[str, ...]) -> OpLists:
-        """Return the merged lists. Adds in-place twins, and gives each spelling the rule that it follows.
+        """Return the merged lists, with in-place twins, and with the rule that each spelling follows.
 
         `names`: the lists as the caller named them.
         """
@@ -418,14 +426,12 @@ class Overlay:
     def _warn_of_neutral(
         self, entry: OpEntry, keys: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
     ) -> None:
-        """Warn if a neutral entry takes nothing off: neither a spelling of it, nor the op whose twin it is, has a rule.
+        """Warn if a neutral entry has no effect, because none of its functions was on a list, not even as a twin.
 
-        Args:
-            keys: the spellings of the entry.
-            named: the spellings that earlier entries of the same file name.
+        `keys`: its spellings. `named`: the spellings of earlier entries of the same file.
         """
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other one: the user may put it on top of lists that are unknown here
+            return  # the file extends no other; the user may combine it with lists that are unknown here
         listed = {**self._spellings, **named}
         if not any(key in listed or _get_key_of_op(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
@@ -433,7 +439,7 @@ class Overlay:
     def _warn_of_redundant(self, named: Mapping[SpellingKey, Spelling]) -> None:
         """Warn about entries that change nothing, because all their spellings would follow the same rule without them.
 
-        `named`: the spellings that the entries of one file name.
+        `named`: the spellings of the entries of one file.
         """
         by_entry: dict[OpEntry, list[SpellingKey]] = {}
         for key, spelling in named.items():
@@ -444,28 +450,30 @@ class Overlay:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
     def _explain_redundant(self, key: SpellingKey, entry: OpEntry, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return why a spelling would follow the rule of its entry in this file without it, or None if it would not."""
-        rule, like = entry.rule, entry.like
+        """Return what gives a spelling the rule of `entry` also without `entry`; None if it would follow another rule.
+
+        For example, "by 'exp' at /path/to/base.yaml:4:5".
+        """
         earlier = self._spellings.get(key)
-        if earlier and (earlier.entry.rule is not rule or earlier.entry.like != like):
-            return None
-        if earlier:
-            return f"by {earlier.entry.op!r} at {earlier.entry.location}"
+        if earlier is not None:
+            is_same = (earlier.entry.rule, earlier.entry.like) == (entry.rule, entry.like)
+            return f"by {earlier.entry.op!r} at {earlier.entry.location}" if is_same else None
         op_key = _get_key_of_op(key)
         op = named.get(op_key) or self._spellings.get(op_key)
-        if op is None or op.entry.rule is not rule or not rule.covers_twins or key not in inplace_twins(op_key):
+        if op is None or key not in inplace_twins(op_key):
             return None
-        return f"as the in-place twin of {op.entry.op!r} at {op.entry.location}"
+        is_followed = op.entry.rule is entry.rule and entry.rule.covers_twins
+        return f"as the in-place twin of {op.entry.op!r} at {op.entry.location}" if is_followed else None
 
     def _warn(self, entry: OpEntry, text: str) -> None:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
 
 
 def _find_rule(name: str, rule: OpRule) -> OpRule:
-    """Return the rule that a spelling follows if its entry is under `rule`.
+    """Return the rule that the function `name` follows if its entry is under `rule`.
 
-    An op that writes to its first argument must not get a cast copy of that argument, or the write would be lost.
-    Augmented operators count as such ops, because `x **= 2` may write to `x`.
+    It is MATCH_SELF instead of `rule` if the function writes to its first argument, and `rule` does not cover such
+    functions: the write to a cast copy of the argument would be lost. Augmented operators may write (`x **= 2`).
     """
     writes = is_inplace(name) or is_augmented(name)
     if writes and not rule.covers_writes:
@@ -474,7 +482,7 @@ def _find_rule(name: str, rule: OpRule) -> OpRule:
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:
-    """Return the spelling of the op whose in-place twin a spelling may be."""
+    """Return the op whose in-place twin a spelling may be: ("torch", "exp") for ("torch", "exp_")."""
     return key[0], get_name_of_op(key[1])
 
 

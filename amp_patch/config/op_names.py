@@ -1,10 +1,10 @@
 """Finds the functions that a name on a list means, in torch or in a package built on it.
 
-A *spelling* is one attribute that holds an op. A bare name (`softmax`) means every spelling of the op:
+A *spelling* of an op is one function that computes it. A bare name (`softmax`) means every spelling of the op:
 `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`, `torch.special.softmax`, and the spellings of
-its aliases. A dotted name (`torch.softmax`) means one spelling. Names are looked up as attributes of torch's
-namespaces, of its other modules (`torch_modules`), and of packages that are imported already. A look-up imports nothing
-and runs no code of a package.
+its aliases. A dotted name (`torch.softmax`) means one spelling. The module or class before the last dot is the *owner*.
+Names are looked up as attributes of torch's namespaces, of its other modules (`torch_modules`), and of packages that
+are imported already. A look-up imports nothing and runs no code of a package.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ from .op_namespaces import (
     get_op_names,
 )
 
-SpellingKey = tuple[str, str]  # owner name, attribute name
+SpellingKey = tuple[str, str]
+"""The name of the owner, and of the function in it: ("torch.Tensor", "exp")."""
 
 # The short names that scripts use for namespaces.
 SHORT = {"F": "torch.nn.functional", "nn": "torch.nn", "Tensor": "torch.Tensor"}
@@ -43,9 +44,10 @@ _AUGMENTED = re.compile(r"__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|an
 def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
     """Return the spellings of a name, each with its owner: the module or class that has it as an attribute.
 
-    The owner is None if its package is not imported yet.
+    The owner is None if its package is not imported yet. For `torch.exp`, the result is {("torch", "exp"): torch}.
 
     Args:
+        op: a name as in a list file, such as "exp", "torch.fft.rfft" or "F.softmax".
         may_be_missing: return no spellings for an op that torch, or an imported package, does not have.
 
     Raises OpListError, without a location, if no rule can apply to the name, or if the op is missing and may not be.
@@ -109,7 +111,7 @@ def _check_that_it_may_be_listed(op: str, owner_name: str, name: str, may_be_mis
         allowed = ", ".join(sorted(OPERATORS))
         raise OpListError(f"{name!r} is not an operator that a rule can apply to; allowed are {allowed}")
     if owner_name and owner_name not in NAMESPACES:
-        return  # the names below are forbidden for functions of torch only
+        return  # another package may have a function named `load` that computes with tensors
     if name in NEVER_LISTED:
         raise OpListError(f"{op!r} cannot be on a list: casts are made of it, or it is not an op; leave it out")
     if name in ACCESSORS:
@@ -128,9 +130,9 @@ def refuse_kernel(op: str) -> None:
     if kernel is None:
         return
     name = kernel[2].removeprefix("_")
-    bare = re.sub("^(native|linalg|special)_", "", name)
-    fft = f"torch.fft.{name.removeprefix('fft_')}"
-    functions = [function for function in (fft, name, bare) if find_or_none(function)]
+    # aten::fft_rfft belongs to torch.fft.rfft, aten::linalg_det to det
+    candidates = (f"torch.fft.{name.removeprefix('fft_')}", name, re.sub("^(native|linalg|special)_", "", name))
+    functions = [candidate for candidate in candidates if find_known_spellings(candidate)]
     hint = did_you_mean(name, get_op_names(), cutoff=0.8)
     if functions:
         hint = f" Did you mean {functions[-1]!r}?"
@@ -157,7 +159,7 @@ def _suggest_op(op: str, name: str) -> str:
 
 
 def get_names(op: str) -> tuple[str, ...]:
-    """Return a name with its aliases."""
+    """Return a bare name with its aliases: ("clamp", "clip") for either of them."""
     return ALIASES_OF.get(op, (op,))
 
 
@@ -189,9 +191,10 @@ def get_name_of_op(name: str) -> str:
 
 
 def get_op(key: SpellingKey) -> str:
-    """Return the name to show for the op of a spelling: a bare name if there is one that means it, else a dotted one.
+    """Return the name under which reports show the op of a spelling: "exp" for ("torch", "exp") and ("torch", "exp_").
 
-    An in-place twin is shown under the name of its op, and an alias under the first name of its group.
+    It is a bare name, or a dotted name if no bare name means the spelling. An in-place twin is shown under the name of
+    its op, and an alias under the first name of its group.
     """
     owner_name, name = key
     candidates = [name]
@@ -199,14 +202,14 @@ def get_op(key: SpellingKey) -> str:
         candidates = [get_name_of_op(name), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
-        spellings = find_or_none(op)
+        spellings = find_known_spellings(op)
         if key in spellings or any(key in inplace_twins(spelling) for spelling in spellings):
             return op
     return f"{owner_name}.{name}"
 
 
-def find_or_none(op: str) -> dict[SpellingKey, object | None]:
-    """Return the spellings of a name with their owners: none if torch lacks the op, or if no rule can apply to it."""
+def find_known_spellings(op: str) -> dict[SpellingKey, object | None]:
+    """Return the result of `find_spellings`, or an empty dict if torch lacks the op or no rule can apply to it."""
     try:
         return find_spellings(op, may_be_missing=True)
     except OpListError:
@@ -214,12 +217,15 @@ def find_or_none(op: str) -> dict[SpellingKey, object | None]:
 
 
 def is_inplace(name: str) -> bool:
-    """Return whether an op of this name always writes to its first argument. Augmented operators only may."""
+    """Return whether a function of this name always writes to its first argument, such as `exp_` or `__setitem__`.
+
+    False for augmented operators such as `__iadd__`, which may return a new tensor.
+    """
     return name == SET_ITEM or name.endswith("_out") or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:
-    """Return whether this is an augmented operator, such as `__iadd__`, which may write in place."""
+    """Return whether a name is an augmented operator, such as `__iadd__`, which may write in place."""
     return bool(_AUGMENTED.fullmatch(name))
 
 
@@ -227,7 +233,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Do as `find_spellings`, for a name in a package other than torch, or in a module of torch beside `NAMESPACES`."""
+    """Do what `find_spellings` does, for a name in another package, or in a module of torch not in `NAMESPACES`."""
     try:
         if owner_name.partition(".")[0] == "torch":
             return {(owner_name, name): torch_modules.find_in_module(op, owner_name, name)}
@@ -244,9 +250,10 @@ def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -
 
 
 def find_deferred(owner_name: str, name: str) -> object | None:
-    """Return the owner of a deferred op; None if a later import may define the op.
+    """Return the owner of a function whose package was not imported yet when its list was read.
 
-    Raises OpListError, without a location, if no import can define it any more. Imports nothing.
+    Return None if a later import may still define the function. Raises OpListError, without a location, if none can.
+    Imports nothing.
     """
     op = f"{owner_name}.{name}"
     path = owner_name.split(".")
@@ -254,36 +261,28 @@ def find_deferred(owner_name: str, name: str) -> object | None:
         return _find_elsewhere(op, owner_name, name, may_be_missing=False)[owner_name, name]
     owner = _find_owner(op, path, name)
     if owner is None:
-        check_that_it_may_come(path)
+        check_import_may_define(path)
     return owner
 
 
 def _find_owner(op: str, path: list[str], name: str) -> object | None:
     """Return the owner of `op`, a name outside torch, or None if a later import may define it.
 
-    Raises OpListError if the path leads to something else than a function of the package. `path` and `name` are the
-    parts of `op`. Runs no code of the package: `getattr_static` calls no `__getattr__` and no descriptor.
+    For the op "flash_attn.flash_attn_func", `path` is ["flash_attn"] and `name` is "flash_attn_func". Raises
+    OpListError if the name means something else than a function of the package. Runs no code of the package:
+    `getattr_static` calls no `__getattr__` and no descriptor.
     """
-    top = path[0]
-    if top in sys.stdlib_module_names or top == "amp_patch" or any(part.startswith("__") for part in path[1:]):
+    package = path[0]
+    is_foreign = package in sys.stdlib_module_names or package == "amp_patch"
+    if is_foreign or any(part.startswith("__") for part in path[1:]):
         raise OpListError(f"{op!r} is not an op; name a function of torch, or of a package built on it")
-    length = count_imported(path)
-    if not length:
+    owner = _follow_path(op, path)
+    if owner is None:
         return None
-    owner: object = sys.modules[".".join(path[:length])]
-    for part in path[length:]:
-        value = inspect.getattr_static(owner, part, None)
-        if value is None and isinstance(owner, types.ModuleType):
-            return None  # a submodule, or a lazily imported name
-        if value is None:
-            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
-        if _home_of(value).partition(".")[0] != top:
-            problem = f"{op!r} leads through {part!r}, which is not a module or class of {top!r}"
-            raise OpListError(f"{problem}; name the function where it is defined")
-        owner = value
     value = inspect.getattr_static(owner, name, None)
     if value is None:
-        if isinstance(owner, types.ModuleType) and (_serves_names(owner) or path == ["__main__"]):
+        # the running script may define the function in a later line
+        if isinstance(owner, types.ModuleType) and (_imports_names_lazily(owner) or path == ["__main__"]):
             return None
         raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
@@ -295,14 +294,36 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
     return owner
 
 
-def _home_of(value: object) -> str:
+def _follow_path(op: str, path: list[str]) -> object | None:
+    """Return the module or class at a dotted path, or None if a later import may define it.
+
+    Raises OpListError if the path leads through something else than modules and classes of one package.
+    """
+    length = count_imported(path)
+    if not length:
+        return None
+    owner: object = sys.modules[".".join(path[:length])]
+    for part in path[length:]:
+        value = inspect.getattr_static(owner, part, None)
+        if value is None and isinstance(owner, types.ModuleType):
+            return None  # a submodule that is not imported, or a name that the package imports at its first use
+        if value is None:
+            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
+        if _get_module_name(value).partition(".")[0] != path[0]:
+            problem = f"{op!r} leads through {part!r}, which is not a module or class of {path[0]!r}"
+            raise OpListError(f"{problem}; name the function where it is defined")
+        owner = value
+    return owner
+
+
+def _get_module_name(value: object) -> str:
     """Return the name of a module, or of the module that defines a class; empty for anything else."""
     if isinstance(value, types.ModuleType):
         return value.__name__
     return value.__module__ if isinstance(value, type) else ""
 
 
-def _serves_names(module: types.ModuleType) -> bool:
+def _imports_names_lazily(module: types.ModuleType) -> bool:
     """Return whether a module may import names at their first use."""
     return hasattr(type(module), "__getattr__") or "__getattr__" in vars(module)
 
@@ -319,13 +340,16 @@ def count_imported(path: list[str]) -> int:
     return 0
 
 
-def check_that_it_may_come(path: list[str]) -> None:
-    """Raise OpListError if no import can define the name at a dotted path, because a module in it does not exist."""
+def check_import_may_define(path: list[str]) -> None:
+    """Raise OpListError if no import can define a dotted name, because an imported module lacks the next part of it.
+
+    For example, for ["numpy", "linag", "norm"], if `numpy` is imported and has no submodule `linag`.
+    """
     imported = count_imported(path)
     if imported in (0, len(path)):
-        return  # either nothing is imported yet, or everything is, and the last module imports names at their first use
+        return  # nothing is imported yet, or the whole path is a module that may define names later
     parent, part = sys.modules[".".join(path[:imported])], path[imported]
-    if _serves_names(parent) or part in vars(parent):
+    if _imports_names_lazily(parent) or part in vars(parent):
         return
     if "__path__" in vars(parent) and importlib.util.find_spec(".".join(path[: imported + 1])) is not None:
         return

@@ -1,4 +1,7 @@
-"""torch's namespaces of ops, the aliases of ops, and the attributes of a namespace that are not ops."""
+"""torch's namespaces of ops, the aliases of ops, and the attributes of a namespace that are not ops.
+
+A *namespace* is a module or class whose functions are ops, such as `torch.nn.functional` and `torch.Tensor`.
+"""
 
 import functools
 import inspect
@@ -10,8 +13,8 @@ import torch
 
 from .. import torch_private
 
-# The namespaces in which a name on a list is looked up. A dotted name (`torch.fft.rfft`) says its namespace. A bare
-# name (`softmax`) is looked up in all of `BARE_NAME_NAMESPACES`. `torch.fft` is left out there, because a bare `fft`
+# The namespaces in which the ops of a list are looked up. A dotted name (`torch.fft.rfft`) says its namespace. A bare
+# name (`softmax`) is looked up in all of `BARE_NAME_NAMESPACES`. `torch.fft` is not one of these, because a bare `fft`
 # could mean the function `torch.fft.fft` or the module `torch.fft`.
 NAMESPACES: dict[str, object] = {
     "torch": torch,
@@ -84,11 +87,12 @@ ALIAS_GROUPS = (
     f"index_put_ {SET_ITEM}",
 )
 ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in group.split()}
-"""All names of an op, by each of them. Ops with one name are left out."""
+"""All names of a group, by each of these names: {"clamp": ("clamp", "clip"), "clip": ("clamp", "clip"), ...}."""
 
 OPERATORS = frozenset(name for name in ALIASES_OF if name.startswith("__")) | {SET_ITEM}
 
-# Functions that a cast itself calls, so that their patches would call themselves, and functions that compute nothing.
+# Functions that no list may name: a cast calls some of them, so their patches would call themselves for ever; others
+# compute nothing.
 NEVER_LISTED = frozenset(
     {
         *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
@@ -115,15 +119,17 @@ _FACTORIES = (
 FACTORIES = frozenset(name for row in _FACTORIES for name in row.split())
 
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)  # written in Python, written in C
 
 
 def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | None:
-    """Return why an attribute of a namespace of torch is not an op, such as "a class", or None if it is an op.
+    """Return why an attribute of torch is not an op, such as "a class", or None if it is an op.
 
     Args:
-        value: may also be the replacement of an op, which amp_patch or another package has installed.
-        module_name: a module of torch, beside the namespaces, whose own Python functions may be ops.
+        value: the attribute; also a replacement of torch's function, which amp_patch or another package has installed.
+        name: its name.
+        module_name: the module of torch that has the attribute, if that is not in `NAMESPACES`. Python functions that
+            this module defines count as ops.
     """
     if isinstance(value, type):
         return "a class"
@@ -138,19 +144,28 @@ def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | Non
     # functions only: a mock, whose class is in the standard library, stands for a function of torch
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
-    is_helper = False  # whether it is a Python function of torch that is not an op
+    # most of torch's ops are written in C; of its Python functions, only those of some modules are ops
     if isinstance(value, types.FunctionType):
-        home = value.__globals__.get("__name__") or ""
-        if home.partition(".")[0] == "amp_patch":
-            module = home  # a replacement of amp_patch that cannot be unwrapped: its `__module__` is the original's
-        is_at_home = bool(module_name) and f"{module}.".startswith(f"{module_name}.")
-        has_ops = is_at_home or module in torch_private.PYTHON_OP_MODULES
-        is_helper = module.partition(".")[0] == "torch" and not has_ops
-    if is_helper or module == torch_private.C_MODULE or name in NEVER_LISTED:
+        is_helper = _is_helper_of_torch(value, module_name)
+    else:
+        is_helper = module == torch_private.C_MODULE
+    if is_helper or name in NEVER_LISTED:
         return "not an op"
     if name in FACTORIES:
         return "a function that creates tensors"
     return None
+
+
+def _is_helper_of_torch(function: types.FunctionType, module_name: str) -> bool:
+    """Return whether a Python function of torch is not an op: neither `module_name` nor a module of ops defines it."""
+    file_module = function.__globals__.get("__name__") or ""
+    if file_module.partition(".")[0] == "amp_patch":
+        return False  # a replacement that cannot be unwrapped; its `__module__` names the module of torch's function
+    defined_in = function.__module__ or ""
+    if defined_in.partition(".")[0] != "torch" or defined_in in torch_private.PYTHON_OP_MODULES:
+        return False
+    is_of_module = bool(module_name) and f"{defined_in}.".startswith(f"{module_name}.")
+    return not is_of_module
 
 
 @functools.cache

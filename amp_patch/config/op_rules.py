@@ -1,4 +1,4 @@
-"""The rules for ops, one row for each. List files, messages, recordings and casts take properties of rules from here.
+"""`OpRule`: the rules that list files put ops under, with all properties of each rule.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """
@@ -16,8 +16,10 @@ _CASTABLE = (*_SIXTEEN_BIT, "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The properties of a rule. `OpRule` describes them, except `effects`: what the rule does to arguments of a dtype,
-    for each dtype that it changes or refuses.
+    """The properties of a rule, from which `OpRule` makes a member. `OpRule` describes most of them.
+
+    `effects` says what the rule does to a tensor argument, by the dtype of the argument. It leaves out dtypes that the
+    rule does not change. `{low}` stands for the low dtype, and `{like}` for the name of the argument that decides.
     """
 
     name: str
@@ -35,7 +37,7 @@ class _Row:
 
 
 class OpRule(StrEnum):
-    """A rule for the arguments of an op. A member is the text of its name, in comparisons, messages and JSON.
+    """A rule for the arguments of an op. In comparisons, messages and JSON, a member is its name, such as "whitelist".
 
     Attributes:
         summary: the rule in a few words; `{low}` stands for the low dtype.
@@ -43,14 +45,14 @@ class OpRule(StrEnum):
         example: an entry of a list file.
         runs_in: "low" or "float32" if the rule casts every argument to that dtype. Regions and module rules override
             such a rule. Empty if the dtypes of the arguments decide, or if nothing is cast.
-        opt_outs: the names of arguments that switch the rule off: a call that passes one runs as it was written.
+        opt_outs: the names of arguments that switch the rule off: a call that passes one of them is not cast.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
         covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
             `match_self` in its place, because a cast of the first argument would make the op write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
-        takes_argument: an entry names an argument of the op (`like`), whose dtype the other arguments take.
-        may_run_low: the rule may be the reason why an op runs in 16 bits. Taking the op off the list may then help
-            against a fault.
+        takes_argument: an entry names an argument of the op (`like`), and the other arguments are cast to its dtype.
+        may_run_low: an op may run in 16 bits because of the rule. If it then overflows, taking it off the list may
+            help.
     """
 
     summary: str
@@ -164,7 +166,7 @@ class OpRule(StrEnum):
 
     @property
     def is_casting(self) -> bool:
-        """Whether the rule changes or refuses any argument."""
+        """Whether the rule casts or refuses arguments of any dtype."""
         return bool(self._effects)
 
     def describe(self, like: str = "") -> str:

@@ -33,13 +33,13 @@ def _to_number(value: object) -> float:
         return math.nan
 
 
-def is_scale(number: float) -> bool:
-    """Return whether a number is finite and positive when it is rounded to float32, as a loss scale must be."""
+def _is_valid_scale(number: float) -> bool:
+    """Return whether a number, rounded to float32, is finite and positive, as a loss scale must be."""
     return 0.0 < round_to_float32(number) < math.inf
 
 
-def _is_fraction(value: object) -> bool:
-    """Return whether a value is a float, or text with a decimal point, such as 2.0: a count must be neither."""
+def _has_point(value: object) -> bool:
+    """Return whether a value is written with a decimal point, as the float 2.0 or as text. Counts must have none."""
     return isinstance(value, float) or (isinstance(value, str) and "." in value)
 
 
@@ -48,7 +48,12 @@ def _is_count(number: float) -> bool:
 
 
 def _setting(default: float, is_allowed: Callable[[float], bool], allowed: str) -> Any:
-    """Return a field of `DynamicScale`. `allowed` describes the values that pass `is_allowed`, for errors."""
+    """Return a field of `DynamicScale`.
+
+    Args:
+        is_allowed: whether a number is allowed as the value.
+        allowed: what is allowed, as the error for another value says it, such as "a finite positive number".
+    """
     return field(default=default, metadata={"is_allowed": is_allowed, "allowed": allowed})
 
 
@@ -57,21 +62,22 @@ class DynamicScale:
     """How a dynamic loss scale moves: the settings of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
     Attributes:
-        init: the first scale. If `min_loss_scale` or `max_loss_scale` excludes the default, the scale starts at that
-            bound.
+        init: the first scale. If the default, 2**16, is below `min_loss_scale` or above `max_loss_scale`, the scale
+            starts at that bound.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row without an overflow.
         backoff_factor: the scale is multiplied by this at an overflow.
-        hysteresis: the scale backs off from this overflow on. The count of overflows starts again when the scale grows.
+        hysteresis: 1 if every overflow lowers the scale. With n, the first n - 1 overflows do not lower it. The count
+            of overflows starts again when the scale grows.
     """
 
-    init: float = _setting(INIT_SCALE, is_scale, "a finite positive number")
+    init: float = _setting(INIT_SCALE, _is_valid_scale, "a finite positive number")
     growth_factor: float = _setting(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
     backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, and neither")
     growth_interval: int = _setting(2000, _is_count, f"a whole number from 1 to {MAX_COUNT}")
     hysteresis: int = _setting(1, _is_count, f"a whole number from 1 to {MAX_COUNT}")
 
     def __str__(self) -> str:
-        """Return `dynamic`, followed by the values that differ from the defaults, in brackets."""
+        """Return "dynamic", with the settings that differ from the defaults: "dynamic (init 1024, hysteresis 2)"."""
         changed: list[str] = []
         for setting in fields(self):
             value = getattr(self, setting.name)
@@ -81,9 +87,10 @@ class DynamicScale:
 
     @classmethod
     def read(cls, given: Mapping[Any, Any]) -> "DynamicScale":
-        """Return the settings in a mapping, whose values are numbers or text. Missing keys get their defaults.
+        """Return the settings that a mapping states, such as {"init": 1024} or {"init": "1024"}.
 
-        Raises PolicyError for the first key that is unknown, or whose value is not allowed.
+        Missing keys get their defaults. Raises PolicyError for the first key that is unknown, or whose value is not
+        allowed.
         """
         known = {setting.name: setting for setting in fields(cls)}
         values: dict[str, Any] = {}
@@ -92,7 +99,10 @@ class DynamicScale:
                 raise PolicyError(f"unknown key {name!r} ({', '.join(known)}).{did_you_mean(name, known)}")
             setting, number = known[name], _to_number(value)
             is_count = isinstance(setting.default, int)
-            if not setting.metadata["is_allowed"](number) or (is_count and _is_fraction(value)):
+            is_allowed = setting.metadata["is_allowed"](number)
+            if is_count and _has_point(value):
+                is_allowed = False
+            if not is_allowed:
                 raise PolicyError(f"{name}={value!r} must be {setting.metadata['allowed']}")
             if is_count:
                 number = int(number)
@@ -112,7 +122,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
     if value == "dynamic":
         return DynamicScale()
     number = _to_number(value)
-    if not is_scale(number):
+    if not _is_valid_scale(number):
         keys = ", ".join(setting.name for setting in fields(DynamicScale))
         raise PolicyError(
             f"loss_scale={value!r} is neither a finite positive number nor 'dynamic' nor a mapping of"
@@ -127,7 +137,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
 def _parse_boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    # Apex accepts the text "True" too, because scripts pass arguments of the command line on
+    # Apex accepts the text "True", too: scripts pass text from their command line to `initialize`
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     raise PolicyError(
@@ -143,6 +153,7 @@ def _parse_number(value: object) -> float:
 
 
 COMPUTE = ("auto", "native", "float32")
+"""The values of the property `compute`, which says how products of 16-bit values are computed."""
 
 
 def _parse_compute(value: object) -> str:
@@ -155,7 +166,7 @@ STATE_TYPES = (torch.float32, torch.bfloat16)
 
 
 def _parse_dtype_of(name: str) -> ParseValue:
-    """Return a parser of dtypes whose errors name the property `name`."""
+    """Return a parser for the property `name`, whose values are dtypes. Its errors say the name."""
     return lambda value: parse_dtype(value, name)
 
 
@@ -186,8 +197,8 @@ def _property(
     """Return a field of `Policy`.
 
     Args:
-        parse: returns the value that a user gave as a value of the property, or raises PolicyError, ValueError or
-            TypeError. None for a property that users cannot set.
+        parse: converts the value that a user gave, such as the text "true", to the type of the property. It raises
+            PolicyError, ValueError or TypeError if it cannot. None for a property that users cannot set.
         in_presets: a presets file may state the property.
         is_override: the argument of `initialize` with the same name overrides it.
         is_described: `describe` includes it.
@@ -200,8 +211,8 @@ def _property(
 class Policy:
     """The properties of one session. Models with equal policies can share a session.
 
-    `presets.yaml` explains the properties that a presets file may state. Each field says how its value is read, who may
-    set it, and whether it is printed. To add a property, add a field.
+    `lists/presets.yaml` explains the properties. Each field says how its value is read, who may set it, and whether it
+    is printed (see `_property`). To add a property, add a field.
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -219,7 +230,8 @@ class Policy:
     cast_model_outputs: torch.dtype | None = _property(_parse_dtype_of("cast_model_outputs"), None, in_presets=False)
     min_loss_scale: float | None = _property(_parse_number, None, in_presets=False, is_described=False)
     max_loss_scale: float = _property(_parse_number, 2.0**24, in_presets=False, is_described=False)
-    # whether listed functions that are not torch's also run their bodies by their rule (see `OpCasts`); not under apex
+    # Whether a rule for a function of another package also holds for the ops that its body calls. With False, as in
+    # Apex, the rule casts the arguments of the function and nothing else.
     casts_inside: bool = _property(None, True, in_presets=False, is_override=False, is_described=False)
 
     @property
@@ -237,7 +249,7 @@ class Policy:
         return isinstance(self.loss_scale, DynamicScale)
 
     def as_level(self) -> Level:
-        """Return the facts of the level, after the overrides."""
+        """Return the policy as a `Level`, for code that asks for facts such as `needs_loss_scale`."""
         return Level(
             self.opt_level,
             low="" if self.low_dtype is None else dtype_name(self.low_dtype),
@@ -260,10 +272,10 @@ class Policy:
         return self.compute == "float32"
 
     def get_max_attention_scores(self, device_type: str) -> int:
-        """Return the number of scores (queries times keys) up to which attention is computed in float32, for speed.
+        """Return the largest number of attention scores (queries times keys) that are computed in float32, for speed.
 
-        It is 0 if attention is never faster in float32 on this type of device. It matters only where other products are
-        computed in 16 bits.
+        0 if attention is never faster in float32 on this type of device. Of interest only if
+        `computes_in_float32(device_type)` is False; otherwise all attention is computed in float32.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
@@ -271,8 +283,9 @@ class Policy:
         return get_max_attention_scores(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
-        """Return a list with a message if products are computed in float32, or if torch imitates 16-bit products. Else
-        the list is empty.
+        """Return messages for the user about how this device computes 16-bit products: none, or one.
+
+        There is one if products are computed in float32, or if torch imitates 16-bit products in software.
         """
         low = self.low_dtype
         if low is None:
@@ -284,7 +297,7 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the name and the value of each property that has a value and an effect, both as text for messages."""
+        """Return the properties that have a value and an effect, as text: [("master_weights", "yes"), ...]."""
         without_effect = set()
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")
@@ -329,15 +342,18 @@ def _in_words(value: Any) -> str:
 
 def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy) -> list[str]:
     """Return a sentence for each contradiction in `policy`, which is `preset` with the overrides `given`."""
-    find_for_level = _find_at_level_without_patches
+    level = preset.opt_level
+    problems: list[str] = []
     if preset.patch_torch_functions:
-        find_for_level = _find_at_level_that_patches
-    found = [*find_for_level(preset.opt_level, given, policy), *_find_in_bounds(policy)]
+        problems += _find_at_level_that_patches(level, given, policy)
+    else:
+        problems += _find_at_level_without_patches(level, given, policy)
+    problems += _find_in_scale_bounds(policy)
     if policy.split_masters:
-        found += _find_in_split_masters(policy)
+        problems += _find_in_split_masters(policy)
     if policy.optimizer_state_type is torch.bfloat16:
-        found += _find_in_state_type(policy)
-    return found
+        problems += _find_in_state_type(policy)
+    return problems
 
 
 def _find_in_state_type(policy: Policy) -> Iterator[str]:
@@ -361,7 +377,8 @@ def _find_in_split_masters(policy: Policy) -> Iterator[str]:
 
 def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.cast_model_type not in (None, torch.float32):
-        value = given.get("cast_model_type", policy.cast_model_type)  # or a presets file has set it
+        # show what the user wrote, unless a presets file has set the property
+        value = given.get("cast_model_type", policy.cast_model_type)
         yield (
             f"cast_model_type={value}: {level} casts the arguments of functions and keeps the"
             " model float32; use O2, O3 or O5"
@@ -376,7 +393,8 @@ def _find_at_level_that_patches(level: str, given: Mapping[str, Any], policy: Po
 def _find_at_level_without_patches(level: str, given: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     if policy.patch_torch_functions:
         yield f"patch_torch_functions=True: {level} patches no functions; use O1 or O4, which do"
-    if (dtype := given.get("patch_torch_functions_type")) is not None:
+    dtype = given.get("patch_torch_functions_type")
+    if dtype is not None:
         yield f"patch_torch_functions_type={dtype}: {level} patches no functions; use cast_model_type, or O1 or O4"
     if given.get("lists") is not None and policy.cast_model_type not in LOW_DTYPES:
         yield (
@@ -385,14 +403,15 @@ def _find_at_level_without_patches(level: str, given: Mapping[str, Any], policy:
         )
 
 
-def _find_in_bounds(policy: Policy) -> Iterator[str]:
+def _find_in_scale_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
-    # NaN must be refused, too, and `nan <= 0` is False
+    # `not >` instead of `<=`, because a bound of NaN must be refused, too
     if not policy.max_loss_scale > 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
     scale = policy.loss_scale
-    if isinstance(scale, DynamicScale) and scale.init != INIT_SCALE:  # the default start is moved to the bound instead
+    # the default `init` is no contradiction: the scale then starts at the bound
+    if isinstance(scale, DynamicScale) and scale.init != INIT_SCALE:
         lowest = policy.min_loss_scale or 0.0
         if not lowest <= scale.init <= policy.max_loss_scale:
             yield (

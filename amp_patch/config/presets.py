@@ -24,8 +24,10 @@ def make_policy(
     """Return the policy of a level, with overrides applied.
 
     Args:
-        overrides: properties by name. A value of None counts as not given. Names that are not properties are ignored,
+        overrides: values of properties, by name. None counts as not given. Names that are not properties are ignored,
             so a caller can pass all its arguments.
+        presets: the presets file that has the level; by default the file in the variable AMP_PATCH_PRESETS, else the
+            shipped file.
 
     Raises PolicyError for an unknown level, for a value that cannot be read, and for overrides that contradict the
     level. The message names all contradictions.
@@ -34,10 +36,10 @@ def make_policy(
     if not isinstance(opt_level, str) or opt_level not in levels.names():
         raise _unknown_level(opt_level, levels.names())
     properties = levels.properties(opt_level)
-    known = Policy.get_overrides()
+    properties_to_override = Policy.get_overrides()
     given = {}
     for name, value in overrides.items():
-        if name in known and value is not None:
+        if name in properties_to_override and value is not None:
             given[name] = value
     # `lists: null` in a presets file means no lists, as if the key were missing
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
@@ -48,6 +50,7 @@ def make_policy(
             f"opt_level {opt_level!r} cannot be combined with these arguments:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
+    # by default, a level that patches functions uses the shipped list with the name of its low dtype
     if policy.patch_torch_functions and not policy.lists:
         policy = replace(policy, lists=(dtype_name(policy.patch_torch_functions_type),))
     return policy
@@ -75,14 +78,14 @@ def make_policy_without_model(
 
 
 def _read_presets(presets: str | os.PathLike[str] | None) -> "Presets":
-    """Return the levels of the file that the caller names, else the environment, else of the shipped file."""
+    """Return the levels of the file `presets`, else of the file in AMP_PATCH_PRESETS, else the shipped levels."""
     if presets is not None and not isinstance(presets, (str, os.PathLike)):
         raise PolicyError(f"presets={presets!r} is not a path: pass the path of a presets file, or leave it out")
     return Presets(Path(presets or os.environ.get(PRESETS_VARIABLE) or shipped_presets()))
 
 
 def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[str]]:
-    """Return the preset with the given values in place of its own, and an error for each value that cannot be read."""
+    """Return `preset` with the values `given` in place of its own, and a message for each value that cannot be read."""
     parsers = Policy.get_overrides()
     problems: list[str] = []
     values: dict[str, Any] = {}
@@ -98,7 +101,10 @@ def _override(preset: Policy, given: Mapping[str, Any]) -> tuple[Policy, list[st
 
 
 def _with_name(error: Exception, name: str, shown: str) -> str:
-    """Return the text of an error about a property. `shown` comes first, unless the text names the property already."""
+    """Return the text of an error about the property `name`.
+
+    `shown`, such as "loss_scale='x'", comes first, unless the text begins with the property already.
+    """
     text = str(error)
     if text.startswith(f"{name}="):
         return text
@@ -106,40 +112,40 @@ def _with_name(error: Exception, name: str, shown: str) -> str:
 
 
 class Presets:
-    """The levels of one presets file, and of the shipped file below it.
+    """The levels of a presets file, together with the shipped levels.
 
-    A level of a user's file may extend a shipped level, and may replace the shipped level of the same name.
+    A level of a user's file may extend a shipped level, and replaces a shipped level of the same name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         root = load_mapping(path, PolicyError)
-        self._levels = dict(_mapping(path, root))
+        self._levels = dict(_get_mapping(path, root))  # the level's mapping of properties, by the level's name
         self._shipped = None if path == shipped_presets() else Presets(shipped_presets())
         if is_op_list(root):
             problem = f"this is an op list, with the keys {', '.join(self._levels)}: pass it as lists=..."
             raise PolicyError(problem, path, root.line, root.column)
 
     def names(self) -> tuple[str, ...]:
-        """Return the levels of this file and the shipped ones."""
+        """Return the names of the shipped levels, then of the file's own levels."""
         shipped = () if self._shipped is None else self._shipped.names()
         return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the properties of a level and of the levels that it extends.
+        """Return the values of the properties that a level states, or that a level which it extends states.
 
         Args:
-            seen: the levels that extend this one, so that a circle is noticed.
+            seen: the levels whose `extends` led to this one, so that a circle is noticed.
         """
         if level not in self._levels and self._shipped is not None:
             return self._shipped.properties(level)
         node = self._levels[level]
-        entries = dict(_mapping(self.path, node))
+        entries = dict(_get_mapping(self.path, node))
         base = entries.pop("extends", None)
         properties: dict[str, Any] = {}
         if base is not None:
             properties = self._properties_of_base(level, base, seen)
-        properties |= _parse(self.path, node, entries)
+        properties |= _parse_properties(self.path, node, entries)
         low = properties.get("patch_torch_functions_type")
         if properties.get("patch_torch_functions") and low not in LOW_DTYPES:
             problem = f"level {level!r} patches functions, so patch_torch_functions_type must be float16 or bfloat16"
@@ -163,7 +169,7 @@ class Presets:
         return PolicyError(problem, self.path, node.line, node.column)
 
 
-def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
+def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
     """Return the values of a mapping by key. Raises PolicyError for any other node."""
     if not isinstance(node.value, dict):
         problem = "a level must be a mapping of properties; write one such as {extends: O2, loss_scale: 128}"
@@ -171,8 +177,8 @@ def _mapping(path: Path, node: Node) -> Mapping[str, Node]:
     return node.value
 
 
-def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the values of the properties that the node `level` states, each read by the parser of its property."""
+def _parse_properties(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
+    """Return the values of the properties in `entries`, the mapping in the node `level` without `extends`."""
     parsers = Policy.get_preset_properties()
     result: dict[str, Any] = {}
     for name, node in entries.items():
@@ -184,23 +190,23 @@ def _parse(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, An
             result[name] = None
             continue
         try:
-            result[name] = parsers[name](_plain(node))
+            result[name] = parsers[name](_to_plain_data(node))
         except AmpError as error:
-            line, column = _locate_fault(node, parsers[name])
+            line, column = _locate_error(node, parsers[name])
             raise PolicyError(_with_name(error, name, name), path, line, column) from None
     return result
 
 
-def _plain(node: Node) -> Any:
-    """Return the value of a node, without nodes in it: as text, lists and dictionaries."""
+def _to_plain_data(node: Node) -> Any:
+    """Return the value of a node as text, lists and dictionaries, without the positions."""
     if isinstance(node.value, dict):
-        return {key: _plain(item) for key, item in node.value.items()}
+        return {key: _to_plain_data(item) for key, item in node.value.items()}
     if isinstance(node.value, list):
-        return [_plain(item) for item in node.value]
+        return [_to_plain_data(item) for item in node.value]
     return node.value
 
 
-def _locate_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
+def _locate_error(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
     """Return the line and column to report for a value that `parse` refuses.
 
     In a mapping, such as a dynamic `loss_scale`, this is the first key that `parse` refuses when it stands alone.
@@ -208,14 +214,14 @@ def _locate_fault(node: Node, parse: Callable[[Any], Any]) -> tuple[int, int]:
     if isinstance(node.value, dict):
         for key, item in node.value.items():
             try:
-                parse({key: _plain(item)})
+                parse({key: _to_plain_data(item)})
             except AmpError:
                 return node.key_positions[key]
     return node.line, node.column
 
 
 def _is_null(node: Node) -> bool:
-    """Return whether a value is empty, or a word for null that is not in quotes."""
+    """Return whether a value is empty, or `null`, `none` or `~` without quotes."""
     return isinstance(node.value, str) and not node.quoted and node.value.lower() in ("", "null", "~", "none")
 
 

@@ -1,6 +1,6 @@
 """The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
 
-Where the hardware has no 16-bit instructions, a session computes them in float32 and rounds the results.
+On hardware without 16-bit instructions, a session computes both in float32, and rounds the results to 16 bits.
 """
 
 import functools
@@ -16,7 +16,7 @@ PRODUCTS = (
     *("scaled_dot_product_attention", "torch._native_multi_head_attention", "torch._transformer_encoder_layer_fwd"),
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-"""Ops that are products, or that call products in C++, by their names on lists."""
+"""Names, as in op lists, of the ops that are products, or that call products in C++."""
 
 WITHOUT_CPU_KERNEL = (
     *("avg_pool3d", "multi_margin_loss", "multilabel_margin_loss"),
@@ -39,17 +39,17 @@ _NAMES_WITHOUT_CPU_KERNEL = frozenset(name.rpartition(".")[2] for name in WITHOU
 
 @functools.cache
 def is_product(name: str) -> bool:
-    """Return whether `name`, the `__name__` of a function of torch, is the name of a product, its operator or its
-    in-place twin.
+    """Return whether a function of torch with the `__name__` `name` is a product.
 
-    The `__name__` of functions of torch.linalg and torch.sparse has a prefix, as in `linalg_matmul` and `_sparse_mm`.
+    Operators such as `__matmul__` and in-place twins such as `addmm_` count. The `__name__` of functions of
+    torch.linalg and torch.sparse has a prefix, as in `linalg_matmul` and `_sparse_mm`.
     """
     return _is_among(_PRODUCT_NAMES, name.removeprefix("linalg_").removeprefix("_sparse_"))
 
 
 @functools.cache
 def is_without_cpu_kernel(name: str) -> bool:
-    """Return whether `name`, the `__name__` of a function of torch, is the name of one of `WITHOUT_CPU_KERNEL`.
+    """Return whether a function of torch with the `__name__` `name` is one of `WITHOUT_CPU_KERNEL`.
 
     The `__name__` of functions of torch.fft has a prefix, as in `fft_rfft`.
     """
@@ -62,10 +62,10 @@ def _is_among(names: frozenset[str], name: str) -> bool:
 
 
 def find_float32_spellings(device_type: str) -> Iterator[tuple[object, str]]:
-    """Yield owner and name of each spelling that a session may have to compute in float32 on a type of device.
+    """Yield each function that a session may have to compute in float32, as its owner and its name: (torch, "addmm").
 
-    These are the products, on a CPU also the ops without a 16-bit kernel, and the in-place twins of both, as far as
-    this torch has them.
+    These are the products, on a CPU also the ops without a 16-bit kernel, and the in-place twins of both. Ops that this
+    torch does not have are left out.
     """
     seen = set()
     for op in (*PRODUCTS, *(WITHOUT_CPU_KERNEL if device_type == "cpu" else ())):

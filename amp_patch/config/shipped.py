@@ -6,9 +6,9 @@ from ..errors import OpListError
 
 
 def lists_dir() -> Path:
-    """Return the directory of the shipped lists: inside an installed package, beside the package in a checkout.
+    """Return the directory of the shipped lists: `amp_patch/lists` once installed, `lists` in a checkout.
 
-    Raises OpListError if it is in neither.
+    Raises OpListError if neither exists.
     """
     package = Path(__file__).resolve().parent.parent
     candidates = (package / "lists", package.parent / "lists")

@@ -1,7 +1,7 @@
-"""Finds ops in the modules of torch beside its namespaces of ops, such as `torch.nn.attention.flex_attention`.
+"""Finds ops in modules of torch that are not in `NAMESPACES`, such as `torch.nn.attention.flex_attention`.
 
-torch does not import all of these modules itself. A look-up imports none of them: of a module that is not imported yet,
-it reads the source file.
+`import torch` does not import all of these modules. Looking up an op imports none of them: for a module that is not
+imported yet, the definitions are read from its source file.
 """
 
 import functools
@@ -34,19 +34,20 @@ _WITHOUT_OPS = {
     ),
 }
 _REASONS = {f"torch.{name}": reason for reason, names in _WITHOUT_OPS.items() for name in names.split()}
-"""Modules of torch whose functions are not ops, each with the purpose of its functions."""
+"""Modules of torch whose functions are not ops, each with what its functions do, for errors."""
 
 _DEFINITION = re.compile(r"^(def|class) (\w+)", re.MULTILINE)
 
 
 def find_in_module(op: str, owner_name: str, name: str) -> object | None:
-    """Return the module that has an op of torch, or None if that module is not imported yet.
+    """Return the module that has an op of torch, or None if that module exists and is not imported yet.
 
     Args:
         op: the name as a list has it, for messages.
-        owner_name, name: the module, which is not in `NAMESPACES`, and the function in it.
+        owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
+        name: the function in it, such as "flex_attention".
 
-    Raises LookupError if torch has no such module or function, and OpListError if it is not an op.
+    Raises LookupError if torch has no such module or function, and OpListError if the function is not an op.
     """
     _check_module(op, owner_name)
     module: Any = torch
@@ -73,26 +74,29 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
 
 
 def find_short_name(name: str) -> dict[tuple[str, str], object | None]:
-    """Return the owners of an op that none of the namespaces has, by module and name. The owner is None if the module
-    is not imported yet.
+    """Find an op by its bare name, such as "flex_attention", in the modules that are not in `NAMESPACES`.
 
-    Raises OpListError if only classes, modules, context managers and the like have that name.
+    Returns the modules that have it, by their name and the op's: {("torch.nn.attention.flex_attention",
+    "flex_attention"): module}. The value is None for a module that is not imported yet. Raises OpListError if the name
+    is found, but only for classes, context managers and the like.
     """
     owners: dict[tuple[str, str], object | None] = {}
     reasons: list[str] = []
     for module_name in _list_op_modules():
-        reason = _classify(module_name, name)
-        if reason == _AN_OP:
+        kind = _classify(module_name, name)
+        if kind == _AN_OP:
             owners[module_name, name] = sys.modules.get(module_name)
-        elif reason is not None:
-            reasons.append(f"{module_name}.{name} is {reason}")
+        elif kind != _NOT_DEFINED:
+            reasons.append(f"{module_name}.{name} is {kind}")
     if reasons and not owners:
         raise OpListError(f"{reasons[0]}, so no rule can apply to it; name a function that computes with tensors")
     return owners
 
 
 def get_op_names() -> tuple[str, ...]:
-    """Return the full names of the ops in those modules that are imported, sorted. Private names are left out."""
+    """Return the full names of the ops in imported modules that are not in `NAMESPACES`, sorted. Private names are left
+    out.
+    """
     names: list[str] = []
     for module_name in _list_op_modules():
         module = sys.modules.get(module_name)
@@ -107,21 +111,25 @@ def has_op(module_name: str, name: str) -> bool:
     return _may_have_ops(module_name) and _classify(module_name, name) == _AN_OP
 
 
-_AN_OP = ""
+_AN_OP = "an op"
+_NOT_DEFINED = "not defined"
+_KINDS = {"def": _AN_OP, "class": "a class"}
+"""The result of `_classify` for a definition in a source file, by the keyword that begins it."""
 
 
-def _classify(module_name: str, name: str) -> str | None:
-    """Return why an attribute of a module is not an op, `_AN_OP` if it is one, or None if the module does not define
-    it, but has only imported it.
+def _classify(module_name: str, name: str) -> str:
+    """Return `_AN_OP` for an op, else why it is none, such as "a class" or "a context manager".
+
+    Returns `_NOT_DEFINED` if the module has no such attribute, or has only imported it from elsewhere.
     """
     module = sys.modules.get(module_name)
     if module is None:
-        kind = _read_definitions(module_name).get(name)
-        return {"def": _AN_OP, "class": "a class", None: None}[kind]
+        keyword = _read_definitions(module_name).get(name)
+        return _NOT_DEFINED if keyword is None else _KINDS[keyword]
     value = vars(module).get(name)
     is_own = value is not None and getattr(value, "__module__", None) == module_name
     if not is_own and name not in getattr(module, "__all__", ()):
-        return None
+        return _NOT_DEFINED
     return explain_non_op_in(value, name, module_name) or _AN_OP
 
 
@@ -134,14 +142,15 @@ def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
     if inspect.isgeneratorfunction(function):
         return "a context manager"
     annotations = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
-    is_unknown = bool(annotations) and annotations[0] is inspect.Parameter.empty
-    if is_unknown or any("Tensor" in str(annotation) for annotation in annotations):
+    # without an annotation, the first argument may be a tensor
+    may_be_tensor = bool(annotations) and annotations[0] is inspect.Parameter.empty
+    if may_be_tensor or any("Tensor" in str(annotation) for annotation in annotations):
         return None
     return "a function that takes no tensors"
 
 
 def _check_module(op: str, owner_name: str) -> None:
-    """Raise OpListError if the functions of a module, or of a package around it, are not ops."""
+    """Raise OpListError if a module or a package around it is private, or is in `_REASONS`."""
     parts = owner_name.split(".")
     for length in range(2, len(parts) + 1):
         path = ".".join(parts[:length])
@@ -166,7 +175,10 @@ def _check_attribute(op: str, path: str, value: object) -> None:
 
 
 def _check_source(op: str, owner_name: str, name: str) -> None:
-    """Check by the source of a module that it has a function. Raises like `find_in_module`."""
+    """Raise an error if the source file of a module does not define a function `name`.
+
+    For a module that is not imported. Raises LookupError and OpListError as `find_in_module` does.
+    """
     source = _find_source(owner_name)
     if source is None:
         raise LookupError(f"torch {torch.__version__} has no {owner_name!r}.")
@@ -194,7 +206,7 @@ def _find_source(module_name: str) -> str | None:
 
 @functools.cache
 def _read_definitions(module_name: str) -> dict[str, str]:
-    """Return what a module of torch defines by its source: "def" or "class" by name."""
+    """Return the functions and classes in the source file of a module of torch: {"flex_attention": "def", ...}."""
     source = _find_source(module_name)
     if source is None or not source.endswith(".py"):
         return {}
@@ -203,7 +215,7 @@ def _read_definitions(module_name: str) -> dict[str, str]:
 
 
 def _list_op_modules() -> list[str]:
-    """Return the names of torch's public modules that may have ops beside `NAMESPACES`, imported or not."""
+    """Return the names of the modules that `_may_have_ops`: imported ones, and modules in imported packages."""
     names: dict[str, None] = {}
     for name, module in list(sys.modules.items()):
         if _may_have_ops(name) and module is not None:
@@ -215,7 +227,7 @@ def _list_op_modules() -> list[str]:
 
 @functools.cache
 def _list_below(package_name: str) -> tuple[str, ...]:
-    """Return the public modules directly in a package of torch, as its folder has them."""
+    """Return the modules that `_may_have_ops` among the files in the folder of an imported package of torch."""
     names = [
         f"{package_name}.{file.stem}"
         for folder in getattr(sys.modules[package_name], "__path__", ())
@@ -225,8 +237,9 @@ def _list_below(package_name: str) -> tuple[str, ...]:
 
 
 def _may_have_ops(name: str) -> bool:
-    """Return whether a module is a public one of torch, and neither one of `NAMESPACES` nor without ops."""
-    if not name.startswith("torch.") or name in NAMESPACES or name == "torch.functional":  # which `torch` passes on
+    """Return whether a name is a public module of torch, not in `NAMESPACES`, and not in a package of `_REASONS`."""
+    # all ops of torch.functional are in the namespace `torch`, too
+    if not name.startswith("torch.") or name in NAMESPACES or name == "torch.functional":
         return False
     parts = name.split(".")
     if any(part.startswith("_") for part in parts):

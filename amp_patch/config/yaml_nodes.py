@@ -1,9 +1,9 @@
 """A strict reader of YAML: it turns a file into `Node`s, which are plain data with a line and a column.
 
-A file is one mapping, which holds text, lists and mappings. Scalars stay text, so `no`, `1.0` and `2.12` arrive as
-written. Surprising features are errors: anchors and aliases, tags, duplicate or compound keys, a second document, deep
-nesting, huge files, control characters. The reader uses only the events of PyYAML's parser: PyYAML never constructs an
-object from a file.
+A file is one mapping, which contains text, lists and mappings. Scalars stay text: `no`, `1.0` and `2.12` are not
+converted to a boolean or numbers. These features of YAML are errors: anchors and aliases, tags, duplicate or compound
+keys, a second document, deep nesting, huge files, control characters. The reader uses only the events of PyYAML's
+parser: PyYAML never constructs an object from a file.
 """
 
 import re
@@ -22,7 +22,9 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
 FREE_TEXT_KEYS = ("description", "why", "extends", "lists")
-"""Keys whose text is prose or the name of a file. Look-alikes are allowed there (see `look_alikes`)."""
+"""Keys whose value is prose or the name of a file. It may contain look-alikes, such as curly quotes (see the module
+`look_alikes`), which are errors in any other value.
+"""
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"
 
@@ -66,14 +68,14 @@ def load_mapping(path: Path, error_class: ErrorClass, data: bytes | None = None)
     text = _decode(path, error_class, data)
     try:
         return _Reader(path, error_class, text).read()
-    except AmpError:  # the reader's own errors, which are ValueErrors too, must not reach the last handler
+    except AmpError:  # the reader's own errors, which are also ValueErrors: the last handler must not get them
         raise
     except yaml.YAMLError as exc:
         problem, line, column = _explain_syntax(exc, text)
-        if "nesting depth" in problem:  # libyaml's own limit, which it may reach first, since it reads ahead
+        if "nesting depth" in problem:  # libyaml has a limit, too, and may reach it first, because it reads ahead
             raise error_class(_TOO_DEEP, path, line, column) from exc
         raise error_class(f"not valid YAML: {problem}", path, line, column) from exc
-    # the Python parser raises the first two for a bad escape; RecursionError: the caller's stack is nearly full
+    # PyYAML's own parser raises the first two for a bad escape; RecursionError: the caller's stack is nearly full
     except (ValueError, ArithmeticError, RecursionError) as exc:
         raise error_class(f"not valid YAML: {exc}", path, 1, 1) from exc
 
@@ -166,7 +168,7 @@ class _Reader:
         line, column = event.start_mark.line + 1, event.start_mark.column + 1
         if isinstance(event, yaml.ScalarEvent):
             escaped = _FORBIDDEN.search(event.value)
-            if escaped:  # an escape in quotes hid it from the search in the text; a terminal would execute it
+            if escaped:  # written as an escape such as "\e", so `_decode` did not see it; a terminal would execute it
                 self._refuse(event, f"the escape of character U+{ord(escaped[0]):04X} is not allowed; remove it")
             if not is_free:
                 self._refuse_look_alikes(event.value, line, column)
@@ -233,34 +235,36 @@ _REMEDIES = (
     ),
     ("block", "put the dashes of a list, or the keys of a mapping, in one column"),
 )
-"""Words in the messages of PyYAML's parsers, and the remedy for each. The first row whose words occur counts."""
+"""Words in the messages of libyaml and of PyYAML's own parser, each with a remedy. The first row that fits counts."""
 
 _FREE_TEXT_KEY = re.compile(rf"\b({'|'.join(FREE_TEXT_KEYS)})\s*:\s")
 _COMMENT = re.compile(r"(^|\s)#.*")
-_KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*)")
+_KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^\s,{}\[\]]*|[\[{].*)")
 
 
 def _explain_missing_space(text: str) -> str | None:
     """Return the error for text that begins with a key, a colon and a value without a space between them, or None."""
-    match = _KEY_COLON_VALUE.match(text.lstrip())
+    match = _KEY_COLON_VALUE.match(text.strip())
     if match is None:
         return None
-    return f"a colon needs a space after it; write `{match[1]}: {match[2]}`"
+    # of a list or a mapping, the text may be only the first part
+    value = {"[": "[...]", "{": "{...}"}.get(match[2][0], match[2])
+    return f"a colon needs a space after it; write `{match[1]}: {value}`"
 
 
 _INDICATOR = re.compile(r"[*&!%@`|>]")
 
 
 def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
-    """Return the problem and remedy of a YAMLError of either parser, with line and column from 1.
+    """Return the problem and remedy of a YAMLError, with its line and column, both from 1.
 
-    The parsers report where they gave up. The cause, such as a curly quote, may be on an earlier line of the same
-    value. So every line from the beginning of the value to the reported line is searched for the usual mistakes.
+    A YAMLError has two *marks*: where the parser gave up, and where the value began that it was reading. The cause,
+    such as a curly quote, may be on any line between the two.
     """
     problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
     context = getattr(exc, "context", None) or ""
-    begin = getattr(exc, "context_mark", None)
-    mark = getattr(exc, "problem_mark", None) or begin
+    start = getattr(exc, "context_mark", None)
+    mark = getattr(exc, "problem_mark", None) or start
     if mark is None:
         return problem, 1, 1
     # two more lines, because a mark may lie behind the last one
@@ -268,18 +272,14 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     marked_line = lines[mark.line]
     if "\t" in marked_line[: len(marked_line) - len(marked_line.lstrip())]:
         return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *_to_position(mark)
-    for number in range(begin.line if begin else mark.line, mark.line + 1):
-        code = _COMMENT.sub("", lines[number])
-        look_alike = None if _FREE_TEXT_KEY.search(code) else find_look_alike(code)
-        if look_alike is not None:
-            return look_alike[1], number + 1, look_alike[0] + 1
-        missing_space = _explain_missing_space(code)
-        if missing_space:
-            return missing_space, number + 1, len(code) - len(code.lstrip()) + 1
-    is_in_text = "escape" in problem
-    is_in_item = "simple key" in context and lines[begin.line if begin else mark.line].lstrip().startswith("-")
-    if begin and (is_in_text or is_in_item):
-        mark = begin  # the parser noticed the fault only after the text or the item in which it is
+    first = start.line if start else mark.line
+    mistake = _find_usual_mistake(lines, first, mark.line)
+    if mistake is not None:
+        return mistake
+    is_escape = "escape" in problem
+    is_list_item = "simple key" in context and lines[first].lstrip().startswith("-")
+    if start and (is_escape or is_list_item):
+        mark = start  # these faults are where the value begins, not where the parser gave up
     line, column = _to_position(mark)
     message = f"{context} {problem}".strip()
     for words, remedy in _REMEDIES:
@@ -287,8 +287,25 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
             message = f"{message}; {remedy}"
             break
     if _QUOTE_IT in message and column > 1 and _INDICATOR.match(marked_line, column - 2):
-        column -= 1  # libyaml and PyYAML's own parser differ: one points at the character, one behind it
+        column -= 1  # one of the two parsers points at the indicator, the other behind it
     return message, line, column
+
+
+def _find_usual_mistake(lines: list[str], first: int, last: int) -> tuple[str, int, int] | None:
+    """Return the first look-alike, or colon without a space, in a range of lines, or None.
+
+    `first` and `last` are counted from 0. The result is an error, with its line and column from 1.
+    """
+    for number in range(first, last + 1):
+        code = _COMMENT.sub("", lines[number])
+        look_alike = None if _FREE_TEXT_KEY.search(code) else find_look_alike(code)
+        if look_alike is not None:
+            index, problem = look_alike
+            return problem, number + 1, index + 1
+        problem_of_colon = _explain_missing_space(code)
+        if problem_of_colon:
+            return problem_of_colon, number + 1, len(code) - len(code.lstrip()) + 1
+    return None
 
 
 def _to_position(mark: Any) -> tuple[int, int]:

@@ -50,10 +50,11 @@ def loads_without_amp(script: Script) -> Iterator[Fault]:
 
 
 def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method` in a script that trains with amp, but loses its loss scale.
+    """Return the first call of an optimizer's `method` in a script that does not do the same with amp's loss scale.
 
-    Returns None if there is no such call. Only a dynamic loss scale can be lost. The script keeps it if it calls amp's
-    function of the same name, or uses the loss scalers itself.
+    `method` is "state_dict" or "load_state_dict". Returns None if there is no such call, if the script does not train
+    with amp, or if the loss scale is not dynamic. A script saves or loads the loss scale if it calls amp's function of
+    the same name, or reads `loss_scalers`.
     """
     keeps_scale = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_training = bool(script.initializations or script.blocks)
@@ -163,14 +164,15 @@ def loads_without_scaler(script: Script) -> Iterator[Fault]:
 
 
 def _grade(script: Script) -> Severity:
-    """Return "note" if the GradScaler may be disabled, as scripts do for bfloat16: it has no state then."""
+    """Return the severity: "note" if the GradScaler may be disabled, as for bfloat16, because it has no state then."""
     return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method`, if a GradScaler steps it and its own `method` is never called.
+    """Return the first call of an optimizer's `method` in a script that does not call the GradScaler's.
 
-    Returns None if there is no such call.
+    `method` is "state_dict" or "load_state_dict". Returns None if there is no such call, or if no GradScaler steps the
+    optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps:

@@ -38,7 +38,8 @@ class Document:
     """
 
     def __init__(self, path: Path) -> None:
-        self._cells: list[tuple[int, int]] = []  # for each line of the text: the number of its cell, and its line there
+        # for each line of the text, the number of its cell and of its line in that cell; empty for a Python file
+        self._cells: list[tuple[int, int]] = []
         self.unparsed_cells: list[tuple[int, SyntaxError]] = []
         data = path.read_bytes()
         if path.suffix == ".ipynb":
@@ -48,9 +49,9 @@ class Document:
             self.text = data.decode(encoding)
 
     def cell_of(self, line: int) -> tuple[int | None, int]:
-        """Return the number of the code cell that a line of the text is in, and its line there, both from 1.
+        """Return the number of the code cell that has a line of the text, and the line in that cell, both from 1.
 
-        In a Python file, the cell is None.
+        In a Python file, the cell is None, and the line is the line of the text.
         """
         if not self._cells:
             return None, line
@@ -84,19 +85,19 @@ class Document:
 def _without_magics(text: str) -> list[str]:
     """Return the lines of a cell, with `pass` in place of magics."""
     lines = []
-    is_continued = False
+    magic_goes_on = False  # whether the line before was of a magic, and ends with a backslash
     for line in _dedent(text).split("\n"):
-        # the rest of a magic that goes over several lines; an empty line keeps the line numbers right
-        if is_continued:
-            lines.append("")
         # a command without an argument, such as `ls`, may be a variable
-        elif _MAGIC.match(line) or (_COMMANDS.match(line) and " " in line.strip()):
+        is_command = _COMMANDS.match(line) is not None and " " in line.strip()
+        if magic_goes_on:
+            lines.append("")  # an empty line, so that later lines keep their numbers
+        elif _MAGIC.match(line) or is_command:
             indent = len(line) - len(line.lstrip())
             lines.append(line[:indent] + "pass")
         else:
             lines.append(line)
             continue
-        is_continued = line.endswith("\\")
+        magic_goes_on = line.endswith("\\")
     return lines
 
 

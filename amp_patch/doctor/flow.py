@@ -1,4 +1,4 @@
-"""`Flow`: which dtype an expression of a script may have, as far as its text tells."""
+"""`Flow`: which dtype an expression of a script may have, as far as the text of the script shows it."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -47,12 +47,15 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
-_DEEPEST = 6
-"""The number of names and calls that a `Flow` follows in a row."""
+_MAX_DEPTH = 6
+"""The number of names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
 
 
 class Origin(NamedTuple):
-    """A dtype that a value may have ("" if the text does not tell), and the node that gave it."""
+    """A dtype that a value may have, and the node that gave it, such as the call `model.half()`.
+
+    The dtype is "" if the script does not show it.
+    """
 
     dtype: str
     node: ast.AST
@@ -67,10 +70,10 @@ class Verdict(NamedTuple):
 
 
 class Flow:
-    """Follows values through the names, arguments and functions of a script. Nothing is run.
+    """Follows values backwards: from a use, through assignments, arguments and functions, to the call that made them.
 
-    An attribute such as `self.model` is one name in the whole script. Other names belong to the function that binds
-    them.
+    Nothing is run. An attribute such as `self.model` is the same variable in the whole script. Other names belong to
+    the function that binds them.
     """
 
     def __init__(self, script: Script) -> None:
@@ -90,7 +93,7 @@ class Flow:
                 self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
-        """Return the verdict on the value of `node` at the node `at`; None if it seems to have no 16-bit dtype."""
+        """Return the 16-bit dtype that the expression `node` may have when the node `at` runs; None if it has none."""
         origins = self._find_origins(node, at, 0)
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
@@ -104,9 +107,10 @@ class Flow:
     def find_dtypes(self, node: ast.expr | None, depth: int = 0) -> list[str]:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
-        "" stands for a dtype that the text does not tell. The list is empty for other expressions, such as a device.
+        For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for a dtype that
+        the script does not show. The list is empty for an expression that is no dtype, such as a device.
         """
-        if node is None or depth > _DEEPEST:
+        if node is None or depth > _MAX_DEPTH:
             return []
         if isinstance(node, ast.Constant):
             return [_DTYPE_SPELLINGS[node.value]] if node.value in _DTYPE_SPELLINGS else []
@@ -121,14 +125,15 @@ class Flow:
         return []
 
     def _find_in_name(self, node: ast.Name | ast.Attribute, depth: int) -> list[str]:
-        """Return the dtypes that a name may mean: as a name of torch, or by its values in the script."""
+        """Return the dtypes that a name may mean: by its values in the script, or as a name of torch."""
         values: list[ast.expr] = []
-        spelled = [_DTYPE_SPELLINGS[name] for name in self._script.names.resolve(node) if name in _DTYPE_SPELLINGS]
-        if isinstance(node, ast.Name) or not spelled:
+        names_of_torch = self._script.names.resolve(node)  # such as "torch.half", for an imported name
+        imported = [_DTYPE_SPELLINGS[name] for name in names_of_torch if name in _DTYPE_SPELLINGS]
+        if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
             # an argument of a function is not the import of the same name
-            return [] if isinstance(self._scope_of(node), _FUNCTIONS) else spelled
+            return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
         dtypes_of_values = [self.find_dtypes(value, depth + 1) for value in values]
         dtypes = [dtype for of_value in dtypes_of_values for dtype in of_value]
         # a value without a known dtype, such as the result of a function, may be any dtype
@@ -137,22 +142,28 @@ class Flow:
         return dtypes
 
     def _find_in_table(self, node: ast.Subscript, depth: int) -> list[str]:
-        """Return the dtypes of `{"bf16": torch.bfloat16, ...}[key]`: of the value at a constant key, or all."""
+        """Return the dtypes that `{"bf16": torch.bfloat16, ...}[key]` may mean.
+
+        If `key` is a constant, only the value at this key counts, else every value of the dict.
+        """
         dtypes = []
         for table in [node.value, *self._values_of(node.value)]:
             if not isinstance(table, ast.Dict):
                 continue
             for key, value in zip(table.keys, table.values, strict=True):
-                is_known = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
-                if not is_known or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
+                are_constants = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
+                if not are_constants or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
                     dtypes += self.find_dtypes(value, depth + 1)
         return dtypes
 
     def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
-        """Return the dtypes that a call is given by keyword or in `**options`, and if asked, at any position."""
+        """Return the dtypes among the arguments of a call: `dtype=...`, or in `**options`.
+
+        With `with_positions`, arguments without a keyword count, too, as in `to(device, torch.half)`.
+        """
         given: list[ast.expr] = [keyword.value for keyword in call.keywords if keyword.arg in _DTYPE_ARGUMENTS]
         for keyword in call.keywords:
-            if keyword.arg is None:
+            if keyword.arg is None:  # **options
                 given += self._find_options(keyword.value)
         if with_positions:
             given += call.args
@@ -180,7 +191,7 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values of a name: assigned ones, the default of an argument, and those that callers pass."""
+        """Return the values that a name may have: those assigned to it, and for an argument those passed for it."""
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
         scope = self._scope_of(node)
@@ -192,12 +203,16 @@ class Flow:
         return values
 
     def _find_assigned(self, name: str, scope: ast.AST | None) -> list[ast.expr]:
-        """Return the values that are assigned to a name in its scope."""
+        """Return the values that are assigned to a name in a function; for an attribute (`scope` None), anywhere."""
         values = self._assigned.get(name, ())
         return [value for value in values if scope is None or self._script.frame(value) is scope]
 
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
-        """Yield the defaults of an attribute in bodies of classes, as in dataclasses, and of an argument `--name`."""
+        """Yield the values that `config.dtype` may have from a dataclass or from an argument parser.
+
+        These are the values of `dtype: str = "bf16"` in the body of a class, and the default of
+        `add_argument("--dtype", ...)`.
+        """
         for outer in self._script.nodes:
             if isinstance(outer, ast.ClassDef):
                 for statement in outer.body:
@@ -206,11 +221,11 @@ class Flow:
         for call in self._calls.get("add_argument", ()):
             flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
-                # the flag itself is no dtype: it stands for the unknown choice of a user
+                # the flag, which is no dtype, stands for the unknown value that a user may give
                 yield from (argument_of(call, "default") or flag, flag)
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the default of an argument, and the values that calls in the script pass for it."""
+        """Yield the values that calls in the script pass for the argument `name` of a function, and its default."""
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -232,16 +247,19 @@ class Flow:
             called_name = holder.name
         passed = [argument_of(call, name, index) for call in self._calls.get(called_name, ())]
         yield from (value for value in passed if value is not None)
-        # the default counts without a call in the script, or if a call leaves the argument out
-        if name in defaults and not (passed and all(passed)):
+        is_always_passed = bool(passed) and None not in passed
+        if name in defaults and not is_always_passed:
             yield defaults[name]
 
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
     def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that an expression may have at the node `at`; one unknown origin if the text tells none."""
+        """Return the dtypes that a model or tensor may have when the node `at` runs, and what gave it each.
+
+        Returns one `Origin` with the dtype "" if the script shows none.
+        """
         unknown = [Origin("", node)]
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             return unknown
         if isinstance(node, ast.IfExp):
             return [*self._find_origins(node.body, at, depth + 1), *self._find_origins(node.orelse, at, depth + 1)]
@@ -256,7 +274,7 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that the result of a call may have; an empty list if the text tells none."""
+        """Return the dtypes that the result of a call may have; an empty list if the script shows none."""
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -269,13 +287,16 @@ class Flow:
             return self._find_origins(call.args[0], call, depth + 1)
         function = self._functions.get(name)
         if function is not None:
-            returns = (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None)
-            own_returns = [node for node in returns if self._script.frame(node) is function]
-            return [origin for node in own_returns for origin in self._find_origins(node.value, node, depth + 1)]  # type: ignore[arg-type]
+            origins: list[Origin] = []
+            for node in ast.walk(function):
+                # not the `return` of a function inside this one
+                if isinstance(node, ast.Return) and node.value and self._script.frame(node) is function:
+                    origins += self._find_origins(node.value, node, depth + 1)
+            return origins
         return self._find_default(call)
 
     def _find_cast(self, call: ast.Call) -> list[str] | None:
-        """Return the dtypes to which a call of a method casts its object; None for another method."""
+        """Return the dtypes to which a method call casts its object: ["float16"] for `x.half()`; None for no cast."""
         name = function_of(call)
         if name in _CASTS and not call.args:
             return [_CASTS[name]]
@@ -284,7 +305,7 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the default dtypes (`torch.set_default_dtype`) that may hold where a call makes a model or tensor."""
+        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor."""
         origins: list[Origin] = []
         for call in self._script.calls_of("torch.set_default_dtype"):
             is_here = self._script.frame(call) is self._script.frame(maker)
@@ -297,20 +318,20 @@ class Flow:
         return origins
 
     def _follow_name(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the origins of the value that a name has at the node `at`.
+        """Return the origins of the value that a name has when the node `at` runs.
 
-        An event is an assignment to the name, or a cast in place. In each function, the last event counts; in the
-        function of `at`, the last one before it. If that event may not happen, earlier ones count, too.
+        An *event* gives the name its dtype: an assignment, or a cast in place. In each function, the last event counts;
+        in the function of `at`, the last one before `at`. If it is under an `if`, the events before it count, too.
         """
-        frames: dict[ast.AST, list[ast.expr]] = {}
+        events_by_frame: dict[ast.AST, list[ast.expr]] = {}
         for event in sorted(self._find_events(node), key=position):
-            frames.setdefault(self._script.frame(event), []).append(event)
+            events_by_frame.setdefault(self._script.frame(event), []).append(event)
         origins: list[Origin] = []
-        here = self._script.frame(at)
-        for frame, events in frames.items():
+        frame_of_use = self._script.frame(at)
+        for frame, events in events_by_frame.items():
             for event in reversed(events):
-                leads_to_node = self._script.is_before(event, at) and not self._script.leaves(event, at)
-                if frame is here and not leads_to_node:
+                is_earlier = self._script.is_before(event, at) and not self._script.exits_before(event, at)
+                if frame is frame_of_use and not is_earlier:
                     continue
                 origins += self._follow_event(node, event, depth)
                 if not self._is_conditional(event, at):
@@ -322,7 +343,7 @@ class Flow:
         return origins
 
     def _follow_event(self, node: ast.expr, event: ast.expr, depth: int) -> list[Origin]:
-        """Return the origins of a name after an event: the assigned value, or the call that casts in place."""
+        """Return the origins of the value that a name has after an event (see `_follow_name`)."""
         if isinstance(event, ast.Call) and isinstance(self._script.parent(event), ast.Expr):
             return self._follow_call(event, event, depth + 1)
         # model, optimizer = accelerator.prepare(model, optimizer)
@@ -357,7 +378,7 @@ class Flow:
         return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
-        """Return whether an event may not happen before `at`, because it is on an arm that does not hold `at`."""
+        """Return whether an event may be skipped before `at`: an `if` or `try` holds it, but not `at`."""
         for outer, field in self._script.around(event):
             is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
             if is_arm and not position(outer) <= position(at) < end(outer):

@@ -25,7 +25,7 @@ _SAME_VALUES = ("detach", "float", "cpu", "flatten", "view", "reshape", "clone",
 """Methods of a gradient whose result has its values."""
 
 _SCALE_FREE = ("isnan", "isinf", "isfinite", "all_reduce", "zero_", "mul_", "div_", "copy_")
-"""Functions and methods to which the scale of a gradient does not matter."""
+"""Functions and methods that scripts rightly use on scaled gradients."""
 
 _PENALTIES = ("torch.autograd.grad",)
 
@@ -61,29 +61,33 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
     if not flow.is_used:
         return
     for call in dict.fromkeys(_find_clippings(script)):
-        if flow.is_on_scaled(call):
+        if flow.meets_scaled_gradients(call):
             message = "the gradients are clipped while they are multiplied by the loss scale"
             yield Fault(call, grade(flow), message, "Call scaler.unscale_(optimizer) before the clipping.")
 
 
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
-    """Yield the calls that clip gradients: of torch, of functions that call one or are named so, and clamps."""
+    """Yield the calls that clip gradients to a limit that is not scaled. A call may occur twice.
+
+    They call torch's `clip_grad_norm_` and the like, a function of the script that does, a function with a name such as
+    `dispatch_clip_grad`, or `grad.clamp_(...)`.
+    """
     clippers = script.calls_of(*CLIPPERS)
-    functions = {script.frame(call) for call in clippers}
+    clipping_functions = {script.frame(call) for call in clippers}
     for call in script.calls:
-        is_of_function = any(function in functions for function in _own_functions(script, call))
-        if is_of_function and not _knows_scaler(script, call):
+        calls_clipping_function = any(function in clipping_functions for function in _own_functions(script, call))
+        if calls_clipping_function and not _knows_scaler(script, call):
             yield call
         if call not in clippers and not _clips_by_name(script, call):
             continue
         limit = argument_of(call, "max_norm", 1) or argument_of(call, "clip_value", 1)
-        # a limit may be multiplied by the scale; without one (inf, None), the call only measures the norm
+        # a limit with "scal" in it may be scaled; with a limit of inf or None, the call only measures the norm
         if limit is None or not any(word in text_of(limit).lower() for word in ("scal", "inf", "none")):
             yield call
 
 
 def _clips_by_name(script: Script, call: ast.Call) -> bool:
-    """Return whether a call clamps a gradient, or is of a function that clips by its name."""
+    """Return whether a call clamps a gradient in place, or calls a function whose name says that it clips gradients."""
     name = function_of(call)
     if name in _CLAMPING and isinstance(call.func, ast.Attribute):
         return _is_gradient(call.func.value)
@@ -94,7 +98,7 @@ def _clips_by_name(script: Script, call: ast.Call) -> bool:
 
 
 def _knows_scaler(script: Script, call: ast.Call) -> bool:
-    """Return whether a call may unscale gradients itself: it, or the function that it calls, names a scale."""
+    """Return whether the called function may unscale gradients: it is given a scaler, or has "scal" in its source."""
     if any("scal" in name.lower() or "fabric" in name or "accelerator" in name for name in names_in(call)):
         return True
     return any("scal" in ast.unparse(function) for function in _own_functions(script, call))
@@ -161,7 +165,7 @@ def reads_scaled(script: Script) -> Iterator[Fault]:
         if _is_penalty(script, flow, call):
             message = "these gradients of a scaled loss are multiplied by the loss scale"
             yield Fault(call, "warning", message, "Divide them by scaler.get_scale() before a penalty is computed.")
-        elif _measures_gradient(script, call) and flow.is_on_scaled(call):
+        elif _measures_gradient(script, call) and flow.meets_scaled_gradients(call):
             message = "the gradients are read while they are multiplied by the loss scale"
             yield Fault(call, "warning", message, _UNSCALE)
         elif script.names.resolve(call.func) & {"wandb.watch"} and flow.scaled_backwards and _logs_gradients(call):
@@ -218,10 +222,14 @@ def _measures_directly(script: Script, call: ast.Call) -> bool:
 def _allows_for_scale(script: Script, call: ast.Call) -> bool:
     """Return whether a measurement of a gradient is right at any scale.
 
-    That is so if its statement tests for inf, NaN or zero, uses one of `_SCALE_FREE`, or names a scale.
+    That is so if its statement calls a function of `_SCALE_FREE`, compares the result with 0, or has a name with
+    "scale" in it.
     """
     statement = script.parent_statement(call)
-    parts = list(ast.walk(statement)) if not isinstance(statement, (ast.For, ast.With, ast.While)) else [call]
+    parts: list[ast.AST] = [call]
+    # a loop or a `with` is the statement of a call in its head; its body says nothing about the call
+    if not isinstance(statement, (ast.For, ast.With, ast.While)):
+        parts = list(ast.walk(statement))
     if any(isinstance(part, ast.Call) and function_of(part) in _SCALE_FREE for part in parts):
         return True
     # such as p.grad.abs().sum() == 0

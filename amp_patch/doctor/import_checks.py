@@ -1,4 +1,4 @@
-"""Rules of the doctor about imports from `apex`, and about names that the stand-in or amp_patch does not have."""
+"""Rules of the doctor about imports from `apex`, and about names that amp_patch or its stand-in for `apex` lacks."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ from .rules import Fault, rule
 from .script import Script
 
 _EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
-"""Apex's compiled modules, which scripts import as top-level modules."""
+"""Apex's compiled modules, which scripts import without `apex.` in front: `import amp_C`."""
 
 _APEX_PACKAGES = {"apex", *_EXTENSIONS}
 _STAND_IN = "amp_patch.apex"
@@ -95,7 +95,8 @@ def _apex_names(node: ast.AST) -> list[str]:
 
 def _uncovered(script: Script, node: ast.AST, name: str, missing: tuple[str, list[str]]) -> Fault:
     """Return the fault of a name that the stand-in lacks. `missing` is the result of `_find_missing`."""
-    advice = did_you_mean(*missing).strip() or "It has no replacement here: look for one in torch."
+    part, names_in_its_place = missing
+    advice = did_you_mean(part, names_in_its_place).strip() or "It has no replacement here: look for one in torch."
     gone = describe_gone(name)
     if gone is not None:
         _, purpose_and_remedy = gone
@@ -117,14 +118,15 @@ def _absent(node: ast.AST, name: str) -> Fault:
 
 
 def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[str]] | None:
-    """Return the first part of a name, such as `apex.optimizers.FusedAdam`, that the stand-in does not have.
+    """Return the part of a dotted name that the stand-in lacks, and the names that exist in its place.
 
-    Returns it with the names that exist in its place, or None if the stand-in has the name. The search ends at the
-    first object that is not a module, because its attributes are known only when the script runs.
+    For "apex.optimizers.FusedAdan", these are "FusedAdan" and the names in `apex.optimizers`. Returns None if the
+    stand-in has the name. Attributes of an object that is not a module are not checked, because they are known only
+    when the script runs.
 
     Args:
-        is_imported: the name is in an import statement, which finds the module `amp._amp_state` although an object of
-            the same name hides it from other code.
+        is_imported: the name is in an import statement. `import apex.amp._amp_state` finds the module, although the
+            attribute `amp._amp_state` is another object.
     """
     module = importlib.import_module(_STAND_IN)
     if dotted == "apex":
@@ -135,9 +137,9 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
             return None  # every module has a __dict__ and a __name__
         submodule = _import(f"{module.__name__}.{part}")
         value = getattr(module, part, None)
-        is_no_module = value is not None and value is not submodule
-        if is_no_module and (submodule is None or not is_imported):
-            return None  # the attributes of such an object are not known
+        is_object = value is not None and value is not submodule  # an attribute that is not the submodule
+        if is_object and (submodule is None or not is_imported):
+            return None
         if submodule is None:
             return part, [name for name in dir(module) if not name.startswith("_")]
         module = submodule

@@ -1,4 +1,4 @@
-"""Rules of the doctor about losses, `scale_loss` blocks, and training without mixed precision."""
+"""Rules of the doctor about losses in `amp.scale_loss` blocks, and about training without mixed precision."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ CLIPPERS = tuple(
 _MIXED_PRECISION = re.compile(
     r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
-"""Words in scripts that use mixed precision, by amp, by other means, or through a library."""
+"""Words of scripts that use mixed precision, by amp, by other means, or through a library."""
 
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
 """Methods that scripts call on a loss to log it, and not to run a backward pass."""
@@ -40,7 +40,8 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
     if not script.expected.scales:
         return
 
-    # the names of scaled losses, of values that are computed from them, and of functions that return them
+    # Names in expressions that are scaled: `scaled_loss` of a block, `amp.scale` of `amp.scale(loss)`, and names that
+    # are assigned a value with such a name.
     scaled = {text_of(node) for node in script.nodes if script.names.resolve(node) & {"amp.scale_loss", "amp.scale"}}
     for block in script.blocks:
         scaled |= {block.name, text_of(block.call.func)}
@@ -122,8 +123,8 @@ def logged_scaled_losses(script: Script) -> Iterator[Fault]:
 def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
     """Return the expression that logs a scaled loss, such as `scaled_loss.item()`.
 
-    Returns None if the loss is not logged, is logged under a name with "scale", or is computed with, perhaps divided by
-    the scale.
+    Returns None if the loss is not logged, is logged under a name with "scale", or is an operand, as in
+    `scaled_loss / scale`.
     """
     for node in ast.walk(script.parent_statement(name)):
         if isinstance(node, ast.Constant) and "scale" in str(node.value).lower():

@@ -37,7 +37,7 @@ class LowDtype:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that tensors may be on."""
+    """A device for tensors. `name` is such as "cuda:0 NVIDIA H100" or "cpu AVX512"."""
 
     name: str
     low_dtypes: tuple[LowDtype, ...]
@@ -59,7 +59,7 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The section of the report about the machine. `malloc` is advice on the C library, or ""."""
+    """The machine, as the report describes it. `malloc` is advice on the memory of the C library, or ""."""
 
     python: str
     amp_patch: str
@@ -102,14 +102,15 @@ def get_devices() -> Iterator[Device]:
             yield Device(f"cuda:{index} {torch.cuda.get_device_properties(index).name}", rate_gpu(capability))
     elif torch.accelerator.is_available():
         yield Device(str(torch.accelerator.current_accelerator()), rate_gpu(None))
-    multiplied = [name for name in LOW_DTYPES if has_low_products("cpu", getattr(torch, name))]
-    yield Device(f"cpu {torch.backends.cpu.get_cpu_capability()}", rate_cpu(cpu_flags(), multiplied))
+    fast_dtypes = [name for name in LOW_DTYPES if has_low_products("cpu", getattr(torch, name))]
+    yield Device(f"cpu {torch.backends.cpu.get_cpu_capability()}", rate_cpu(cpu_flags(), fast_dtypes))
 
 
 def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return how fast each 16-bit dtype is on an NVIDIA GPU of a compute capability; None: another accelerator.
+    """Return how fast each 16-bit dtype is on an NVIDIA GPU, from its compute capability, such as (8, 0).
 
-    NVIDIA's matrix units (tensor cores) compute in float16 from 7.0 on, and in bfloat16 from 8.0 on.
+    NVIDIA's matrix units (tensor cores) compute in float16 from 7.0 on, and in bfloat16 from 8.0 on. Of another
+    accelerator, for which `capability` is None, the speed is unknown.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
@@ -123,17 +124,17 @@ def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
     return tuple(rated)
 
 
-def rate_cpu(flags: Sequence[str], multiplied: Sequence[str]) -> tuple[LowDtype, ...]:
+def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype, ...]:
     """Return how fast each 16-bit dtype is on a CPU.
 
     Args:
-        flags: the names of the 16-bit instructions that it has.
-        multiplied: the dtypes whose products it computes with such instructions.
+        flags: the names of the CPU's 16-bit instructions, such as "avx512_bf16".
+        fast_dtypes: the dtypes in which it computes matrix products with such instructions.
     """
     instructions = ", ".join(flags) or "no instructions for 16 bits"
     rated = []
     for name in LOW_DTYPES:
-        if name in multiplied:
+        if name in fast_dtypes:
             rated.append(LowDtype(name, "fast", instructions))
         else:
             rated.append(LowDtype(name, "slow", f"products are computed in float32 by default; {instructions}"))
@@ -150,7 +151,7 @@ def recommend(device: Device) -> str:
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     if device.name.startswith("cpu"):
         if verdicts["bfloat16"] == "fast":
-            return "use O4 or O5: this CPU has bfloat16 instructions. The float16 levels are for testing GPU code"
+            return "use O4 or O5: this CPU has bfloat16 instructions. Float16 levels are for testing GPU code"
         reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
         return f"keep O0 here: {reason}. Other levels are for testing GPU code"
     if verdicts["bfloat16"] == "fast":
@@ -165,10 +166,16 @@ def recommend(device: Device) -> str:
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
-    """Return advice on how glibc handles freed memory, or "" if the device, the library or the environment needs none.
+    """Return the advice to set two variables of glibc for a training on a CPU. Return "" if it does not apply.
 
-    Only tensors on a CPU use the memory of the C library. With both variables, a step of a small network takes 0.7 to
-    0.95 of the time, with amp and without (measured with torch 2.13.0 on a CPU with AVX512_BF16).
+    glibc returns freed memory to the system, which then has to clear it for the next tensor. With the variables, a step
+    of a small network takes 0.7 to 0.95 of the time, with amp and without (measured with torch 2.13.0 on a CPU with
+    AVX512_BF16).
+
+    Args:
+        device: the first device. On an accelerator, tensors do not use the memory of the C library.
+        library: the name of the C library, such as "glibc".
+        environment: the environment variables; one of the two may be set already.
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""

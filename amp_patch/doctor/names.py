@@ -1,4 +1,4 @@
-"""`Names` resolves a name in a script to the dotted names that it may stand for: `relu` to `torch.nn.ReLU`, after
+"""`Names` finds the dotted names that a name in a script may stand for: `torch.nn.ReLU` for `relu`, after
 `import torch.nn as nn` and `relu = nn.ReLU`.
 """
 
@@ -13,15 +13,16 @@ _PREFIXES = (
     ("apex.amp.", "amp."),
     ("torch.nn.utils.clip_grad.", "torch.nn.utils."),
 )
-"""Prefixes of dotted names, each with its replacement in the spelling of the doctor's rules.
+"""Prefixes of dotted names, each with its replacement.
 
-`canonical` replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter one. The
-functions of Apex's amp and of amp_patch both become `amp.name`.
+The rules of the doctor know one spelling of each function: `amp.initialize` stands for Apex's and amp_patch's. The
+function `canonical` replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter
+one.
 """
 
 
 def canonical(dotted: str) -> str:
-    """Return a dotted name in the spelling of the doctor's rules."""
+    """Return a dotted name in the spelling of the rules: "amp.initialize" for "apex.amp.initialize"."""
     for prefix, spelling in _PREFIXES:
         if dotted.startswith(prefix):
             return canonical(spelling + dotted[len(prefix) :])
@@ -29,9 +30,9 @@ def canonical(dotted: str) -> str:
 
 
 class Names:
-    """The imports and aliases of one script, without regard to scopes.
+    """The imports and aliases of one script. A name is taken to mean the same in all functions.
 
-    A name may mean several dotted names: scripts import one thing in `try`, and another in `except ImportError`.
+    It may mean several dotted names: scripts import one thing in `try`, and another in `except ImportError`.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -48,12 +49,15 @@ class Names:
                     self._targets.setdefault(alias.asname or alias.name, set()).add(f"{module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Name, ast.Attribute)):
                 aliases += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]
-        # after all imports: an alias in one function may stand above the import in another that it uses
+        # after all imports: an alias may stand above the import of its value, which may be in another function
         for name, value in aliases:
             self._targets.setdefault(name, set()).update(self.dotted(value))
 
     def dotted(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names that a name or a chain of attributes may mean, in the spelling of the imports."""
+        """Return the dotted names that a name, or a chain such as `nn.ReLU`, may mean, as the script imports them.
+
+        Empty for anything that is not imported, such as a local variable.
+        """
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))
         if isinstance(node, ast.Name):
@@ -61,5 +65,5 @@ class Names:
         return frozenset()
 
     def resolve(self, node: ast.AST) -> frozenset[str]:
-        """Return the dotted names that a name or a chain may mean, in the spelling of the doctor's rules."""
+        """Return the result of `dotted` in the spelling of the doctor's rules (see `canonical`)."""
         return frozenset(canonical(name) for name in self.dotted(node))

@@ -1,4 +1,4 @@
-"""Rules of the doctor about weights in 16 bits, and averages of weights."""
+"""Rules of the doctor about optimizers that step on 16-bit weights, and averages of weights in 16 bits."""
 
 import ast
 import re
@@ -20,15 +20,18 @@ _KEEPS_UPDATES = re.compile(
     r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
-"""Names in scripts that keep float32 weights beside 16-bit ones, make up for rounding, or train a few new weights."""
+"""Names in scripts that do not lose small updates: they keep float32 copies of the weights (masters), use Kahan sums or
+stochastic rounding, or train only a few new weights, such as LoRA's.
+"""
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
-"""Trainers whose optimizer is AdamW of torch, on the weights as they are."""
+"""Trainers that make torch's AdamW for the weights of the model, in whatever dtype these are."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
 
 _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)}
+"""The level to recommend instead of a model in a 16-bit dtype, by the dtype."""
 
 
 def may_be_low(script: Script) -> bool:
@@ -37,7 +40,10 @@ def may_be_low(script: Script) -> bool:
 
 
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
-    """Return severity and message: a note that begins with "if" for a dtype that only some runs have."""
+    """Return the severity and the message of a fault.
+
+    It is a warning if the value has 16 bits in every run, else a note that begins with "if the dtype is bfloat16: ".
+    """
     if verdict.is_certain:
         return "warning", message
     return "note", f"if the dtype is {verdict.dtype}: {message}"
@@ -94,7 +100,7 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
 
 
 def _find_true_precisions(script: Script) -> Iterator[Fault]:
-    """Yield the trainers of Lightning that cast the model: `precision="bf16-true"`."""
+    """Yield a fault for each trainer of Lightning that casts the model: `Trainer(precision="bf16-true")`."""
     for call in script.calls:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
@@ -109,28 +115,26 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
 
 
 def _may_train(script: Script, fabric: ast.Call) -> bool:
-    """Return whether a Fabric may train.
-
-    It may if it is an attribute, or if its function runs a backward pass, passes it on, or launches another function.
-    """
-    frame = script.frame(fabric)
-    here = [call for call in script.calls if script.frame(call) is frame]
+    """Return whether a Fabric, made by the call `fabric`, may train; it may also only load and evaluate a model."""
     names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
-    is_attribute = any("." in name for name in names)
-    return is_attribute or any(
-        function_of(call) == "backward"
-        or names & {name for argument in call.args for name in names_in(argument)}
-        # fabric.launch(main, ...)
-        or (function_of(call) == "launch" and call.args)
-        for call in here
-    )
+    if any("." in name for name in names):
+        return True  # an attribute, which any method may use
+    frame = script.frame(fabric)
+    for call in script.calls:
+        if script.frame(call) is not frame:
+            continue
+        is_passed = any(names & names_in(argument) for argument in call.args)
+        launches_function = function_of(call) == "launch" and bool(call.args)  # fabric.launch(main, ...)
+        if function_of(call) == "backward" or is_passed or launches_function:
+            return True
+    return False
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
-    """Yield each optimizer of torch.optim: the name of its class, its last step, and the models that it may train.
+    """Yield each optimizer of torch.optim as (name of its class, its last step, the models that it may train).
 
-    Also yields the class, the call and the model of each trainer of transformers or trl that trains, because it makes
-    such an optimizer itself. Leaves out optimizers that are passed to `initialize`.
+    Also yields each trainer of transformers or trl whose `train` is called, because it makes such an optimizer itself:
+    (name of its class, the call that makes it, [its model]). Leaves out optimizers that are passed to `initialize`.
     """
     trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
     for call in script.calls:
@@ -164,9 +168,10 @@ def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
 
 
 def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> Iterator[ast.expr]:
-    """Yield the models whose parameters an optimizer is given, also through names and functions that group them.
+    """Yield the models whose parameters are in `params`, the first argument of an optimizer.
 
-    Yields none for copies of parameters, which may be float32.
+    Follows names, and functions such as `group_params(model)`. Yields none for copies of parameters, which may be
+    float32.
     """
     if params is None or depth > 3:
         return
@@ -186,15 +191,20 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 
 
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
-    """Return the last step in the function that makes the optimizer; without one, the call that makes it."""
+    """Return the last step in the function that makes the optimizer; if there is none, the call that makes it.
+
+    A cast of the model after this step does not matter: it prepares the trained model for its use.
+    """
     frame = script.frame(optimizer)
-    # a later cast does not matter: it prepares the trained model for its use
     steps = [call for call, _ in script.method_calls("step") if script.frame(call) is frame]
     return steps[-1] if steps and script.is_before(optimizer, steps[-1]) else optimizer
 
 
 def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether the optimizer of a model may hold no 16-bit weight: a part is frozen or in float32."""
+    """Return whether all weights that train may be float32, although the model is cast to 16 bits.
+
+    That may be so if the script freezes weights, or casts a part of the model or some weights back to float32.
+    """
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
         part = text_of(receiver)
@@ -259,29 +269,33 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
 
 
 _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")
+"""Methods of tensors that update an average in place."""
 
 
 def _is_averaged(script: Script, name: str) -> bool:
-    """Return whether a loop over a copy of a model, or `torch._foreach_*`, changes it as averages are changed."""
+    """Return whether the script updates a copy of a model as an average of weights.
+
+    It does so in a loop over the copy's parameters, or by a function such as `torch._foreach_lerp_`.
+    """
     for node in script.nodes:
         if isinstance(node, (ast.For, ast.AsyncFor)) and name in names_in(node.iter):
-            moved = (part for part in ast.walk(node.target) if isinstance(part, ast.Name))
-            names = {part.id for part in moved}
-            if any(_moves(inner, names) for inner in ast.walk(node)):
+            loop_variables = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+            if any(_updates_average(inner, loop_variables) for inner in ast.walk(node)):
                 return True
-        elif isinstance(node, ast.Call) and node.args and function_of(node).startswith("_foreach_"):
-            is_moved = name in names_in(node.args[0])
-            if is_moved:
+        if isinstance(node, ast.Call) and node.args and function_of(node).startswith("_foreach_"):
+            is_of_copy = name in names_in(node.args[0])
+            if is_of_copy:
                 return True
     return False
 
 
-def _moves(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node changes a tensor with one of these names as averages are changed."""
+def _updates_average(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a node updates a tensor with one of these names: `x.lerp_(...)`, `x = a + b`, `x += y`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         # also in a chain: average.mul_(decay).add_(parameter)
-        is_own = bool(names_in(node.func.value) & names)
-        return is_own and (node.func.attr in _AVERAGING or (node.func.attr == "copy_" and _is_sum(node.args)))
+        is_on_average = bool(names_in(node.func.value) & names)
+        is_update = node.func.attr in _AVERAGING or (node.func.attr == "copy_" and _is_sum(node.args))
+        return is_on_average and is_update
     if isinstance(node, ast.Assign):
         return text_of(node.targets[0]).removesuffix(".data") in names and _is_sum([node.value])
     return isinstance(node, ast.AugAssign) and text_of(node.target).removesuffix(".data") in names

@@ -1,4 +1,4 @@
-"""`Project`: the files of one run of the doctor, and the findings in them."""
+"""`Project`: the files that one run of the doctor reads, and the findings in them."""
 
 import io
 import os
@@ -60,8 +60,8 @@ def _is_of_interest(folder: Path) -> bool:
 class Project:
     """Files that are read together, and neither run nor imported.
 
-    A file without a call of `initialize` may be imported by a file with one. So rules assume that each call of
-    `initialize` in the other files may apply to it.
+    A file with calls of `initialize` is judged by the level and the loss scale of these calls. A file without may be
+    imported by any of the others, so it is judged by the calls in all files (see `Script.expected`).
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -124,9 +124,10 @@ class Project:
                 # the comment may be on any line of the node
                 last_line = getattr(fault.node, "end_lineno", line)
                 ignored = set[str]().union(*(ignored_by_line.get(number, ()) for number in range(line, last_line + 1)))
-                if rule.code not in ignored and _EVERY_CODE not in ignored:
-                    cell, line = document.cell_of(line)
-                    yield Finding(rule.code, *fault[1:], script.path, line, column, cell)
+                if rule.code in ignored or _EVERY_CODE in ignored:
+                    continue
+                cell, line = document.cell_of(line)
+                yield Finding(rule.code, fault.severity, fault.message, fault.advice, script.path, line, column, cell)
 
 
 def _sort_key(finding: Finding) -> tuple[str, int, int, int, str]:

@@ -1,4 +1,7 @@
-"""Rules of the doctor about regions of torch.autocast."""
+"""Rules of the doctor about regions of torch.autocast.
+
+A *region* is the code in a `with torch.autocast(...):`, or in a function that `@torch.autocast(...)` decorates.
+"""
 
 import ast
 import re
@@ -19,20 +22,20 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 """The dtype of a region that names only its device."""
 
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
-"""Words in scripts that scale losses, or use a library that does."""
+"""Words of scripts that scale losses, or use a library that does."""
 
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
 
 
 class Region(NamedTuple):
-    """A region: the call of autocast, and the `with` or the function that it encloses."""
+    """A region: the call of autocast, and the `with` statement or the decorated function that has the code in it."""
 
     call: ast.Call
     body: ast.AST
 
 
 def find_regions(script: Script) -> Iterator[Region]:
-    """Yield the regions of autocast that may be enabled."""
+    """Yield the regions of autocast, except those with a constant `enabled=False`."""
     if "autocast" not in script.text:
         return
     for call in script.calls_of(*_REGIONS, *_OLD_REGIONS):
@@ -45,24 +48,25 @@ def find_regions(script: Script) -> Iterator[Region]:
 
 
 def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
-    """Yield each `with` block and each decorated function that a region, made by a call of autocast, encloses."""
+    """Yield each `with` statement and each decorated function that uses the result of a call of autocast."""
     # the call may be an arm of `autocast(...) if use_amp else nullcontext()`
     choice = script.parent(call)
     values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
+    # region = autocast(...)
     names = {assignment.target for assignment in script.assignments if assignment.value in values}
-    # a function may return it: `with make_region():`
+    # def make_region(): return autocast(...)
     makers = set[str]()
     frame, statement = script.frame(call), script.parent_statement(call)
     if isinstance(frame, ast.FunctionDef) and isinstance(statement, ast.Return) and statement.value in values:
         makers.add(frame.name)
     for node in script.nodes:
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            opened = [item.context_expr for item in node.items]
+            entered = [item.context_expr for item in node.items]
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            opened = node.decorator_list
+            entered = node.decorator_list
         else:
             continue
-        if any(part in values or text_of(part) in names or _is_call_of(part, makers) for part in opened):
+        if any(part in values or text_of(part) in names or _is_call_of(part, makers) for part in entered):
             yield node
 
 
@@ -123,16 +127,16 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
 
 
 def _has_disabled_scaler(script: Script) -> bool:
-    """Return whether the script makes GradScalers, each with `enabled=False`."""
+    """Return whether the script makes GradScalers, all of them with `enabled=False`."""
     scalers = [call for call in script.calls if function_of(call).endswith("GradScaler")]
     enabled = [argument_of(call, "enabled") for call in scalers]
     return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
 
 
 def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
-    """Return the dtypes that a region may have: the given ones, or the default of its device.
+    """Return the dtypes that a region may have: its argument `dtype`, or the default of its device.
 
-    Returns an empty list if the text tells neither.
+    Returns an empty list if the script shows neither.
     """
     dtype = argument_of(call, "dtype", 1)
     if dtype is not None:
@@ -147,8 +151,8 @@ def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
 
 
 def _find_backward(script: Script, region: Region) -> ast.expr | None:
-    """Return a loss that goes backward in the function of a region, or in one that calls that function; or None."""
-    if _is_without_gradients(script, region.body) or _holds_no_gradients(script, region.body):
+    """Return a loss that goes backward in the function of a region, or in a function that calls that one, or None."""
+    if _is_without_gradients(script, region.body) or _has_only_blocks_without_gradients(script, region.body):
         return None
     frames = {script.frame(region.body)}
     function = region.body if isinstance(region.body, ast.FunctionDef) else script.frame(region.body)
@@ -166,20 +170,20 @@ def _find_backward(script: Script, region: Region) -> ast.expr | None:
 
 
 def _is_without_gradients(script: Script, node: ast.AST) -> bool:
-    """Return whether a node is, or is in, a block or function without gradients, such as one under `no_grad`."""
-    opened: list[ast.expr] = []
+    """Return whether a node is, or is in, a `with torch.no_grad():` block or the like, or a function decorated so."""
+    entered: list[ast.expr] = []
     for outer in (node, *(outer for outer, _ in script.around(node))):
         if isinstance(outer, (ast.With, ast.AsyncWith)):
-            opened += [item.context_expr for item in outer.items]
+            entered += [item.context_expr for item in outer.items]
         elif isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            opened += outer.decorator_list
+            entered += outer.decorator_list
             break
-    names = {text_of(part.func if isinstance(part, ast.Call) else part).rpartition(".")[2] for part in opened}
+    names = {text_of(part.func if isinstance(part, ast.Call) else part).rpartition(".")[2] for part in entered}
     return not names.isdisjoint(_WITHOUT_GRADIENTS)
 
 
-def _holds_no_gradients(script: Script, body: ast.AST) -> bool:
-    """Return whether every statement of a region is a block without gradients."""
+def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:
+    """Return whether every statement of a region is a `with torch.no_grad():` block or the like."""
     statements = body.body if isinstance(body, (ast.With, ast.AsyncWith)) else []
     blocks = (ast.With, ast.AsyncWith)
     return bool(statements) and all(
@@ -188,21 +192,24 @@ def _holds_no_gradients(script: Script, body: ast.AST) -> bool:
 
 
 def _is_scaled(script: Script, loss: ast.expr) -> bool:
-    """Return whether a loss is multiplied by a number above 1 or a name with "scale", or is passed to a `scale`."""
+    """Return whether a loss is multiplied by a scale, or is passed to a function or method `scale`."""
     for value in (loss, *script.values_of(text_of(loss))):
-        for product in ast.walk(value):
-            if isinstance(product, ast.Call) and function_of(product) == "scale":
+        for node in ast.walk(value):
+            if isinstance(node, ast.Call) and function_of(node) == "scale":
                 return True
-            if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult):
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
                 continue
-            for factor in (product.left, product.right):
-                is_number = isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float))
-                # a smaller factor is the weight of a term, and no scale
-                if is_number and factor.value > 1:  # type: ignore[attr-defined]
-                    return True
-                if any("scale" in name.lower() for name in names_in(factor)):
-                    return True
+            if _is_scale_factor(node.left) or _is_scale_factor(node.right):
+                return True
     return False
+
+
+def _is_scale_factor(factor: ast.expr) -> bool:
+    """Return whether a factor is a loss scale: a number above 1, or an expression with "scale" in a name."""
+    # a smaller number is the weight of a term
+    if isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float)) and factor.value > 1:
+        return True
+    return any("scale" in name.lower() for name in names_in(factor))
 
 
 @rule(
@@ -232,8 +239,9 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
         if _is_without_gradients(script, region.body):
             continue
         index = 2 if _is_old(script, region.call) else 3
-        keeps = argument_of(region.call, "cache_enabled", index)
-        if region.call in reported or (isinstance(keeps, ast.Constant) and not keeps.value):
+        cache_enabled = argument_of(region.call, "cache_enabled", index)
+        has_no_cache = isinstance(cache_enabled, ast.Constant) and not cache_enabled.value
+        if region.call in reported or has_no_cache:
             continue
         if _has_training_loop(script, region.body):
             reported.add(region.call)
@@ -243,7 +251,7 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
 
 
 def _has_training_loop(script: Script, body: ast.AST) -> bool:
-    """Return whether a region holds a loop with steps of an optimizer, or calls a function that does."""
+    """Return whether a region has a loop with a step of an optimizer, or calls a function that has one."""
     steps = [call for call, receiver in script.method_calls("step") if _is_step(script, call, receiver)]
     if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
@@ -259,7 +267,7 @@ def _has_training_loop(script: Script, body: ast.AST) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool:
-    """Return whether a call may run a function of the script: by its name, or as a method of its class."""
+    """Return whether a call may run a function or method of the script with the same name."""
     if function_of(call) != function.name:
         return False
     holder = script.parent(function)
@@ -274,12 +282,12 @@ def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool
 
 
 def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
-    """Return whether a call steps an optimizer, or makes a scaler do so."""
+    """Return whether a call of a method `step` steps an optimizer: `optimizer.step()`, `scaler.step(optimizer)`."""
     return script.is_optimizer(receiver) or any(script.is_optimizer(argument) for argument in call.args)
 
 
 def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
-    """Return whether a step is in a loop of the function or block `body`, and of no function inside it."""
+    """Return whether a step is in a loop inside `body`, a function or block, but not in a function inside it."""
     is_in_loop = False
     for outer, field in script.around(step):
         if outer is body:
@@ -355,40 +363,48 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
     """A model may return 16-bit outputs. In the region, autocast computes losses in float32; outside of it, a loss of
     16-bit outputs is computed in 16 bits: its value is rounded, and sums of squares overflow in float16.
     """
-    scalers = ScalerFlow(script)
     for region in find_regions(script):
-        if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _is_without_gradients(script, region.body):
+        body = region.body
+        if not isinstance(body, (ast.With, ast.AsyncWith)) or _is_without_gradients(script, body):
             continue
-        outputs = {
-            assignment.target
-            for assignment in script.assignments
-            if isinstance(assignment.value, ast.Call)
-            and script.parent(assignment.value) in region.body.body
-            and function_of(assignment.value) not in _CASTS
-        }
-        outputs |= set(_find_returned(script, region.body))
+        outputs = {*_find_assigned_outputs(script, body), *_find_returned_outputs(script, body)}
         for call in script.calls:
-            if not call.args or not _LOSSES.match(function_of(call)) or text_of(call.args[0]) not in outputs:
+            if not call.args or not _LOSSES.match(function_of(call)):
                 continue
+            name = text_of(call.args[0])
             # a function of a loss, such as log_loss(loss), computes none
-            if "loss" in text_of(call.args[0]).lower():
+            if name not in outputs or "loss" in name.lower():
                 continue
-            values = script.values_of(text_of(call.args[0]))
-            # in another function, the only value of the name is the result of the function with the region
-            is_returned = len(values) == 1 and script.frame(call) is not script.frame(region.body)
-            # in the same function, each value is assigned in the region: another one may be cast
-            is_from_region = all(script.parent(value) in region.body.body for value in values)
-            if not is_returned and not (is_from_region and scalers.are_in_order(region.body, call)):
-                continue
-            other_bodies = [other.body for other in find_regions(script) if other.body is not region.body]
-            if any(outer in other_bodies for outer, _ in script.around(call)):
-                continue  # it is in another region
-            message = f"{text_of(call.args[0])} may be in 16 bits, and the loss is computed outside of the region"
-            yield Fault(call, "note", message, "Compute the loss inside the region, or of `output.float()`.")
+            if _is_output_at(script, name, body, call) and not _is_in_other_region(script, call, body):
+                message = f"{name} may be in 16 bits, and the loss is computed outside of the region"
+                yield Fault(call, "note", message, "Compute the loss inside the region, or of `output.float()`.")
 
 
-def _find_returned(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
-    """Yield the names that get the result of a function whose region ends by returning the output of a model."""
+def _is_output_at(script: Script, name: str, body: ast.With | ast.AsyncWith, call: ast.Call) -> bool:
+    """Return whether a name has an output of a region as its value where a call outside of the region uses it."""
+    values = script.values_of(name)
+    if len(values) == 1 and script.frame(call) is not script.frame(body):
+        return True  # its only value, the result of the function with the region
+    # a value from elsewhere, such as `output.float()`, may have replaced the output
+    has_only_outputs = all(script.parent(value) in body.body for value in values)
+    return has_only_outputs and ScalerFlow(script).are_in_order(body, call)
+
+
+def _is_in_other_region(script: Script, call: ast.Call, body: ast.AST) -> bool:
+    """Return whether a call is in a region other than the one with this body."""
+    other_bodies = [region.body for region in find_regions(script) if region.body is not body]
+    return any(outer in other_bodies for outer, _ in script.around(call))
+
+
+def _find_assigned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
+    """Yield the names that a statement of the region assigns the result of a call, unless the call is a cast."""
+    for target, value in script.assignments:
+        if isinstance(value, ast.Call) and script.parent(value) in body.body and function_of(value) not in _CASTS:
+            yield target
+
+
+def _find_returned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
+    """Yield the names that get the result of a function whose region ends with `return model(...)`."""
     function, last = script.frame(body), body.body[-1]
     returned = last.value if isinstance(last, ast.Return) else None
     if not isinstance(function, ast.FunctionDef) or not isinstance(returned, ast.Call):

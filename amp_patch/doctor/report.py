@@ -1,14 +1,17 @@
-"""`Report`: the findings as text or JSON."""
+"""`Report`: the result of the doctor, its findings and the machine, as text or JSON."""
 
 import json
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..tables import align, count_of
+from ..tables import WIDTH, align, count_of, wrap_sentences
 from .machine import Machine, recommend
 from .rules import SEVERITIES, Finding
+
+_MARGIN = "    "  # before the advice of a finding
 
 # the text of the report for each `kind` of `ApexInstall`
 _APEX = {
@@ -22,32 +25,35 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in `file_count` files, and a description of the machine if it was examined."""
+    """The findings in `file_count` files, and the machine; None if it was not examined."""
 
     findings: Sequence[Finding]
     file_count: int
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return the lines about the machine, the findings, and a summary.
+        """Return a summary, the lines about the machine, and the findings.
 
         Without `with_notes`, notes are only counted.
         """
-        lines: list[str] = []
+        lines = [*self._summarize(with_notes=with_notes)]
         if self.machine is not None:
-            lines += _machine_lines(self.machine)
+            lines = [f"advice: {recommend(self.machine.devices[0])}", *lines, *_machine_lines(self.machine)]
         for finding in self.findings:
             if finding.severity != "note" or with_notes:
                 lines.append(f"{finding.location()}: {finding.severity}: {finding.message} [{finding.code}]")
-                lines.append(f"    {finding.advice}")
+                lines += textwrap.wrap(finding.advice, WIDTH, initial_indent=_MARGIN, subsequent_indent=_MARGIN)
+        return "\n".join(lines)
+
+    def _summarize(self, *, with_notes: bool) -> Iterator[str]:
+        """Yield the number of findings of each severity, and a line about notes that are not shown."""
         counts = Counter(finding.severity for finding in self.findings)
         shown = [count_of(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]
         if self.file_count or self.findings:
-            lines.append(f"{', '.join(shown)} in {count_of(self.file_count, 'file')}")
+            yield f"{', '.join(shown)} in {count_of(self.file_count, 'file')}"
         if counts["note"] and not with_notes:
             codes = sorted({finding.code for finding in self.findings if finding.severity == "note"})
-            lines.append(f"{count_of(counts['note'], 'note')} ({', '.join(codes)}): shown by --notes")
-        return "\n".join(lines)
+            yield f"{count_of(counts['note'], 'note')} ({', '.join(codes)}): shown by --notes"
 
     def as_json(self) -> str:
         """Return a JSON object with `findings` and `summary`, and `machine` if it was examined."""
@@ -73,5 +79,5 @@ def _machine_lines(machine: Machine) -> list[str]:
     if machine.apex.location:
         apex += f", {machine.apex.location}"
     rows.append(("apex", apex))
-    rows.append(("advice", recommend(machine.devices[0])))
-    return ["machine:", *(f"  {row}" for row in align(rows, gap=3))]
+    table = "\n".join(f"  {row}" for row in align(rows, gap=3))
+    return ["machine:", *wrap_sentences(table).split("\n")]

@@ -1,9 +1,9 @@
 """`Rule`: a code, the reason for the rule, a bad and a good example, and the function that finds its faults.
 
-To add a rule, write a generator of faults with the decorator `rule`, and the reason as its docstring. The examples are
-its test: it must report the lines of `bad` that end in its code, and nothing in `good`. Codes never change, because
-users select them, and silence them by `# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules. Do
-not use them again.
+To add a rule, write a generator of `Fault`s with the decorator `rule`. Its docstring is the reason for the rule, which
+users see. The examples are its test: the rule must report the lines of `bad` that end in a comment with its code, and
+nothing in `good`. Codes never change, because users select rules by them, and silence them by
+`# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules. Do not use them again.
 """
 
 import ast
@@ -25,7 +25,7 @@ knowing.
 
 
 class Fault(NamedTuple):
-    """A fault that a rule found at a node of a script."""
+    """A fault that a rule has found at a node of a script. `Project` makes a `Finding` of it."""
 
     node: ast.AST
     severity: Severity
@@ -64,7 +64,16 @@ Find = Callable[[Script], Iterator[Fault]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule. If `find` is None, its findings are reported by other code, which reads files or examines the machine."""
+    """A rule.
+
+    Attributes:
+        code: such as "AMP101".
+        summary: the fault in a few words.
+        why: the reason for the rule.
+        bad, good: examples with and without the fault.
+        find: yields the faults in a script. None for a rule about unreadable files or the machine, whose findings other
+            code makes.
+    """
 
     code: str
     summary: str
@@ -84,7 +93,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
-    """Decorator: register a function that finds faults as a rule. Its docstring becomes the reason for the rule."""
+    """Decorator: add the function to `RULES`. Its docstring becomes the reason for the rule."""
 
     def register(find: Find) -> Find:
         why = inspect.cleandoc(find.__doc__ or "")
@@ -116,10 +125,10 @@ def explain_rule(code: str) -> str:
 
 
 class Selection:
-    """The rules to apply: those whose code begins with a prefix to select, and not with one to ignore.
+    """The rules to apply: those whose code begins with a prefix in `select`, and not with one in `ignore`.
 
-    If prefixes of both kinds fit a code, the longest decides; if both are equally long, the rule is ignored. Raises
-    SettingsError for a prefix that fits no code.
+    If prefixes in both fit a code, the longest prefix decides; of equally long ones, the prefix in `ignore`. For
+    example, `select=["AMP1"], ignore=["AMP"]` applies AMP101. Raises SettingsError for a prefix that fits no code.
     """
 
     def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:

@@ -40,20 +40,23 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
     if not flow.is_used:
         return
     for loss in flow.plain_backwards:
-        for step in flow.steps:
-            if not flow.are_in_order(loss, step) or flow.may_be_without_scale(loss, step):
-                continue
-            # the loss may belong to a step in between, or its gradients are zeroed
-            if any(flow.between([*flow.own_steps, *flow.steps, *flow.zeroings], loss, step)):
-                continue
-            if flow.may_be_without_scale(step, loss) or not flow.surely_runs(loss, step):
-                continue
-            if script.loop_around(loss) is not script.loop_around(step):
-                continue  # a pass before the training
+        if any(_divides_unscaled(script, flow, loss, step) for step in flow.steps):
             message = f"{text_of(loss.func).removesuffix('.backward')} goes backward without a scale"
             message += ", and scaler.step divides its gradients by the scale"
             yield Fault(loss, grade(flow), message, "Write `scaler.scale(loss).backward()`.")
-            break
+
+
+def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
+    """Return whether `scaler.step` uses the gradients of a loss that is not scaled, in every run with a scale."""
+    if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
+        return False
+    if flow.may_be_without_scale(loss, step) or flow.may_be_without_scale(step, loss):
+        return False
+    # the gradients may have served a step in between, or have been zeroed
+    if any(flow.between([*flow.plain_steps, *flow.steps, *flow.zeroings], loss, step)):
+        return False
+    # in another loop, it is a pass before the training, and not of it
+    return script.loop_around(loss) is script.loop_around(step)
 
 
 @rule(
@@ -83,22 +86,27 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
     flow = ScalerFlow(script)
     if not flow.is_used:
         return
-    for step in flow.own_steps:
-        for loss in flow.scaled_backwards:
-            if not flow.are_in_order(loss, step) or flow.unscales_before(loss, step):
-                continue
-            others = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
-            if any(flow.between(others, loss, step)) or not flow.surely_runs(loss, step):
-                continue
-            if flow.may_be_without_scale(step, loss) or _is_in_own_scaler(script, step):
-                continue
+    for step in flow.plain_steps:
+        if _is_in_scaler_class(script, step):
+            continue
+        if any(_uses_scaled(flow, loss, step) for loss in flow.scaled_backwards):
             message = f"{text_of(step.func)}() uses gradients that are multiplied by the loss scale"
             yield Fault(step, grade(flow), message, f"Write `scaler.step({text_of(step.func).rpartition('.')[0]})`.")
-            break
 
 
-def _is_in_own_scaler(script: Script, step: ast.Call) -> bool:
-    """Return whether a step is in a class of the script that is a scaler by its name."""
+def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
+    """Return whether `optimizer.step()` uses the gradients of a scaled loss, in every run with a scale."""
+    if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
+        return False
+    if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):
+        return False
+    # after one of these, the gradients are other ones
+    replacing = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
+    return not any(flow.between(replacing, loss, step))
+
+
+def _is_in_scaler_class(script: Script, step: ast.Call) -> bool:
+    """Return whether a step is in a class of the script with "scaler" in its name, which unscales by itself."""
     around = (outer for outer, _ in script.around(step))
     return any(isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower() for outer in around)
 
@@ -231,26 +239,36 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
     flow = ScalerFlow(script)
     if not flow.is_used:
         return
-    losses = [*flow.scaled_backwards, *flow.plain_backwards]
     for zeroing in flow.zeroings:
-        owner = text_of(zeroing.func).rpartition(".")[0]
+        owner = text_of(zeroing.func).rpartition(".")[0]  # an optimizer or a model
         for step in flow.steps:
-            is_of_model = f"{owner}.parameters" in {
-                name for value in script.values_of(text_of(step.args[0])) for name in names_in(value)
-            }
-            if text_of(step.args[0]) != owner and not is_of_model:
-                continue
-            if not flow.are_in_order(zeroing, step):
-                continue
-            before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
-            is_refilled = any(flow.between(losses, zeroing, step)) or flow.may_train_between(zeroing, step)
-            if not before or is_refilled or not flow.surely_runs(zeroing, step):
-                continue
-            # no such error after a step or `unscale_` before the zeroing, which has already checked the gradients
-            if not any(flow.between([*flow.steps, *flow.unscales], before[-1], zeroing)):
+            if _holds_parameters_of(script, step.args[0], owner) and _loses_gradients(flow, zeroing, step):
                 message = f"{owner}.zero_grad() removes the gradients that {text_of(step)} needs"
                 yield Fault(zeroing, grade(flow), message, "Call it before the backward pass, or after the step.")
                 break
+
+
+def _holds_parameters_of(script: Script, optimizer: ast.expr, owner: str) -> bool:
+    """Return whether `owner` is the optimizer, or the model whose parameters the optimizer was made with."""
+    if text_of(optimizer) == owner:
+        return True
+    values = script.values_of(text_of(optimizer))
+    return any(f"{owner}.parameters" in names_in(value) for value in values)
+
+
+def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> bool:
+    """Return whether `scaler.step` finds no gradients, because `zero_grad` comes between the backward pass and it."""
+    if not flow.are_in_order(zeroing, step) or not flow.surely_runs(zeroing, step):
+        return False
+    losses_before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
+    if not losses_before:
+        return False
+    # another backward pass may give the step its gradients
+    losses = [*flow.scaled_backwards, *flow.plain_backwards]
+    if any(flow.between(losses, zeroing, step)) or flow.may_train_between(zeroing, step):
+        return False
+    # a step or `unscale_` before the zeroing has recorded the checks, so torch does not raise the error
+    return not any(flow.between([*flow.steps, *flow.unscales], losses_before[-1], zeroing))
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------

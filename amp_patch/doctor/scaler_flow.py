@@ -1,8 +1,11 @@
-"""`ScalerFlow`: the calls of a script on its GradScaler, and the order in which they run."""
+"""`ScalerFlow`: the calls of a script on its GradScaler, and the order in which they run.
+
+The script is not run. So all answers are guesses from its text, and the rules report nothing where a guess is open.
+"""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from .rules import Severity
@@ -14,11 +17,14 @@ _CONDITION = re.compile(r"scal|amp|fp16|half|mixed|precision|autocast|enabled", 
 """Names in the condition of an `if` that may decide whether losses are scaled."""
 
 _BRANCHES = (ast.If, ast.IfExp, ast.Try, ast.Match, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler)
-"""Nodes whose parts may run seldom, never, or several times. An *arm* is such a node with the field of one part."""
+"""Nodes whose parts may run seldom, never, or several times.
+
+An *arm* is one such part: the node, and the name of its field that holds the part, such as (an `if`, "orelse").
+"""
 
 
 class ScalerFlow:
-    """The calls on GradScalers in a script. The order of two calls is known only within one function."""
+    """The calls on GradScalers in a script. Their order is known only for calls in the same function."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -46,18 +52,20 @@ class ScalerFlow:
 
     @cached_property
     def is_used(self) -> bool:
-        """Whether the script may use a GradScaler that is not disabled for good."""
+        """Whether the script may use an enabled GradScaler: it gets one from elsewhere, or makes one without
+        `enabled=False`.
+        """
         if "scaler" not in self._script.text.lower():
             return False
         return not self.makers or not all(map(_is_disabled, self.makers))
 
     @cached_property
     def is_always_enabled(self) -> bool:
-        """Whether each GradScaler is enabled in every run."""
+        """Whether the script makes GradScalers, and each is enabled in every run."""
         return bool(self.makers) and all(map(_is_enabled, self.makers))
 
     def is_scaler(self, node: ast.expr) -> bool:
-        """Return whether an expression seems to be a GradScaler: the script makes it, or it is named so."""
+        """Return whether an expression seems to be a GradScaler: it is assigned one, or its name ends in "scaler"."""
         text = text_of(node)
         return text in self._scaler_names or bool(_SCALER.search(text.rpartition(".")[2]))
 
@@ -106,7 +114,7 @@ class ScalerFlow:
 
     @cached_property
     def _backwards(self) -> list[tuple[ast.Call, bool]]:
-        """The backward passes: the call `loss.backward()`, and whether the loss is surely scaled."""
+        """The calls `loss.backward()`, each with the answer of `is_scaled(loss)`."""
         passes = []
         for call, loss in self._script.method_calls("backward"):
             if call.args or text_of(loss) in ("self", "cls", "ctx", "super()"):
@@ -121,12 +129,13 @@ class ScalerFlow:
 
     @cached_property
     def plain_backwards(self) -> list[ast.Call]:
-        """The backward passes of losses that nothing scales. A name with "scal" in the loss counts as a scale."""
+        """The backward passes of losses that surely nothing scales: no name in the loss or its values has "scal"."""
         plain = []
         for call, is_scaled in self._backwards:
             loss = call.func.value if isinstance(call.func, ast.Attribute) else call
             values = [loss, *self._script.values_of(text_of(loss))]
-            if not is_scaled and not any("scal" in name.lower() for value in values for name in names_in(value)):
+            names = {name.lower() for value in values for name in names_in(value)}
+            if not is_scaled and not any("scal" in name for name in names):
                 plain.append(call)
         return plain
 
@@ -142,33 +151,38 @@ class ScalerFlow:
                 functions.setdefault(frame.name, []).append(frame)
         return functions
 
-    def _calls_doing(self, calls: list[ast.Call], *excluded: list[ast.Call]) -> list[ast.Call]:
-        """Return these calls, and calls of functions of the script that contain one of them, and none of `excluded`."""
-        frames = {self._script.frame(call) for call in calls}
-        frames -= {self._script.frame(call) for group in excluded for call in group}
-        names = {frame.name for frame in frames if isinstance(frame, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        # a name that another function has, too, does not tell which one is called
-        names = {name for name in names if set(self._functions.get(name, ())) <= frames}
-        return [*calls, *(call for call in self._script.calls if call not in calls and _is_call_of(call, names))]
+    def _with_callers(self, calls: list[ast.Call], *, without: Sequence[ast.Call] = ()) -> list[ast.Call]:
+        """Return `calls`, and each call of a function of the script that contains one of them.
+
+        Functions that contain a call in `without` do not count.
+        """
+        functions = {self._script.frame(call) for call in calls}
+        functions -= {self._script.frame(call) for call in without}
+        names = {node.name for node in functions if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        # if functions share a name, a call does not tell which one it runs, so all of them must count
+        names = {name for name in names if set(self._functions.get(name, ())) <= functions}
+        callers = [call for call in self._script.calls if call not in calls and _is_call_of(call, names)]
+        return [*calls, *callers]
 
     @cached_property
     def scaled_backwards_and_callers(self) -> list[ast.Call]:
         """The backward passes of scaled losses, and calls of functions with one, but no unscale, step or update."""
-        return self._calls_doing(self.scaled_backwards, self.unscales, self.steps, self.updates)
+        return self._with_callers(self.scaled_backwards, without=[*self.unscales, *self.steps, *self.updates])
 
     @cached_property
     def _steps_and_callers(self) -> list[ast.Call]:
         """The calls `scaler.step(optimizer)`, and calls of functions with one, but no backward pass or unscale."""
-        return self._calls_doing(self.steps, self.unscales, self.scaled_backwards, self.plain_backwards)
+        passes = [*self.scaled_backwards, *self.plain_backwards]
+        return self._with_callers(self.steps, without=[*self.unscales, *passes])
 
     @cached_property
-    def _endings(self) -> list[ast.Call]:
+    def _ends_of_scaled(self) -> list[ast.Call]:
         """The calls after which gradients may no longer be scaled, and calls of functions with such a call."""
-        return self._calls_doing([*self.updates, *self.steps, *self.zeroings, *self.unscales])
+        return self._with_callers([*self.updates, *self.steps, *self.zeroings, *self.unscales])
 
     @cached_property
-    def own_steps(self) -> list[ast.Call]:
-        """The calls `optimizer.step()`."""
+    def plain_steps(self) -> list[ast.Call]:
+        """The calls `optimizer.step()`, which do not go through a scaler."""
         return [call for call, receiver in self._script.method_calls("step") if self._script.is_optimizer(receiver)]
 
     @cached_property
@@ -176,14 +190,13 @@ class ScalerFlow:
         """The calls `zero_grad()`."""
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
-    def is_on_scaled(self, node: ast.AST) -> bool:
+    def meets_scaled_gradients(self, node: ast.AST) -> bool:
         """Return whether a node runs between a scaled backward pass and its step, and nothing unscales before it."""
         for loss in self.scaled_backwards_and_callers:
             for step in self._steps_and_callers:
-                if not self.are_in_order(loss, node, step) or self.unscales_before(loss, node):
+                if not self.are_in_order(loss, node, step) or self.may_unscale_between(loss, node):
                     continue
-                # after one of these, the gradients of the loss are no longer scaled, or no longer there
-                if any(self.between(self._endings, loss, node)):
+                if any(self.between(self._ends_of_scaled, loss, node)):
                     continue
                 if not self.may_be_without_scale(node, loss, step):
                     return True
@@ -195,11 +208,12 @@ class ScalerFlow:
         """Return whether one pass through a function may run these nodes in this order."""
         pairs = list(zip(nodes, nodes[1:], strict=False))
         return all(
-            self._script.is_before(first, second) and not self._script.leaves(first, second) for first, second in pairs
+            self._script.is_before(first, second) and not self._script.exits_before(first, second)
+            for first, second in pairs
         )
 
     def arms_of(self, node: ast.AST) -> set[tuple[ast.AST, str]]:
-        """Return the arms around a node in its function: each branch or loop, with its field that holds the node."""
+        """Return the arms around a node in its function, such as {(the `if`, "body"), (the `for`, "body")}."""
         frame = self._script.frame(node)
         arms = set[tuple[ast.AST, str]]()
         for outer, field in self._script.around(node):
@@ -216,28 +230,27 @@ class ScalerFlow:
     def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs only in some of the iterations in which the second runs.
 
-        It does so under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`.
+        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`.
         """
         for outer, _ in self.arms_of(first) - self.arms_of(second):
             if isinstance(outer, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(outer.test)):
                 return not self._script.are_exclusive(first, second)
         return False
 
-    def may_be_without_scale(self, node: ast.AST, *others: ast.AST) -> bool:
-        """Return whether a node may run without a loss scale, although the others run with one.
+    def may_be_without_scale(self, node: ast.AST, *scaled: ast.AST) -> bool:
+        """Return whether a node may run in runs without a loss scale, unlike the nodes `scaled`.
 
-        That is so if it is on an arm of an `if` that none of the others is on, and the `if` depends on the scale.
+        That is so if it is on an arm of an `if` that none of `scaled` is on, and this `if` seems to choose between
+        training with and without a scale.
         """
-        around_others = [self.arms_of(other) for other in others]
-        for outer, field in self.arms_of(node):
-            if any((outer, field) in arms for arms in around_others):
-                continue
+        arms_of_scaled = set[tuple[ast.AST, str]]().union(*map(self.arms_of, scaled))
+        for outer, _ in self.arms_of(node) - arms_of_scaled:
             if isinstance(outer, (ast.If, ast.IfExp)) and self._depends_on_scale(outer):
                 return True
         return False
 
     def _depends_on_scale(self, branch: ast.If | ast.IfExp) -> bool:
-        """Return whether a test names the precision, or an arm runs a scaled backward pass or `scaler.step`."""
+        """Return whether the test of an `if` names the precision, or an arm has a scaled backward pass or a step."""
         if _CONDITION.search(ast.unparse(branch.test)):
             return True
         inside = set(ast.walk(branch))
@@ -258,8 +271,8 @@ class ScalerFlow:
                 return True
         return False
 
-    def unscales_before(self, first: ast.AST, last: ast.AST) -> bool:
-        """Return whether gradients may be unscaled between two nodes: a name tells of it, or the scale is read."""
+    def may_unscale_between(self, first: ast.AST, last: ast.AST) -> bool:
+        """Return whether gradients may be unscaled between two nodes: "unscale" is in a name, or the scale is read."""
         for node in self._script.nodes:
             if not end(first) <= position(node) < position(last):
                 continue
@@ -271,13 +284,13 @@ class ScalerFlow:
 
 
 def _is_call_of(call: ast.Call, names: set[str]) -> bool:
-    """Return whether a call is of a function with one of these names, or of such a method of `self`."""
+    """Return whether a call runs one of these functions of the script: `train(...)` or `self.train(...)`."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return function_of(call) in names and (owner is None or text_of(owner) == "self")
 
 
 def grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of a fault that exists only while the GradScaler is enabled."""
+    """Return the severity of a fault that exists only while a GradScaler is enabled: "error" if that is always so."""
     return "error" if flow.is_always_enabled else "warning"
 
 

@@ -11,7 +11,8 @@ from ..config import DEFAULT_LEVEL
 from .names import Names
 from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
-# Functions of amp, in the spelling of the rules. A script that trains with amp calls one of `_TRAINING`.
+# Functions of amp, in the spelling of the doctor's rules (see `names`). Scripts that train with amp call one of
+# `_TRAINING`.
 _TRAINING = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_TRAINING, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
 
@@ -39,8 +40,8 @@ class Script(Tree):
         text: the source. Raises SyntaxError, ValueError, RecursionError or MemoryError if it cannot be parsed.
 
     Attributes:
-        expected: whether amp may scale the loss and skip steps. `Project` sets it from the calls of `initialize` in the
-            script, or in other files. Until then, both count as possible.
+        expected: whether amp may scale the loss and skip steps in this script. `Project` sets it from the calls of
+            `initialize` in the script, or in other files. Before that, both count as possible.
     """
 
     def __init__(self, path: str, text: str) -> None:
@@ -80,13 +81,13 @@ class Script(Tree):
         return [(call, self.names.resolve(call.func)) for call in self.calls]
 
     def calls_of(self, *names: str) -> list[ast.Call]:
-        """Return the calls of functions with these names, spelled as in the rules, in the order of the text."""
+        """Return the calls of functions with these full names, such as "amp.scale_loss", in the order of the text."""
         return [call for call, resolved in self._resolved_calls if not resolved.isdisjoint(names)]
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield each call of a method with one of these names, and the expression whose method it is.
+        """Yield each call of a method with one of these names, with its object: `model` of `model.half()`.
 
-        Leaves out calls on an imported name, such as `torch.save()`.
+        Leaves out functions of an imported module, such as `torch.save()`.
         """
         for call in self.calls:
             function = call.func
@@ -159,7 +160,10 @@ class Script(Tree):
         return frozenset(text_of(part) for argument in given for part in parts_of(argument))
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Return whether an expression seems to be an optimizer: passed to amp or made as one, or named so."""
+        """Return whether an expression seems to be an optimizer.
+
+        It is passed to amp as one, or assigned one of torch.optim, or has "optim" in its name.
+        """
         text = text_of(node)
         is_named = "optim" in text.rpartition(".")[2].lower()
         return is_named or text in self.optimizers or text in self._made_optimizers
@@ -193,7 +197,10 @@ class Script(Tree):
         return [assignment.value for assignment in self.assignments if assignment.target == name]
 
     def is_without_amp(self, node: ast.AST) -> bool:
-        """Return whether a node runs only without amp: a call of amp is on another arm of an `if`, `try` or `match`."""
+        """Return whether a node may run only in runs without amp.
+
+        That is so if a call of amp is on another arm of an `if`, `try` or `match` around the node.
+        """
         return any(self.are_exclusive(node, call) for call in self.calls_of(*_TRAINING))
 
 
@@ -228,7 +235,10 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return the effects that amp may have after the calls of `initialize` in these scripts; both, if there is none."""
+    """Return the effects that amp may have at the levels in these scripts' calls of `initialize`.
+
+    Without such a call, the level is unknown, so both effects are possible.
+    """
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
         return Expected(scales=True, skips=True)
@@ -236,7 +246,7 @@ def expect(scripts: Sequence[Script]) -> Expected:
 
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
-    """Return the effects that amp may have after one call of `initialize`."""
+    """Return the effects that amp may have at the level and the loss scale of one call of `initialize`."""
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
@@ -253,9 +263,9 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 
 
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
-    """Return the value of a constant, or of a name whose only value is a constant; else the text of the expression.
+    """Return the value of an argument if it is a constant, or a name whose only value is a constant.
 
-    Returns `default` if `node` is None: the argument is not given.
+    Returns the text of any other expression, and `default` if `node` is None, because the argument is not given.
     """
     if node is None:
         return default

@@ -1,4 +1,4 @@
-"""Rules of the doctor about models and optimizers around `amp.initialize`."""
+"""Rules of the doctor about what scripts do with models and optimizers before and after `amp.initialize`."""
 
 import ast
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
     """Return whether the last value of a name before a call is surely a model on the CPU.
 
-    A class or `from_pretrained` makes such a model. Other functions may move the model that they make.
+    That is so if a class makes it, as in `Net()`, or `from_pretrained`. Other functions may move the model to a device.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):
@@ -87,15 +87,11 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
         given = set(map(text_of, parts_of(argument_of(call, "optimizers", 1))))
         models = set(map(text_of, parts_of(argument_of(call, "models", 0))))
         for name, value in script.assignments:
-            # `optimizer = Wrapper(optimizer)` makes no new optimizer
-            if not isinstance(value, ast.Call) or name in names_in(value):
+            params = _find_optimizer_params(name, value)
+            if params is None or not script.is_before(call, value) or script.is_without_amp(value):
                 continue
-            params = argument_of(value, "params", 0)
-            if params is None or "param" not in text_of(params):
-                continue  # the call makes no optimizer: optimizers take parameters first
-            is_given_again = any(script.is_before(value, later) for later in script.initializations)
-            if not script.is_before(call, value) or is_given_again or script.is_without_amp(value):
-                continue
+            if any(script.is_before(value, later) for later in script.initializations):
+                continue  # a later `initialize` may be given the new optimizer
             message = ""
             if name in given:
                 message = f"{name} is created again after amp.initialize, which was given the old one"
@@ -103,6 +99,17 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
                 message = f"{name} is created after amp.initialize, which was not given it"
             if message:
                 yield Fault(value, "error", message, "Make the optimizer first, then call amp.initialize.")
+
+
+def _find_optimizer_params(name: str, value: ast.expr) -> ast.expr | None:
+    """Return the parameters in an assignment such as `name = Adam(model.parameters())`; None for any other."""
+    # `optimizer = Wrapper(optimizer)` makes no new optimizer
+    if not isinstance(value, ast.Call) or name in names_in(value):
+        return None
+    params = argument_of(value, "params", 0)
+    if params is None or "param" not in text_of(params):
+        return None
+    return params
 
 
 @rule(
@@ -129,9 +136,9 @@ def initialize_in_loop(script: Script) -> Iterator[Fault]:
         models = argument_of(call, "models", 0)
         if models is None:
             continue
-        # names that the loop itself, or a statement in it before the call, assigns: each may be a new model
-        stores = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
-        assigned = {text_of(node) for node in stores if position(loop) < position(node) < position(statement)}
+        # a name that the loop assigns before the call may be a new model in each iteration
+        assigned_nodes = [node for node in script.nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+        assigned = {text_of(node) for node in assigned_nodes if position(loop) < position(node) < position(statement)}
         if not names_in(models) & assigned:
             message = "amp.initialize in a loop, for a model that the loop does not make"
             yield Fault(call, "warning", message, "Call amp.initialize once, before the loop.")

@@ -1,4 +1,4 @@
-"""`Tree`: a syntax tree with parents. It tells which of two nodes runs first, and which exclude each other."""
+"""`Tree`: a syntax tree with parents. It knows which of two nodes runs first, and which never run in the same pass."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from functools import cached_property
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (*_FUNCTIONS, ast.ClassDef)
-_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. The arm that never runs of an `if` with a constant test is removed."""
+    """The nodes of a module, with their parents. Code that never runs, such as the body of `if False:`, is removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -108,7 +108,8 @@ class Tree:
     def frame(self, node: ast.AST) -> ast.AST:
         """Return the innermost function or lambda whose body holds a node, or else the module.
 
-        A class does not count, because its body runs where it is defined. So do decorators and defaults of a function.
+        A class is not a frame, because its body runs where it is defined. Decorators and defaults of a function run
+        there, too, so their frame is the one around the function.
         """
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":
@@ -133,14 +134,18 @@ class Tree:
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
 
-    def leaves(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether the first node is in a block without the second that `return`, `continue` or the like ends."""
+    def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
+        """Return whether a pass that runs the first node does not come to the second.
+
+        That is so if the first is in a block without the second, and the block ends with `return`, `raise`, `continue`
+        or `break`.
+        """
         around_second = {outer for outer, _ in self.around(second)}
         for outer, field in self.around(first):
             if outer in around_second:
                 return False
             body = getattr(outer, field, None)
-            if isinstance(body, list) and body and isinstance(body[-1], _LEAVES):
+            if isinstance(body, list) and body and isinstance(body[-1], _EXITS):
                 return True
         return False
 
@@ -153,7 +158,10 @@ class Tree:
         return any(branch in arms_of_second and arms_of_second[branch] != arm for branch, arm in self._arms(first))
 
     def _arms(self, node: ast.AST) -> Iterator[tuple[ast.AST, object]]:
-        """Yield every `if`, `try` and `match` around a node, each with a value that identifies the arm of the node."""
+        """Yield each `if`, `try` and `match` around a node, with its arm that holds the node.
+
+        An arm is the name of a field, such as "body", or the handler or `case` itself.
+        """
         child = node
         for outer, field in self.around(node):
             if isinstance(outer, (ast.If, ast.IfExp)) and field in ("body", "orelse"):

@@ -88,35 +88,41 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
     if not flow.is_used:
         return
     for step in flow.steps:
-        if _updates_for_each(script, flow, step):
+        if _updates_for_each_optimizer(script, flow, step):
             message = "scaler.update() runs after the step of each optimizer, and the scale may change between them"
             yield Fault(step, "warning", message, _UPDATE)
-            continue
-        update = next((call for call in reversed(flow.updates) if flow.are_in_order(call, step)), None)
-        if update is None:
-            continue
-        losses = [*flow.scaled_backwards, *flow.plain_backwards]
-        before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, update)]
-        has_other_loss = any(flow.between(losses, update, step)) or flow.may_train_between(update, step)
-        if not before or has_other_loss or not flow.surely_runs(update, step):
-            continue
-        if text_of(step) in {text_of(other) for other in flow.between(flow.steps, before[-1], update)}:
-            continue  # a second step of one optimizer, perhaps with gradients of its own
-        message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
-        yield Fault(step, "warning", message, _UPDATE)
+        elif _follows_update(flow, step):
+            message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
+            yield Fault(step, "warning", message, _UPDATE)
 
 
-def _updates_for_each(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a loop over optimizers steps and updates for each, after the backward passes of all losses."""
+def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
+    """Return whether `scaler.update` runs between a step and the backward pass that gave the step its gradients."""
+    update = next((call for call in reversed(flow.updates) if flow.are_in_order(call, step)), None)
+    if update is None or not flow.surely_runs(update, step):
+        return False
+    losses_before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, update)]
+    if not losses_before:
+        return False
+    # another backward pass may give the step its gradients
+    losses = [*flow.scaled_backwards, *flow.plain_backwards]
+    if any(flow.between(losses, update, step)) or flow.may_train_between(update, step):
+        return False
+    # an optimizer that has stepped before the update steps again, perhaps on gradients that the script set by hand
+    steps_before = {text_of(call) for call in flow.between(flow.steps, losses_before[-1], update)}
+    return text_of(step) not in steps_before
+
+
+def _updates_for_each_optimizer(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
+    """Return whether a step is in a loop over optimizers that also updates, after the backward passes of all losses."""
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):
         return False
     inside = set(ast.walk(loop))
+    scaled = flow.scaled_backwards_and_callers
     has_update = any(update in inside for update in flow.updates)
-    has_loss = any(loss in inside for loss in (*flow.scaled_backwards_and_callers, *flow.plain_backwards))
-    return (
-        has_update and not has_loss and any(flow.are_in_order(loss, loop) for loss in flow.scaled_backwards_and_callers)
-    )
+    has_loss = any(loss in inside for loss in (*scaled, *flow.plain_backwards))
+    return has_update and not has_loss and any(flow.are_in_order(loss, loop) for loss in scaled)
 
 
 @rule(

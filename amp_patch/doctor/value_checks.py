@@ -1,4 +1,4 @@
-"""Rules of the doctor about 16-bit values that grow by additions, and about positions and timesteps in 16 bits."""
+"""Rules of the doctor about sums and counts in 16 bits, and about positions and timesteps in 16 bits."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from .script import Script
 from .tree import LOOPS, argument_of, function_of, names_in, text_of
 
 LARGEST = {"float16": 2048, "bfloat16": 256}
-"""The number up to which a dtype holds all whole numbers."""
+"""A dtype holds all whole numbers up to this one; beyond it, only some."""
 
 _FACTORIES = tuple(f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like"))
 _GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
@@ -50,7 +50,7 @@ def grows_in_low(script: Script) -> Iterator[Fault]:
 
 
 def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each name that is assigned a tensor of a factory, and each buffer that is registered with one."""
+    """Yield each name or buffer that gets a tensor from a function such as `torch.zeros`, with the expression."""
     for target, value in script.assignments:
         if _is_from(script, value, _FACTORIES):
             yield target, value
@@ -61,7 +61,10 @@ def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
-    """Return whether an expression is a call of one of these functions, with any methods called on its result."""
+    """Return whether an expression is a call of one of these functions, or of methods of its result.
+
+    For example, `torch.zeros(3).cuda()` is from `torch.zeros`.
+    """
     while isinstance(value, ast.Call):
         if not script.names.resolve(value.func).isdisjoint(factories):
             return True
@@ -72,33 +75,40 @@ def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> boo
 
 
 def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | None:
-    """Return the severity of repeated additions to a tensor; None if there are none.
+    """Return the severity of repeated additions to the tensor `target`, which the expression `made` makes.
 
-    They are in a loop, or for an attribute in another function, which may be called often. Additions to parts, such as
-    windows of an image, make a note, because each element may get only a few.
+    None if there are none. If all add to a part of the tensor, such as a window of an image, the severity is "note":
+    each element may get only a few additions.
     """
     growth: Severity | None = None
     for node in script.nodes:
-        if isinstance(node, ast.AugAssign):
-            grows = isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
-        elif isinstance(node, ast.Assign):
-            grows = text_of(node.targets[0]) == target and _is_increment(node.value, target)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            grows = node.func.attr in _GROWING and _root(node.func.value) == target
-        else:
+        if not _adds_to(node, target) or not _is_repeated(script, node, target, made):
             continue
-        is_same_function = script.frame(node) is script.frame(made)
-        is_attribute = "." in target
-        if not grows or not (is_same_function or is_attribute):
-            continue
-        if is_same_function and _adds_once(script, node, made):
-            continue
-        # in another function, an attribute outlives each call
-        if (script.is_in_loop(node) and not script.is_in_loop(made)) or (is_attribute and not is_same_function):
-            if not _adds_to_part(node):
-                return "warning"
-            growth = "note"
+        if not _adds_to_part(node):
+            return "warning"
+        growth = "note"
     return growth
+
+
+def _adds_to(node: ast.AST, target: str) -> bool:
+    """Return whether a node adds to a tensor: `x += y`, `x = x + y`, `x[i] += y` or `x.add_(y)`."""
+    if isinstance(node, ast.AugAssign):
+        return isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
+    if isinstance(node, ast.Assign):
+        return text_of(node.targets[0]) == target and _is_increment(node.value, target)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _GROWING and _root(node.func.value) == target
+    return False
+
+
+def _is_repeated(script: Script, node: ast.AST, target: str, made: ast.expr) -> bool:
+    """Return whether an addition may meet the same element of the same tensor several times."""
+    is_same_function = script.frame(node) is script.frame(made)
+    if not is_same_function:
+        # an attribute outlives each call of the other function; any other name means another tensor there
+        return "." in target
+    is_in_own_loop = script.is_in_loop(node) and not script.is_in_loop(made)
+    return is_in_own_loop and not _adds_once(script, node, made)
 
 
 def _adds_to_part(node: ast.AST) -> bool:
@@ -109,17 +119,17 @@ def _adds_to_part(node: ast.AST) -> bool:
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether an addition meets each element once, as in `for i in range(n): x[i] += y`.
+    """Return whether a loop adds to each element once, as `for i in range(n): x[i] += y` does.
 
-    Then the index contains the counter of every loop around the addition.
+    That is so if the index has the counter of each loop around the addition, except loops in which the tensor is made.
     """
-    indices = set[str]()
+    index_names = set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.Subscript):
-            indices |= names_in(part.slice)
+            index_names |= names_in(part.slice)
     around_made = {outer for outer, _ in script.around(made)}
     loops = [outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made]
-    return bool(loops) and all(indices & set(_counters_of(loop)) for loop in loops)
+    return bool(loops) and all(index_names & set(_counters_of(loop)) for loop in loops)
 
 
 def _counters_of(loop: ast.AST) -> Iterator[str]:
@@ -145,7 +155,10 @@ def _root(node: ast.expr) -> str:
 
 
 def _is_increment(value: ast.expr, target: str) -> bool:
-    """Return whether a value is `target + x` where `x` is not computed from the target, as a state of a network is."""
+    """Return whether a value is `target + x` or `target - x`, without the target in `x`.
+
+    `h = h + f(h)` is a layer of a network, and no running sum.
+    """
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Add, ast.Sub)):
         return False
     return text_of(value.left) == target and target not in names_in(value.right)
@@ -196,16 +209,21 @@ def positions_in_low(script: Script) -> Iterator[Fault]:
 
 
 def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether the argument of a cast holds positions: arange makes it, or it or the result is named so."""
+    """Return whether the tensor `node`, which is cast, holds positions.
+
+    That is so if `torch.arange` makes it, or if it or the target of the cast has a name such as `position_ids`.
+    """
     parent = script.parent(cast)
     names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
-    if isinstance(node, (ast.Name, ast.Attribute)):
+    is_variable = isinstance(node, (ast.Name, ast.Attribute))
+    if is_variable:
         names.append(text_of(node))
     if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
         # timesteps that are scaled to 0..1 are no whole numbers
         if _is_scaled_down(script, node):
             return False
-        return isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or _is_from(script, node, _ARANGE)
+        # another expression, such as `embed(timesteps)`, is computed from positions and holds none
+        return is_variable or isinstance(node, ast.Subscript) or _is_from(script, node, _ARANGE)
     return any(_is_from(script, value, _ARANGE) for value in (node, *_own_values(script, node)))
 
 
@@ -224,15 +242,18 @@ def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether an expression is an arange that surely has no number above `largest`."""
+    """Return whether an expression is a `torch.arange` of constants, without a number above `largest`."""
     for value in (node, *_own_values(script, node)):
+        # go from `torch.arange(9).cuda()` to `torch.arange(9)`
         while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_ARANGE):
             value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
         if isinstance(value, ast.Call):
             # arange(end), or arange(start, end, step)
-            ends = value.args[:2] if len(value.args) > 1 else value.args
-            numbers = [
-                end.value for end in ends if isinstance(end, ast.Constant) and isinstance(end.value, (int, float))
-            ]
-            return bool(ends) and len(numbers) == len(ends) and max(numbers) <= largest + 1
+            bounds = value.args[:2] if len(value.args) > 1 else value.args
+            numbers: list[int | float] = []
+            for bound in bounds:
+                if isinstance(bound, ast.Constant) and isinstance(bound.value, (int, float)):
+                    numbers.append(bound.value)
+            # the end itself is not in the range
+            return bool(bounds) and len(numbers) == len(bounds) and max(numbers) <= largest + 1
     return False

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..tables import natural_order
+from ..tables import WIDTH, natural_order
 from .fault_record import FaultRecord
 from .records import RunRecord
 from .remedies import RULES_ON_A_LINE, Remedy, RemedyKind, format_entries, format_scale
@@ -120,14 +120,18 @@ def _advise_list(case: _Case) -> Iterator[str]:
     yield from _advise_scale_of_list(case)
 
 
+_ENTRY_WIDTH = WIDTH - 11  # entries stand behind a label and a margin
+
+
 def _format_choice(remedy: Remedy) -> list[str]:
     """Return the entries of a list, after alternative ones that suffice in their place, if there are any."""
     entries = format_entries(remedy)
     if not remedy.alternative:
         return entries
     alternative = f"blacklist: [{', '.join(remedy.alternative)}]"
-    if len(entries) == 1:
-        return [f"{alternative}   or   {entries[0]}"]
+    in_one_line = f"{alternative}   or   {entries[0]}"
+    if len(entries) == 1 and len(in_one_line) <= _ENTRY_WIDTH:
+        return [in_one_line]
     return [alternative, "or, in its place,", *entries]
 
 

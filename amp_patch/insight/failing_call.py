@@ -194,7 +194,7 @@ def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
         return False
     if isinstance(getattr(value, "__self__", None), Tensor):
         return True
-    spellings = op_names.find_or_none(_name_function(function))
+    spellings = op_names.find_known_spellings(_name_function(function))
     return any(getattr(owner, name, None) is value for (_, name), owner in spellings.items())
 
 

@@ -21,8 +21,10 @@ class ModuleCasts:
     """
 
     def __init__(self) -> None:
-        self._lines: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._texts: dict[int, str] = {}
+        # By the module whose method was called: for each name of a tensor, the number of the call, and the call.
+        # Tensors themselves are not held weakly, because torch swaps no tensors that have a weak reference.
+        self._calls: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, str]]] = weakref.WeakKeyDictionary()
+        self._count = 0
 
     def install(self, undo: UndoStack) -> None:
         """Note casts until `undo` is closed."""
@@ -32,7 +34,13 @@ class ModuleCasts:
 
     def find(self, tensor: Tensor) -> str:
         """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did."""
-        return self._texts[id(tensor)] if self._lines.get(id(tensor)) is tensor else ""
+        calls = [
+            by_name[name]
+            for module, by_name in self._calls.items()
+            for name, own in _tensors_of(module)
+            if own is tensor and name in by_name
+        ]
+        return max(calls)[1] if calls else ""
 
     def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,10 +58,11 @@ class ModuleCasts:
         site = find_site()
         if site.by == "amp":
             return
+        self._count += 1
         for key, tensor in _tensors_of(module):
             if before.get(key, tensor.dtype) is not tensor.dtype:
-                self._lines[id(tensor)] = tensor
-                self._texts[id(tensor)] = f".{name}() at {site.place}"
+                call = self._count, f".{name}() at {site.place}"
+                self._calls.setdefault(module, {})[key] = call
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:

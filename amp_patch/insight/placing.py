@@ -94,7 +94,7 @@ def _find_listed_name(culprit: Culprit) -> str:
     if culprit.listed or culprit.rule or culprit.aten.endswith("_"):
         return ""
     name = culprit.aten.lstrip("_")  # scripts call softmax, and torch dispatches _softmax
-    return name if op_names.find_or_none(name) else ""
+    return name if op_names.find_known_spellings(name) else ""
 
 
 def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:

@@ -389,7 +389,7 @@ def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -
         candidates.append(call.name)
     for name in candidates:
         bare = name.rpartition(".")[2]
-        if bare and op_names.find_or_none(bare):
+        if bare and op_names.find_known_spellings(bare):
             return bare
     return ""
 

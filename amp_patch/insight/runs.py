@@ -7,6 +7,7 @@ import abc
 import contextlib
 import importlib
 import random
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -110,6 +111,27 @@ class RunFailedError(SessionError):
         super().__init__(message)
         self.recording = recording
         self.was_widened = was_widened
+
+
+NO_STEP = "the script took no step"
+"""The beginning of the error of a script that ends without an error, and without a recording."""
+
+_OF_DTYPES = re.compile(
+    r"dtype|data type|scalar type|float|fp16|bf16|half|double|autocast|precision|scaler|kernel|memory|alloc"
+    r"|exit code (-9|137)\b",  # killed, mostly for its memory
+    re.IGNORECASE,
+)
+
+
+def may_depend_on_dtype(error: RunFailedError) -> bool:
+    """Return whether a training that failed in one precision may run in another, by the text of its error.
+
+    Errors about dtypes, kernels and loss scales do, and so does a lack of memory. Only the error itself is read, and
+    the line that raised it: lines above often name dtypes.
+    """
+    _, frame, end = str(error).rpartition('File "')
+    text = end.partition("\n")[2] if frame else end
+    return _OF_DTYPES.search(text) is not None
 
 
 def observes_ops(run: Run) -> bool:

@@ -1,13 +1,14 @@
 """A recording as text: a row for each kind of call, and one for equal layers."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, get_args
 
-from ..config import OpRule
+from ..config import OpRule, list_names
 from ..errors import ArgumentValueError, did_you_mean
-from ..tables import count_of, format_table, star_numbers
+from ..tables import Table, count_of, shorten, star_numbers
 from .list_notes import note_lists
 from .raised_text import format_raised
 from .recordings import Recording
@@ -21,15 +22,18 @@ _FORWARD = ("forward", "recompute")
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
-def format_recording(recording: Recording, by: By = "module", *, with_all: bool = False) -> str:
+def format_recording(
+    recording: Recording, by: By = "module", *, with_all: bool = False, width: int | None = None
+) -> str:
     """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
-    `with_all` gives each layer its own row, and also shows unlisted ops that keep the dtype of their arguments.
+    `with_all` gives each layer its own row, and also shows unlisted ops that keep the dtype of their arguments. A table
+    of at most `width` columns leaves out empty columns, and puts the names of modules on lines of their own if need be.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
     forward = choose_forward(recording, with_all=with_all)
-    table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward)
+    table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward, width)
     if not forward:
         table = f"every op of the forward pass ran as in plain torch; {_SHOW_ALL}"
     lines = [entitle_recording(recording), "", table]
@@ -145,8 +149,83 @@ def entitle_recording(recording: Recording) -> str:
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
 
 
-def _by_module(ops: list[OpRecord]) -> str:
-    return format_table(OP_COLUMNS, map(op_cells, ops), left=7)
+_LEFT = OP_COLUMNS[:7]
+_COUNTS = ("casts", "avoided")
+_SPARE = ("avoided", "casts", "line")
+"""Columns to leave out of a table that is too wide, the least important first."""
+
+_LEAST = {"op": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
+"""Columns of text, each with the width to which it may be shortened."""
+
+_LEAST_NAME = 30
+"""The width to which names of modules may be shortened. Below it, they get lines of their own."""
+
+
+def _by_module(ops: list[OpRecord], width: int | None) -> str:
+    """Return a table with a row for each kind of call: the first that fits, or else one in groups."""
+    rows = list(map(op_cells, ops))
+    if width is None:
+        return "\n".join(Table(OP_COLUMNS, rows, len(_LEFT), {}).lines())
+    briefer = [_change(row, dict.fromkeys(("given", "ran", "out"), _count_equal)) for row in rows]
+    lists = {row[_ENTRY].rpartition(":")[0] for row in rows} - {""}
+    has_one_list = len(lists) == 1
+    briefest = [_change(row, {"line": _get_number if has_one_list else _shorten_entry}) for row in briefer]
+    notes: list[str] = []
+    for cells, least in ((rows, {}), (briefer, {}), (briefest, {"module": _LEAST_NAME, "op": 22})):
+        notes = [f"line: of {lists.pop()}"] if cells is briefest and has_one_list else []
+        table = Table(OP_COLUMNS, cells, len(_LEFT), least)
+        table.drop_empty(_COUNTS)
+        if table.least_width() <= width:
+            table.shorten(width)
+            return "\n".join([*table.lines(), *notes])
+    return "\n".join([*_by_module_in_groups(briefest, width), *notes])
+
+
+def _by_module_in_groups(rows: list[tuple[str, ...]], width: int) -> Iterator[str]:
+    """Yield the lines of a table in which the name of a module stands above its rows."""
+    margin = "  "
+    table = Table(OP_COLUMNS[1:], [row[1:] for row in rows], len(_LEFT) - 1, _LEAST)
+    table.drop_empty(_COUNTS)
+    left_out = table.leave_out(_SPARE, width - len(margin))
+    table.shorten(width - len(margin))
+    heading, dashes, *lines = (margin + line for line in table.lines())
+    yield from (heading, dashes)
+    above = ""
+    for row, line in zip(rows, lines, strict=True):
+        if row[0] != above:
+            above = row[0]
+            yield shorten(above, width)
+        yield line
+    if left_out:
+        yield f"left out, to fit {width} columns: {', '.join(left_out)}; to see them, use --wide"
+
+
+def _change(row: tuple[str, ...], changes: Mapping[str, Callable[[str], str]]) -> tuple[str, ...]:
+    """Return a row with other texts in some columns."""
+    return tuple(changes.get(name, str)(cell) for name, cell in zip(OP_COLUMNS, row, strict=True))
+
+
+def _count_equal(dtypes: str) -> str:
+    """Return dtypes with a number for three or more equal ones in a row: `f16,f32 x 4`."""
+    parts = []
+    for dtype, equal in itertools.groupby(dtypes.split(",")):
+        number = len(list(equal))
+        parts += [f"{dtype} x {number}"] if number > 2 else [dtype] * number
+    return ",".join(parts)
+
+
+_ENTRY = OP_COLUMNS.index("line")
+
+
+def _get_number(entry: str) -> str:
+    """Return the number of a line, without its list."""
+    return entry.rpartition(":")[2]
+
+
+def _shorten_entry(entry: str) -> str:
+    """Return an entry of a shipped list without the suffix of its file."""
+    name, _, line = entry.partition(".yaml:")
+    return f"{name}:{line}" if line and list_names.is_shipped(name) else entry
 
 
 def op_cells(op: OpRecord) -> tuple[str, ...]:
@@ -187,26 +266,27 @@ def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord
     return list(fold_layers(filter(_is_of_interest, ops)))
 
 
-def _by_op(ops: list[OpRecord]) -> str:
-    return _grouped(ops, ("op", "rule", "ran"), lambda op: (op.op, op.rule or "-", _dtypes(op.ran)))
+def _by_op(ops: list[OpRecord], width: int | None) -> str:
+    return _grouped(ops, ("op", "rule", "ran"), lambda op: (op.op, op.rule or "-", _dtypes(op.ran)), width)
 
 
-def _by_entry(ops: list[OpRecord]) -> str:
-    return _grouped(ops, ("line", "rule", "op"), lambda op: (op.entry or "-", op.rule or "-", op.op))
+def _by_entry(ops: list[OpRecord], width: int | None) -> str:
+    return _grouped(ops, ("line", "rule", "op"), lambda op: (op.entry or "-", op.rule or "-", op.op), width)
 
 
-def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key) -> str:
+def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key, width: int | None) -> str:
     sums: dict[tuple[str, ...], list[int]] = {}
     for op in ops:
         total = sums.setdefault(key(op), [0, 0, 0])
         for index, value in enumerate((op.calls, op.casts, op.avoided)):
             total[index] += value
     rows = sorted(sums.items(), key=lambda item: -item[1][0])
-    return format_table(
-        (*heading, "calls", "casts", "avoided"),
-        [(*names, *map(str, total)) for names, total in rows],
-        left=len(heading),
-    )
+    cells = [(*names, *map(str, total)) for names, total in rows]
+    table = Table((*heading, "calls", *_COUNTS), cells, len(heading), {"op": 24, "line": 24, "ran": 16})
+    if width is not None:
+        table.drop_empty(_COUNTS)
+        table.shorten(width)
+    return "\n".join(table.lines())
 
 
 def _dtypes(names: tuple[str, ...]) -> str:

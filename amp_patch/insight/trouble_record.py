@@ -1,10 +1,11 @@
 """`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..tables import align
+from ..tables import WIDTH, align
 from .json_values import absent
 
 
@@ -52,6 +53,9 @@ _THEN = {
 }
 
 
+_FLIGHT = "  flight  "  # what stands before each line about the steps before
+
+
 def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequence[str]) -> str:
     """Return the report of a step with trouble.
 
@@ -60,7 +64,8 @@ def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequen
         flight: the lines about the steps before it.
     """
     rows = [(f"  {name}", text) for name, text in _describe(trouble)]
-    rows += [("  flight" if number == 0 else "  ", line) for number, line in enumerate(flight)]
+    lines = [part for line in flight for part in textwrap.wrap(line, WIDTH - len(_FLIGHT), subsequent_indent="  ")]
+    rows += [(_FLIGHT.rstrip() if number == 0 else "  ", line) for number, line in enumerate(lines)]
     # rank 0 may be the only one
     rank = f"rank {trouble.rank}, " if trouble.rank else ""
     return "\n".join([f"{rank}step {trouble.step}: {trouble.symptom}", *align(rows), *faults])

@@ -28,7 +28,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class _AmpState:
-    """Lets `save_state` and `load_state` include amp's state."""
+    """An object for `register_for_checkpointing`: Accelerate's `save_state` then saves amp's state, too."""
 
     def state_dict(self) -> dict[str, Any]:
         return amp.state_dict()
@@ -40,9 +40,9 @@ class _AmpState:
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """An accelerate.Accelerator whose `prepare` initializes amp, and whose `backward` scales the loss.
 
-    At levels with masters, clipping clips the gradients of masters. `optimizer_step_was_skipped` is true after a
-    skipped step. `save_state` and `load_state` include the loss scale. While `backward` calls accumulate gradients
-    (`accumulate`), these stay scaled, and the last call before the step unscales them.
+    At levels with masters, `clip_grad_norm_` clips the gradients of masters. `optimizer_step_was_skipped` is true after
+    a skipped step. `save_state` and `load_state` include the loss scale. In an `accumulate` block, gradients stay
+    scaled until the last `backward` before the step, which unscales them.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
@@ -90,6 +90,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def _initialize(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Move the models to their device, and initialize amp for them, all earlier models, and the optimizers."""
         if self.device_placement:
             for model in models:
                 model.to(self.device)

@@ -23,9 +23,9 @@ STATE_NAME = "amp.pt"
 class AmpTrainerMixin:
     """A mixin: put it before a Trainer class of transformers in the bases of your class.
 
-    It scales losses. While gradients accumulate, they stay scaled, and the last backward pass before the step unscales
-    them. `max_grad_norm`, and `grad_norm` in the logs, refer to unscaled gradients. The schedule does not advance after
-    a skipped step. Checkpoints hold amp's state in `amp.pt`, and saved models are float32.
+    The Trainer then scales losses. While gradients accumulate, they stay scaled, and the last backward pass before the
+    step unscales them. `max_grad_norm`, and `grad_norm` in the logs, refer to unscaled gradients. The LR schedule does
+    not advance after a skipped step. Checkpoints hold amp's state in `amp.pt`, and saved models are float32.
 
     Args:
         opt_level: as for `amp_patch.initialize`.

@@ -39,7 +39,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
         amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
     """
 
-    precision = "32-true"  # so Lightning itself casts nothing
+    precision = "32-true"  # Lightning itself must cast nothing
 
     def __init__(self, opt_level: str = DEFAULT_LEVEL, **amp_options: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             amp.initialize(models, optimizers, **self._options, replace=bool(self._optimizers))
             self._optimizers = list(optimizers)
         for entry in lr_schedulers:
-            # replace the class and not the method `step`: an attribute would be saved in the schedule's state dict
+            # replace the class of the schedule, not its method `step`: an attribute would get into its state dict
             kind = type(entry.scheduler)
             if entry.interval == "step" and not issubclass(kind, _WaitingAfterSkips):
                 entry.scheduler.__class__ = type(kind.__name__, (_WaitingAfterSkips, kind), {})

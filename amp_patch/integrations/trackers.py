@@ -24,10 +24,10 @@ Log = Callable[[str, float, int], object]
 class Tracker:
     """Logs `amp/loss_scale`, `amp/steps_skipped` and `amp/grad_norm`.
 
-    The norm is over the unscaled gradients of the coming step. With shards, it is over all shards together. An entry is
-    written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host does
-    not wait. The scale and the number of skipped steps are those that the host knew at the time of the step. With
-    several scalers, `amp/loss_scale_0`, `_1`, ... are logged.
+    The norm is over the unscaled gradients of the coming step; with a sharded model, over all shards together. An entry
+    is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
+    does not wait. The loss scale and the number of skipped steps have the values that the host knew at the time of the
+    entry. With several scalers, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are logged.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
@@ -46,7 +46,11 @@ class Tracker:
         self._pending: tuple[int, dict[str, float | Tensor]] | None = None
 
     def __call__(self, optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
-        """Count the coming step, or take its number from the caller, and log every `every` steps."""
+        """Make an entry if the number of the coming step is a multiple of `every`.
+
+        Call it in each step, after `scale_loss` and before `optimizer.step()`. `step` is the number of the step; by
+        default, the calls are counted from 1.
+        """
         self._step = self._step + 1 if step is None else step
         if self._step % self._every:
             return
@@ -58,7 +62,7 @@ class Tracker:
         gradients = [parameter.grad for parameter in amp.master_params(optimizer) if parameter.grad is not None]
         if gradients:
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            # the norm of a DTensor is one, too: full_tensor() reduces it over the ranks
+            # the norm of a DTensor is a DTensor, too: full_tensor() reduces it over the ranks
             full_norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
             stacked = torch.stack([norm.to(full_norms[0].device) for norm in full_norms])
             values["amp/grad_norm"] = torch.linalg.vector_norm(stacked)
@@ -73,7 +77,7 @@ class Tracker:
 
 
 def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
-    """Return the `on_sample` of an `insight.FlightRecorder` that logs its samples.
+    """Return a function for the argument `on_sample` of `insight.FlightRecorder`. It logs the samples to `target`.
 
     The tags are `flight/output/<module>` and `flight/gradient/<module>` for the largest magnitudes,
     `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in `Tracker`. A run

@@ -6,6 +6,7 @@ Guards: cli/parser, cli/values, cli/completion, cli/main, terminal, __main__.
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import amp_patch as amp
 from amp_patch import terminal
 from amp_patch.cli import values
-from amp_patch.cli.main import COMMANDS, EPILOG, main
+from amp_patch.cli.main import COMMANDS, EPILOG, _parse, build_parser, main
 
 ROOT = Path(__file__).parent.parent.parent
 LEVELS = "O0, O1, O2, O3, O4, O5"
@@ -99,11 +100,43 @@ def test_a_list_file_with_a_fault_is_bad_usage_once_the_rest_is_right(folder, ca
 def test_the_command_alone_prints_help_and_its_version(capsys):
     assert main([]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("usage: amp-patch ") and output.endswith(EPILOG)
+    assert output.startswith("usage: amp-patch ") and EPILOG in output
     assert all(f"  {command.name} " in output for command in COMMANDS)
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"amp-patch {amp.__version__}\n"
+
+
+def list_children(parser):
+    """The parsers of the subcommands of a parser, by name."""
+    choices = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    return choices[0] if choices else {}
+
+
+def list_parsers():
+    """Every parser of the command line: of the command itself, of each command, and of each task of `lists`."""
+    parsers = [build_parser([])]
+    for command in COMMANDS:  # a parser has the arguments of the one command that it is built for
+        parser = list_children(build_parser([command.name]))[command.name]
+        parsers += [parser, *list_children(parser).values()]
+    return parsers
+
+
+@pytest.mark.parametrize("parser", list_parsers(), ids=lambda parser: parser.prog)
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_each_help_fits_the_terminal_and_100_columns_and_ends_with_two_examples(parser, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text, _, examples = parser.format_help().partition("Examples:\n")
+    assert max(map(len, text.splitlines())) <= min(columns, 100)
+    lines = examples.splitlines()
+    assert len(lines) == 2 and all(line.startswith("  amp-patch ") and len(line) <= 100 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "example", [example for parser in list_parsers() for example in parser.examples], ids=lambda text: text
+)
+def test_each_example_of_a_help_is_a_command_line_that_parses(example, folder):
+    assert _parse(shlex.split(example, comments=True)[1:]).command.name in example
 
 
 WITHOUT_TORCH = """
@@ -184,6 +217,12 @@ def test_errors_and_heads_of_tables_have_colour(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("amp-patch: \x1b[1;31merror:\x1b[0m 'trce' is not")
     terminal.print_report("a table\n\nrun  loss\n---  ----\nO0      1\n-")
     assert capsys.readouterr().out == "a table\n\n\x1b[1mrun  loss\x1b[0m\n---  ----\nO0      1\n-\n"
+    terminal.print_report("O4: as good as O0 (equal)\nO5: worse than O0\nmore", [True, False])
+    good, bad, more = capsys.readouterr().out.splitlines()
+    assert good == "\x1b[1;32mO4: as good as O0\x1b[0m (equal)" and bad == "\x1b[1;31mO5: worse than O0\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal.print_report("O4: as good as O0 (equal)\nmore", [True])
+    assert capsys.readouterr().out == "O4: as good as O0 (equal)\nmore\n" and more == "more"
 
 
 # ---- completion ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Guards: cli/compare, cli/scripts, cli/recording.
 import functools
 import re
 import signal
+import sys
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_a_script_is_run_at_each_level(call, tmp_path):
     files = ("--jsonl", "c.jsonl", "--html", "c.html")
     options = ("--runs", "O0,O4+mine.yaml", "--steps", "4", "--in-place", *files)
     code, out, err = call(APEX + LOOP, *options, arguments=["--", "--steps", "9"])
-    assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']"
+    assert code == 0 and (tmp_path / "given").read_text() == "['--steps', '9']" and "\r" not in err
     rows = table(out)
     assert [(name, row[1]) for name, row in rows.items()] == [("O0", "-"), ("O4+mine.yaml", "bf16")]
     assert err.count("amp-patch compare: run ") == 6 and "run 6 of 6: O4+mine.yaml, layers and memory" in err
@@ -79,7 +80,7 @@ def test_runs_that_fail_have_a_row_and_a_reason(call):
     source = OURS + 'if amp.stats().opt_level == "O4":\n    sys.exit(3)\n' + LOOP
     code, out, _ = call(source, "--runs", "O0,O4", "--steps", "9")
     assert code == 1 and table(out)["O4"][1:6] == ["bf16", "-", "-", "-", "-"]
-    assert "O4: the script ended with exit code 3" in out and out.startswith("6 of 9 steps, since the script ended")
+    assert out.startswith("O4: the script ended with exit code 3\n\n6 of 9 steps, since the script ended")
 
 
 def test_a_script_without_steps_is_nothing_to_compare(call):
@@ -97,14 +98,45 @@ for _ in range(4):
 with torch.autocast("cpu", torch.bfloat16):
     model(torch.zeros(2, 3))  # four are needed
 """
-    code, _, err = call(source)
-    assert "no run took a step (as-is, O0: the script ended with exit code 1\n" in err
+    code, out, err = call(source)
+    assert out == "" and "failed: the training fails in float32 (O0), so no other level was run:\n" in err
     lines = [line.strip() for line in err.splitlines()]
     assert code == 1 and lines.count("model(torch.zeros(2, 3))  # four are needed") == 1
     assert sum(line.startswith("RuntimeError: ") for line in lines) == 1 and "amp_patch/" not in err
-    numbers = re.findall(r"run (\d+)(?: of (\d+))?:", err)
-    assert [number for number, _ in numbers] == ["1", "2"]  # the others would fail as these two did
-    assert numbers[0][1] == ""  # it is not known yet that the script is one by torch.autocast
+    # it is not known yet how many runs there would be
+    assert re.findall(r"run (\d+)(?: of (\d+))?:", err) == [("1", "")]
+
+
+FAILS = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(6):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.ones(2, 4))
+    {line}
+    output.float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("if number == 2: raise ValueError('a bad row')", ["O0"]),
+        ("assert output.dtype == torch.bfloat16", ["O0", "as-is", "O1", "O4"]),
+        ("if output.dtype == torch.float32: raise RuntimeError('CUDA out of memory')", ["O0", "as-is", "O1", "O4"]),
+        ("raise TypeError('this dtype never works')", ["O0", "as-is"]),
+    ],
+    ids=["an error of its own", "not in float32", "memory", "the same error of dtypes"],
+)
+def test_levels_run_after_a_failure_only_if_they_may_do_better(line, runs, call):
+    code, out, err = call(FAILS.format(line=line), "--steps", "4")
+    begun = re.findall(r"run \d+(?: of \d+)?: (\S+),", err)
+    assert code == 1 and list(dict.fromkeys(begun)) == runs
+    if runs == ["O0"]:
+        assert err.endswith("ValueError: a bad row\n--steps 2 compares the 2 steps before it\n") and not out
 
 
 PLAIN = """
@@ -151,7 +183,7 @@ def test_levels_are_compared_from_the_first_region_on_and_those_that_cannot_run_
     code, out, err = call(LATE, "--steps", "3", "--jsonl", "c.jsonl")
     assert code == 0 and [*table(out)] == ["as-is", "O0", "O4"] and "takes steps without" not in out
     assert "first 3 steps, after 7 without mixed precision" in out
-    assert [line for line in out.splitlines() if line.startswith("O1 is left out: ") and "GradScaler" in line]
+    assert "\nO1 is left out: it is float16, whose gradients need a loss scale" in out and "GradScaler" in out
     found = Comparison.read(tmp_path / "c.jsonl")
     assert found.runs[0].low == "bf16" and found.differences("as-is") != [[0.0] * 3]
     assert found.differences("as-is") == found.differences("O4")
@@ -190,7 +222,7 @@ def test_ctrl_c_keeps_what_is_done(call, monkeypatch, tmp_path):
     assert [run.failed for run in Comparison.read(tmp_path / "c.jsonl").runs] == ["", "did not run", "did not run"]
 
 
-def test_a_long_run_says_how_far_it_is(call, monkeypatch):
+def test_a_terminal_shows_the_steps_of_a_run_in_one_line(call, monkeypatch):
     forked = scripts._call
 
     def call_and_ask(command, environment, is_over, log):
@@ -199,7 +231,8 @@ def test_a_long_run_says_how_far_it_is(call, monkeypatch):
         return code
 
     monkeypatch.setattr(scripts, "_call", call_and_ask)
-    monkeypatch.setattr(scripts, "_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     source = (APEX + LOOP).replace("optimizer.zero_grad()", "optimizer.zero_grad(); import time; time.sleep(0.6)")
-    _, _, err = call(source, "--runs", "O0", "--steps", "3")
-    assert re.search(r"amp-patch compare:   [12] of 3 steps after", err)
+    _, out, err = call(source, "--runs", "O0", "--steps", "3")
+    assert re.search(r"\r  O0  step [12] of 3  \d+ s", err) and "step 1 of" not in out
+    assert re.search(r" s\r +\r(amp-patch compare: run|$)", err)  # removed before the next line of the command

@@ -21,12 +21,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("apex.md", "ci.md", "insight.md", "levels.md", "lists.md", "nan.md", "quiet.md")
 BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"[+-]?\d+\.\d+(?:e[+-]?\d+)?%?|\d{4}-\d\d-\d\d")
+WRAPPED_VERDICT = re.compile(r"^(\S+: (?:as good|no worse|worse|perhaps|better|not)\b.*)\n  ", re.MULTILINE)
 NAMED_FILE = re.compile(r"\S*/(\w+\.(?:yaml|py))")
 
 
 def simplify(text):
     """Without what may differ from machine to machine: numbers that are not whole, folders, widths, times, advice."""
     text = re.sub(r"cpu \(.*\)", "cpu", re.sub(r"\btorch \d[\w.+]*", "torch", text))
+    text = WRAPPED_VERDICT.sub(r"\1 ", text)
     text = re.sub(r"; (?:faster|slower|time within noise).*|(?<=^advice: ).*", "", text, flags=re.MULTILINE)
     text = re.sub(r" +|-{2,}", " ", NAMED_FILE.sub(r"\1", NUMBER.sub("0.0", text)))
     return [line.rstrip() for line in text.strip().splitlines()]

@@ -66,16 +66,16 @@ def test_what_cannot_be_used_is_2(options, said, diagnose):
     assert code == 2 and said in errors
 
 
-def test_lines_for_people_count_notes_and_end_with_advice(diagnose):
+def test_lines_for_people_begin_with_the_counts_and_end_with_advice(diagnose):
     _, said, _ = diagnose(train=WARNING + NOTE)
-    place, advice, summary, notes, last = said.splitlines()
+    summary, notes, place, advice, last = said.splitlines()
     assert place.startswith("train.py:3:12: warning: the optimizer's state is loaded") and place.endswith("[AMP502]")
     assert advice.startswith("    Call `amp.load_state_dict")
     assert (summary, last) == ("0 errors, 1 warning in 1 file", "advice: use O9 here")
     assert notes == "1 note (AMP101): shown by --notes"
     _, said, _ = diagnose("--notes", "--no-advice", ".")
     assert "train.py:4:1: note: apex.amp: covered by" in said and "`amp-patch run train.py`" in said
-    assert said.splitlines()[-1] == "0 errors, 1 warning, 1 note in 1 file"
+    assert said.splitlines()[0] == "0 errors, 1 warning, 1 note in 1 file"
 
 
 def test_json(diagnose):

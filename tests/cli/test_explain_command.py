@@ -60,7 +60,8 @@ def test_a_script_runs_up_to_the_end_of_the_step_that_is_explained(source, lists
     assert out.startswith("['--steps', '9']\nstep 0\nO1, f16 on cpu") and f"1 step, lists {lists}\n" in out
     found = rows(out)
     assert [row[:3] for row in found[:2]] == [["*", "F.linear", "whitelist"], ["1", "F.softmax", "blacklist"]]
-    assert all(re.fullmatch(r"[a-z0-9_]+\.yaml:\d+", row[3]) for row in found[:2])
+    assert all(re.fullmatch(r"([a-z0-9_]+\.yaml:)?\d+", row[3]) for row in found[:2])
+    assert f"{lists}.yaml" in out
     lines = source.splitlines()
     assert f"train.py:{1 + lines.index(next(line for line in lines if 'scale_loss' in line))}" in out
 
@@ -68,7 +69,7 @@ def test_a_script_runs_up_to_the_end_of_the_step_that_is_explained(source, lists
 def test_level_and_lists_take_the_place_of_the_scripts(call, tmp_path):
     (tmp_path / "mine.yaml").write_text("whitelist: [softmax]\n")
     source = OURS + INITIALIZE + LOOP
-    _, out, _ = call(source, "--opt-level", "O4", "--lists", "mine.yaml")
+    _, out, _ = call(source, "--opt-level", "O4", "--lists", "mine.yaml", "--wide")
     assert out.partition("\n")[2].startswith("O4, bf16 on cpu") and "mine.yaml:1" in out
     assert ["1", "F.softmax", "whitelist", "mine.yaml:1"] in rows(out)
 

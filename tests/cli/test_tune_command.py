@@ -58,7 +58,7 @@ def test_without_a_file_the_list_is_printed(call, tmp_path):
 def test_what_cannot_be_reached_says_so(call, tmp_path):
     code, out, _ = call(SCRIPT, "--tolerance", "1e-9", "--max-runs", "2", "--out", "tuned.yaml")
     assert code == 1 and "stopped after 2 runs" in out
-    assert "nothing reached a tolerance of 1e-09 so far; the best: " in out
+    assert out.startswith("nothing reached a tolerance of 1e-09 so far\nthe best: ")
     assert not (tmp_path / "tuned.yaml").exists()
 
 
@@ -91,8 +91,8 @@ def test_sigterm_ends_the_script_too_and_keeps_the_best_so_far(call, monkeypatch
     assert code == 143 and "interrupted in run 3" in out and 'match: "1"' in (tmp_path / "tuned.yaml").read_text()
     assert [path.name for path in tmp_path.glob(".*")] == [] and signal.getsignal(signal.SIGTERM) is before
     runs[:] = [1, 1]
-    code, out, _ = call(SCRIPT, "--extends", "low.yaml", "--out", "other.yaml")
-    assert code == 143 and "nothing is written" in out and not (tmp_path / "other.yaml").exists()
+    code, _, err = call(SCRIPT, "--extends", "low.yaml", "--out", "other.yaml")
+    assert code == 143 and "nothing is written" in err and not (tmp_path / "other.yaml").exists()
 
 
 def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from training import backward
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
 from amp_patch.errors import ArgumentTypeError, ArgumentValueError, SessionError
+from amp_patch.insight.recorder import in_block
+from amp_patch.insight.tracer import Tracer
 
 pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients", "ignore:the loss scale has fallen")
 
@@ -350,3 +352,21 @@ def test_wrong_arguments_and_two_blocks_are_refused():
         pass
     with insight.armed(), pytest.raises(SessionError), insight.armed():
         pass
+
+
+@pytest.mark.parametrize("watch", [insight.recording, insight.armed, lambda: in_block(Tracer())])
+def test_a_script_may_swap_its_weights_and_draw_new_ones_while_it_is_watched(watch):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with watch():
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        torch.utils.swap_tensors(net[0].weight, net[1].weight)
+        net(torch.ones(2, 8))
+        nn.init.orthogonal_(net[0].weight)
+        assert torch.allclose(net[0].weight @ net[0].weight.T, torch.eye(8), atol=1e-5)

@@ -14,7 +14,7 @@ import torch
 
 from amp_patch.errors import RecordError, SessionError
 from amp_patch.insight.checking import Contract, Measurer, Question, describe_contract, describe_files, judge
-from amp_patch.insight.checking.bands import find_relative
+from amp_patch.insight.checking.bands import compare_sketches
 from amp_patch.insight.checking.contract import ContractOp
 from amp_patch.insight.checking.op_differences import find_differences
 from amp_patch.insight.checking.probe import sketch_all
@@ -311,10 +311,10 @@ def test_sketches_estimate_norms_and_differences():
     ratios = []
     for _ in range(20):
         change = torch.randn(10_000) * 0.01
-        estimate = find_relative(sketch_all([base]), sketch_all([base + change]))
+        estimate = compare_sketches(sketch_all([base]), sketch_all([base + change]))
         ratios.append(estimate / float(change.norm() / base.norm()))
     assert 0.8 < sum(ratios) / len(ratios) < 1.25
-    assert find_relative(sketch_all([base]), sketch_all([base])) == 0
+    assert compare_sketches(sketch_all([base]), sketch_all([base])) == 0
     assert sketch_all([torch.empty(0)]) == ()
 
 

@@ -656,6 +656,24 @@ def test_equal_layers_are_one_row_unless_all_are_asked_for():
     assert line_of("bfloat16", "linear") in insight.format_recording(found, "entry")
 
 
+def test_a_table_of_a_width_has_long_names_above_their_rows():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a_module_with_a_long_name = nn.ModuleDict({"and_one_that_is_long_as_well": make_gpt(layers=1)})
+
+        def forward(self, *inputs):
+            return self.a_module_with_a_long_name["and_one_that_is_long_as_well"](*inputs)
+
+    model, optimizer = initialize(Wrapper(), "O4")
+    found = insight.explain(lambda: train(model, optimizer, 1))
+    narrow = insight.format_recording(found, with_all=True, width=100).splitlines()
+    assert max(len(line) for line in narrow[: narrow.index("", 2)]) <= 100
+    wide = insight.format_recording(found, with_all=True).splitlines()
+    names = {line.split("  ")[0] for line in wide[4 : wide.index("", 4)]}
+    assert len(names) > 9 and names <= set(narrow)
+
+
 def test_an_assignment_by_index_is_shown_where_it_casts():
     model, _ = initialize(nn.Linear(4, 4), "O4")
 

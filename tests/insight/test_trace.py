@@ -559,3 +559,17 @@ def test_weights_that_shrink_and_return_have_not_diverged():
 
     (fault, *_) = find(start(model, compute_loss))
     assert (fault.step, fault.cause) == (2, "precision")
+
+
+def test_a_fault_in_a_step_within_a_backward_pass_is_found_and_leaves_no_mode():
+    model, factors = nn.Linear(4, 4), iter([1, math.inf, 1])
+    optimizers = {weight: torch.optim.SGD([weight], lr=0.1) for weight in model.parameters()}
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
+
+    def step():
+        (model(torch.ones(2, 4)).square().mean() * next(factors)).backward()
+
+    with pytest.raises(NonFiniteError, match="step 1, backward"):
+        insight.trace(step, steps=3)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -319,6 +319,20 @@ def test_a_training_that_fails_in_16_bits_is_a_trial_that_fails(tune):
     assert result.is_reached and result.trials[0].verdict.fault == "FloatingPointError: inf in the loss"
 
 
+def test_the_same_error_with_every_list_ends_the_search(tune):
+    train, calls = make_training(layers=2, square=(0,), exp=(1,)), []
+
+    def failing():
+        calls.append(1)
+        if len(calls) > 1:
+            raise TypeError("a dtype that this kernel never takes")
+        train()
+
+    result = tune(failing, steps=1)
+    assert len(calls) == 4 and not result.is_reached  # float32, two lists, and everything in float32
+    assert "the same error with every list: TypeError: a dtype that this kernel never takes" in result.message
+
+
 @pytest.mark.parametrize(
     ("train", "options", "message"),
     [

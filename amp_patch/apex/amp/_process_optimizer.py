@@ -1,7 +1,7 @@
 """The attributes that Apex set on an optimizer besides `step`: `_amp_stash`, and private methods that scripts call.
 
-Apex made masters in the first `scale_loss`, by methods with `lazy` in their names. Here they exist from `initialize`
-on, so these methods do nothing.
+Apex made masters in the first `scale_loss`, by the method `_amp_lazy_init`. Here masters exist from `initialize` on, so
+this method does nothing.
 """
 
 import functools
@@ -19,15 +19,15 @@ from .scaler import LossScaler
 class AmpOptimizerState:
     """The attribute `_amp_stash` of an optimizer.
 
-    Lists of groups have one entry for each of `optimizer.param_groups`. Each access makes new lists.
+    Attributes named `..._groups` have one list for each of `optimizer.param_groups`. Each access makes new lists.
     """
 
     def __init__(self, view: OptimizerView) -> None:
         self._view = view
         self.lazy_init_called = True
-        # set by `show_skip`: its replacement of `step`, and the `step` that this replaced
-        self.skip_step: Any = None
-        self.usual_step: Any = None
+        # both are set by `show_skip`
+        self.skip_step: Any = None  # its replacement of `optimizer.step`
+        self.usual_step: Any = None  # the method that it has replaced
 
     @property
     def already_patched(self) -> bool:
@@ -60,11 +60,12 @@ class AmpOptimizerState:
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The float32 parameters."""
-        return [
-            [master for parameter, master in group if parameter is master and master.dtype is torch.float32]
-            for group in self._view.groups()
-        ]
+        """The float32 parameters, which need no masters."""
+        groups: list[list[Tensor]] = []
+        for pairs in self._view.groups():
+            has_no_master = [parameter for parameter, master in pairs if parameter is master]
+            groups.append([parameter for parameter in has_no_master if parameter.dtype is torch.float32])
+        return groups
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -78,19 +79,19 @@ class AmpOptimizerState:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """The masters of 16-bit parameters."""
+        """The masters of `fp32_from_fp16_groups`."""
         return [master for group in self.fp32_from_fp16_groups for master in group]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """The float32 parameters of the model."""
+        """The parameters of `fp32_from_fp32_groups`."""
         return [parameter for group in self.fp32_from_fp32_groups for parameter in group]
 
     all_fp32_params = all_fp32_from_fp32_params
 
 
 def attach_apex_names(optimizer: Optimizer) -> None:
-    """Give a bound optimizer its `_amp_stash` and the private methods, until it is unbound."""
+    """Give an optimizer of the session its `_amp_stash` and the private methods, until the session ends."""
     view = OptimizerView(optimizer)
     view.attach("_amp_stash", AmpOptimizerState(view))
     view.attach("_amp_lazy_init", _masters_exist)
@@ -103,19 +104,20 @@ def attach_apex_names(optimizer: Optimizer) -> None:
 
 
 def _masters_exist() -> None:
-    """Do nothing, because masters exist already."""
+    """The method `_amp_lazy_init`: does nothing, because masters exist already."""
 
 
 def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
-    """Unscale after a backward pass. Report an overflow to `scaler.update_scale()` and to the next `step()`."""
+    """Unscale after a backward pass. After an overflow, `scaler.update_scale()` returns True, and `step()` skips."""
     hand_scaled.end(scaler.open_pass(device))
 
 
 def show_skip(optimizer: Any) -> None:
-    """Replace `optimizer.step` if the next step will be skipped. Restore it if the next step no longer will be.
+    """Replace `optimizer.step` if the next step will be skipped. Restore it if the next step will be taken after all.
 
-    Scripts compare `step` with the usual one to find out. The replacement restores the usual `step` and calls it, and
-    that skips. Waits for the device. Does nothing for an optimizer that is not bound.
+    Apex replaced `step` to skip, so scripts compare `optimizer.step` with the usual method to notice a skip. This
+    replacement only puts the usual `step` back and calls it, and the usual `step` skips. Waits for the device. Does
+    nothing for an optimizer that was not passed to `initialize`.
     """
     stash = vars(optimizer).get("_amp_stash")
     if not isinstance(stash, AmpOptimizerState):
@@ -124,19 +126,19 @@ def show_skip(optimizer: Any) -> None:
     is_skipped = stash.already_patched
     if is_shown == is_skipped:
         return
-    if is_shown:  # the gradients that overflowed were zeroed
+    if is_shown:  # the script has zeroed the gradients that overflowed
         optimizer.step = stash.usual_step
         return
-    usual = stash.usual_step = vars(optimizer)["step"]
+    usual_step = stash.usual_step = vars(optimizer)["step"]
     # if an LR scheduler has wrapped the method, `step` is a plain function
-    function = getattr(usual, "__func__", usual)
+    function = getattr(usual_step, "__func__", usual_step)
 
     @functools.wraps(function)
     def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if vars(self)["step"] is stash.skip_step:  # not if a scheduler has wrapped it meanwhile
-            self.step = usual
-        return usual(*args, **kwargs)
+        if vars(self)["step"] is stash.skip_step:  # else a scheduler has wrapped it in the meantime
+            self.step = usual_step
+        return usual_step(*args, **kwargs)
 
-    # unbinding restores the `step` from before `initialize`, if that was an attribute, from `__wrapped__`
+    # at the end of the session, a `step` from before `initialize` that was an attribute is restored from `__wrapped__`
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

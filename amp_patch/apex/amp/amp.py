@@ -1,6 +1,7 @@
-"""Apex's `apex.amp.amp`: the decorators, registration and `init`. It also exports all names of `frontend`.
+"""Apex's `apex.amp.amp`: decorators such as `half_function`, `register_half_function` and its like, and `init`.
 
-Registered functions stay registered for every later `initialize`. Apex forgot them after the first.
+It also exports all names of `frontend`. A registered function is cast in every later session. Apex forgot registered
+functions after the first `initialize`.
 """
 
 from dataclasses import replace
@@ -46,9 +47,10 @@ def init(
     They stay patched until the handle's `_deactivate()`, `amp_patch.reset()` or the next `init`. If there is an
     accelerator, its tensors are cast, otherwise tensors on the CPU.
 
-    While models of `initialize` are alive, `init` ignores all arguments but `enabled`. If their level patches
-    functions, it restores patches that `_deactivate` removed, patches functions that were registered since, and returns
-    a handle of their session. At other levels it warns, and returns a handle without effect.
+    After `initialize`, while its models are alive, `init` ignores all arguments but `enabled`. At a level that patches
+    functions, it returns a handle of the session of `initialize`; functions that were registered since are patched, and
+    functions that `_deactivate` restored are patched again. At other levels it warns, and returns a handle without
+    effect.
 
     Args:
         enabled: False returns a handle without effect.
@@ -80,10 +82,10 @@ def init(
     allowed = [Registration(torch.nn.functional, "binary_cross_entropy", "blacklist")] if allow_banned else []
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     try:
-        # opening a session copies the registrations, so they can go again at once, and later sessions do not get them
-        replace_registered(before=[], after=allowed)
+        # a session copies the registrations when it opens, so `allowed` holds for this session alone
+        replace_registered(removed=[], added=allowed)
         session = open_session_without_models(policy, "cpu" if device is None else device.type)
     finally:
-        replace_registered(before=allowed, after=[])
+        replace_registered(removed=allowed, added=[])
     _amp_state.handle = handle = AmpHandle(session)
     return handle

@@ -1,11 +1,11 @@
 """Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, and the 16-bit dtype is float16 on every device. The op list is `apex`, which bans
-`binary_cross_entropy`. Messages are printed on stdout.
+As in Apex, levels are O0 to O3, and the 16-bit dtype is float16 on every device. The op list is `lists/apex.yaml`,
+which bans `binary_cross_entropy`. Messages are printed on stdout.
 
 Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may
-be called again. With the same options, a later call adds models. Other options replace the earlier ones, and earlier
-models become float32 again.
+be called again. A later call with the same options adds its models. A later call with other options ends the first
+session: earlier models become float32 again.
 """
 
 import collections
@@ -72,17 +72,17 @@ class Properties:
             super().__setattr__(name, value)
 
     def take(self, policy: Policy) -> None:
-        """Set the options to the properties of a policy."""
+        """Set the options to the properties of a policy, and `enabled` to True."""
         self.options.update({name: getattr(policy, name) for name in OPTIONS if name != "enabled"})
         self.enabled = True
-        # scripts compare the option with this text
+        # a policy holds the settings of a dynamic scale, but scripts compare the option with "dynamic"
         if policy.loss_scale == parse_loss_scale("dynamic"):
             self.loss_scale = "dynamic"
 
 
 @dataclass(frozen=True)
 class Level:
-    """One of Apex's levels."""
+    """One of Apex's levels, as scripts look them up in `opt_levels`."""
 
     name: str
 
@@ -135,12 +135,13 @@ def initialize(
         "master_weights": master_weights,
         "loss_scale": loss_scale,
     }
-    others = {  # arguments that are no options
+    # not among Apex's options, so `opt_properties` does not show them
+    not_options = {
         "cast_model_outputs": cast_model_outputs,
         "min_loss_scale": min_loss_scale,
         "max_loss_scale": max_loss_scale,
     }
-    policy, properties = _choose(opt_level, given, others)
+    policy, properties = _choose_policy(opt_level, given, not_options)
     model_list, optimizer_list = as_models(models), as_optimizers(optimizers)
     session = _open_session(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
@@ -151,11 +152,16 @@ def initialize(
     return returned
 
 
-def _choose(opt_level: str, given: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[Policy, Properties]:
-    """Return the policy for the script's arguments, and its options as `Properties`. Print the options.
+def _choose_policy(
+    opt_level: str, given: Mapping[str, Any], not_options: Mapping[str, Any]
+) -> tuple[Policy, Properties]:
+    """Return the policy for the arguments of `initialize`, and its options as `Properties`. Print the options.
 
-    The level of a command (`amp-patch run --opt-level`) replaces the script's level. `given` has the script's options,
-    and `others` arguments that are no options.
+    `amp-patch run --opt-level LEVEL` replaces the script's level.
+
+    Args:
+        given: the arguments of `initialize` that are Apex's options; None for an option that the script leaves open.
+        not_options: other arguments that override properties of the policy.
     """
     if in_force.settings.opt_level is None and opt_level not in opt_levels:
         raise PolicyError(
@@ -163,12 +169,12 @@ def _choose(opt_level: str, given: Mapping[str, Any], others: Mapping[str, Any])
             f" choose any level by `amp-patch run --opt-level LEVEL SCRIPT`.{did_you_mean(opt_level, opt_levels)}"
         )
     level, overrides, dropped = in_force.settings.override(opt_level, given)
-    policy = make_policy(level, {**overrides, **others})
+    policy = make_policy(level, {**overrides, **not_options})
     if level != opt_level:
         maybe_print(describe_replaced(level, opt_level, dropped), rank0=True)
     properties = Properties()
     properties.take(policy)
-    # a policy has None for False, but Apex showed False
+    # the policy has None for `cast_model_type=False`, but Apex showed False
     if overrides.get("cast_model_type") is False:
         properties.cast_model_type = False
     say("amp: opt_level %s, %s", policy.opt_level, policy.description or "no description")
@@ -184,6 +190,7 @@ def _choose(opt_level: str, given: Mapping[str, Any], others: Mapping[str, Any])
 def _open_session(
     policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], num_losses: int
 ) -> Session:
+    """Open or extend the session, register the script's edits of op lists, and give optimizers Apex's attributes."""
     if not models:
         raise ModelError("initialize needs at least one model")
     register_edits()
@@ -193,7 +200,8 @@ def _open_session(
         models,
         optimizers,
         num_losses=num_losses,
-        replace=isinstance(handle, AmpHandle) and handle.has_ended(),  # the script has restored the functions
+        # after `handle._deactivate()`, functions are torch's own again, so a new session has to patch them
+        replace=isinstance(handle, AmpHandle) and handle.has_ended(),
         accept_low=_amp_state.allow_incoming_model_not_fp32,
     )
     for optimizer in optimizers:

@@ -25,15 +25,15 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """See `amp_patch.scale_loss`.
 
-    As in Apex, scripts can read an overflow when the block has ended: from `loss_scale()`, `_amp_stash.already_patched`
-    and `optimizer.step`. So under a dynamic scale the end of the block waits for the device, unless `delay_unscale` or
-    `delay_overflow_check` is set.
+    As in Apex, scripts can find out after the block whether it overflowed: from `loss_scale()`,
+    `_amp_stash.already_patched` and `optimizer.step`. So under a dynamic scale the end of the block waits for the
+    device, unless `delay_unscale` or `delay_overflow_check` is set.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
 
 class _Block(NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """A `scale_loss` block."""
+    """A `scale_loss` block. Unlike `inner`, it raises a helpful error if a script calls `backward` on it."""
 
     def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
         self._inner = inner
@@ -55,27 +55,34 @@ def _scale_loss(
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
+    known_optimizers: list[Any] = []  # those of the session
     if session is not None and session.scaler(loss_id).is_identity and not session.policy.master_weights:
-        # without a loss scale and masters, Apex did not look at the optimizers, so scripts may pass any, bound or not
-        find = session.bindings.find_optimizer
-        bound = [optimizer for optimizer in as_optimizers(optimizers) if find(optimizer) is not None]
-        context = session.scale_loss(loss, bound, loss_id, delay_unscale=delay_unscale)
+        # without a loss scale and masters, Apex did not look at the optimizers, so scripts pass unknown ones, too
+        for optimizer in as_optimizers(optimizers):
+            if session.bindings.find_optimizer(optimizer) is not None:
+                known_optimizers.append(optimizer)
+        block = session.scale_loss(loss, known_optimizers, loss_id, delay_unscale=delay_unscale)
     else:
-        bound = [] if session is None else as_optimizers(optimizers)
-        context = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
-    with context as scaled_loss:
+        if session is not None:
+            known_optimizers = as_optimizers(optimizers)
+        # raises an error for an optimizer that is not of the session
+        block = api.scale_loss(loss, optimizers, loss_id, delay_unscale=delay_unscale)
+    with block as scaled_loss:
         yield scaled_loss
     if delay_unscale:
         return
     _amp_state.clear_overflow(loss_id)
     # Apex replaced `step` at the end of a block if the next step was to be skipped, and scripts look for that
     if not delay_overflow_check:
-        for optimizer in bound:
+        for optimizer in known_optimizers:
             show_skip(optimizer)
 
 
 class AmpHandle:
-    """The handle of the casts in force. `init` returns it; `initialize` stores it at levels that patch functions."""
+    """Switches the casts of torch's functions on and off.
+
+    `init` returns it. At levels that patch functions, `initialize` stores it as `_amp_state.handle`.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -121,7 +128,7 @@ class AmpHandle:
         remove_casts(self._session)
 
     def has_ended(self) -> bool:
-        """Return whether this is the handle of the session in force, and `_deactivate` was called."""
+        """Return whether `_deactivate` was called, and the session of the handle is still in force."""
         return self._is_deactivated and self._session is find_session()
 
 

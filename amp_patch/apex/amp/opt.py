@@ -11,9 +11,10 @@ from .._core import bind_optimizer, require_session
 
 
 class OptimWrapper:
-    """An optimizer with loss scalers of its own, one for each of `num_loss` losses in a step.
+    """Wraps an optimizer. It has loss scalers of its own, one for each of the `num_loss` losses in a step.
 
-    All other attributes are read from the optimizer.
+    `scale_loss` and `step` are its own methods; all other attributes are the optimizer's. While the handle's casts are
+    not active, it scales nothing, and `step` is the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:

@@ -1,9 +1,9 @@
-"""`LossScaler` with Apex's names: a view of a scaler of the session, or a scaler of its own.
+"""`LossScaler` with Apex's names, around a loss scaler of amp_patch (`core`): the session's, or a new one.
 
 Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
-`_unskipped` counts optimizer steps, where Apex counted backward passes.
+`_unskipped` counts optimizer steps since the last overflow; Apex counted backward passes.
 
-Pickles of `apex.amp.scaler.LossScaler`, as in the files of the old `FP16_Optimizer`, load into this class.
+Pickles of `apex.amp.scaler.LossScaler`, as in checkpoints of Apex's `FP16_Optimizer`, load into this class.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,10 @@ from .._forward import forwarded
 
 
 class LossScaler:
-    """A loss scale: "dynamic", or a number. `scale_factor` is always 2, as it was in Apex whatever was passed."""
+    """A loss scaler. `loss_scale` is "dynamic" or a number.
+
+    The argument `scale_factor` is ignored, as in Apex: a dynamic scale is always multiplied and divided by 2.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> "LossScaler":
-        """Return a view of a session's scaler."""
+        """Return a LossScaler around an existing scaler of the session, as `amp._amp_state.loss_scalers` holds them."""
         view = cls.__new__(cls)
         view.core = scaler
         view._forget_pass()
@@ -86,7 +89,7 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """The flag that functions of amp_C set, and that `update_scale` reads: one integer."""
+        """A tensor of one integer. Functions of amp_C set it to 1 after an overflow, and `update_scale` reads it."""
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
         if self._pass is not None and self._pass.has_overflow():
@@ -125,16 +128,17 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write `model_grads`, divided by the scale or by `scale_override`, to `master_grads`.
+        """Divide `model_grads` by the scale, or by `scale_override`, and write the quotients to `master_grads`.
 
-        Both may be of any dtype, or the same tensors. inf and NaN in them count as an overflow of the pass. If the
-        scale is static, the divisor is 1.0 and `models_are_masters` is true, do nothing, as Apex did.
+        The tensors may have any dtype, and `master_grads` may be the tensors of `model_grads`. If a gradient has inf or
+        NaN, the pass overflows. As in Apex, do nothing if the scale is static, the divisor is 1.0, and
+        `models_are_masters` is true.
         """
         scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
             return
         sources, targets = list(model_grads), list(master_grads)
-        # the sources keep their values: copies are divided, and then written to the targets
+        # the model's gradients keep their values, so divide float32 copies, and write these to the masters' gradients
         quotients = [
             source if source is target else source.detach().to(torch.float32, copy=True)
             for source, target in zip(sources, targets, strict=True)
@@ -151,14 +155,14 @@ class LossScaler:
     def update_scale(self) -> bool:
         """Update the loss scale, and return whether to skip the step.
 
-        An overflow is read from gradients that were unscaled since `clear_overflow_state`, from `_overflow_buf`, and
-        from `_has_overflow`. If there is none, this counts a good step, as in Apex. Waits for the device.
+        There is an overflow if a gradient that `unscale` has read since `clear_overflow_state` had inf or NaN, or if
+        the script has set `_overflow_buf` or `_has_overflow`. Otherwise this counts a good step. Waits for the device.
         """
-        # if no pass is open, nothing was unscaled: open one, on any device, because its flag stays 0
-        ended, self._pass = self.open_pass(torch.device("cpu")), None
+        # if nothing was unscaled, no pass is open; open one for the overflow that the script may have set
+        ended_pass, self._pass = self.open_pass(torch.device("cpu")), None
         if self._is_overflow or (self._buffer is not None and bool(self._buffer.any())):
-            ended.note_overflow()
-        self._is_overflow = ended.update_scale()
+            ended_pass.note_overflow()
+        self._is_overflow = ended_pass.update_scale()
         return self._is_overflow
 
     def open_pass(self, device: torch.device) -> ManualPass:

@@ -16,13 +16,13 @@ from .._forward import forwarded
 
 
 class FP16_Optimizer:
-    """Wraps an optimizer, and puts float32 masters in place of its 16-bit parameters. So the optimizer updates masters.
+    """Wraps an optimizer, and puts float32 masters in place of its 16-bit parameters, so the optimizer updates masters.
 
     The gradients of 16-bit parameters stay scaled, and `update_master_grads` computes the masters' gradients from them.
     So gradients add up over several backward passes as in torch, until `zero_grad`.
 
     It differs from Apex in two ways. If the loss scale changes between backward passes, earlier gradients are rescaled.
-    Gradients of float32 parameters are unscaled once, also if `update_master_grads` is called several times.
+    Gradients of float32 parameters are unscaled only once, even if `update_master_grads` is called several times.
 
     Args:
         init_optimizer: an optimizer of a model that has been moved to its device and cast, as by `network_to_half`.
@@ -53,8 +53,8 @@ class FP16_Optimizer:
         self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
-        self._gradient_scale: Tensor | None = None  # the loss scale in the gradients; None if none were computed
-        self._is_unscaled = False  # whether the gradients of float32 parameters have been divided by it
+        self._gradient_scale: Tensor | None = None  # the loss scale that gradients carry; None after `zero_grad`
+        self._is_unscaled = False  # whether gradients of float32 parameters have been divided by it already
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -112,23 +112,23 @@ class FP16_Optimizer:
         self._gradient_scale, self._is_unscaled = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss. Then call `update_master_grads`, if the argument of this name is
-        true.
+        """Run the backward pass of the scaled loss. Then call `update_master_grads()`.
 
-        Pass False to add the gradients of further backward passes first.
+        Pass `update_master_grads=False` if another backward pass is to add gradients before the step; then call
+        `update_master_grads()` yourself.
         """
         scale = self.loss_scaler.scale_on(loss.device)
-        scaled = _gradients(parameter for parameter, _ in self._pairs())
+        scaled_gradients = _gradients(parameter for parameter, _ in self._pairs())
         float32_gradients = _gradients(self._float32_parameters())
         with torch.no_grad():
-            # this pass adds scaled gradients to the `.grad` of float32 parameters, so multiply that by the scale again
+            # this pass adds scaled gradients to earlier ones, so scale earlier ones again if they have been unscaled
             if self._is_unscaled:
                 rescale_(float32_gradients, scale)
             else:
-                scaled += float32_gradients
+                scaled_gradients += float32_gradients
             # if the loss scale has changed since the last backward pass, rescale the earlier gradients
             if self._gradient_scale is not None and self._gradient_scale is not scale:
-                rescale_(scaled, scale / self._gradient_scale)
+                rescale_(scaled_gradients, scale / self._gradient_scale)
         self._gradient_scale, self._is_unscaled = scale, False
         # a 16-bit loss times the scale could overflow
         (loss.float() * scale).backward(retain_graph=retain_graph)

@@ -36,16 +36,15 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Cast `network` to float16 in place, except affine BatchNorm layers. Return it in an nn.Sequential that casts its
-    input first.
+    """Cast `network` to float16 in place, except affine BatchNorm layers.
+
+    Returns an nn.Sequential that casts its input to float16, and then calls the network.
     """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the module's own floating parameters, gradients and buffers to `dtype`, in place. Its children are not
-    cast.
-    """
+    """Cast floating parameters, gradients and buffers of a module to `dtype`, in place; not those of its submodules."""
     for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
             # torch refuses a gradient whose dtype differs from its parameter's
@@ -72,8 +71,8 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
     """Return the trainable parameters, and their float32 masters.
 
-    Each master is a copy. With `flat_master`, a single master of shape (n,) holds all parameters and has a gradient of
-    zeros; parameters of several dtypes raise RuntimeError.
+    Each master is a copy of a parameter. With `flat_master`, there is a single master of shape (n,), which holds the
+    values of all parameters, and whose gradient is zeros; parameters of several dtypes then raise RuntimeError.
     """
     params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:

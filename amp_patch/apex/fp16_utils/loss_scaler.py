@@ -56,7 +56,7 @@ class DynamicLossScaler(LossScaler):
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
             self.last_overflow_iter = self.cur_iter
-        # the number of good steps since the last overflow, with this one; -1 as the start makes the first step count 1
+        # good steps since the last overflow, with this step; the -1 at the start makes the first step number 1
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale *= self.scale_factor
         self.cur_iter += 1

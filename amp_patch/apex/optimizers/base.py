@@ -1,4 +1,4 @@
-"""`FusedOptimizer`: the base of Apex's optimizers."""
+"""`FusedOptimizer`: the base class of Apex's optimizers, on top of torch.optim.Optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of Apex's optimizers. A subclass implements the step in `_update`.
+    """Base class of Apex's optimizers. A subclass implements the step in `_update`.
 
     Parameters must be real floating tensors, of any dtype and on any devices, and gradients must be dense. Otherwise
     `step` raises OptimizerError.
@@ -25,11 +25,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             in that step.
     """
 
-    # attributes beside the groups, which copies and pickles must keep
+    # the attributes that hold options, for copies and pickles; torch's Optimizer does not know them
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` passes `found_inf` to kernels, so that amp may set it and let the device skip the step."""
+    """Whether `_update` passes `found_inf` to kernels. Then amp sets it, and the device skips the step."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
@@ -47,7 +47,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag of one integer, 0, which scripts' subclasses pass to functions of amp_C."""
+        """A new tensor of one integer, 0, for subclasses in scripts: they pass it as the flag to functions of amp_C."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -65,7 +65,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The `step` that amp may call with `found_inf` set. If a subclass overrides `step` alone, amp sets no flag."""
+    """The method that amp calls with `found_inf` set, if it is also `step`.
+
+    If a subclass of a script overrides only `step`, the two differ, and amp sets no flag.
+    """
 
     def _update(self, work: Work) -> None:
         """Take one step on the parameters in `work`, with gradients disabled."""
@@ -90,7 +93,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
-        """Return a state tensor for each parameter, of its shape and at full precision. A new one is zeros."""
+        """Return the entry `name` of each parameter's state: a tensor of its shape, in float32 (or float64).
+
+        An entry that does not exist yet is created as zeros.
+        """
         moments = []
         for parameter in params:
             state, dtype = self.state[parameter], full_dtype(parameter)
@@ -111,8 +117,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the tensors to update: masters, and parameters without a master.
 
-        If an element of a parameter differs from the rounded master, the script has changed it since the last step. The
-        master takes over its value.
+        If an element of a parameter differs from the rounded master, the script has changed it since the last step, so
+        the master takes over this element.
         """
         targets = []
         for parameter in params:
@@ -121,7 +127,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 continue
             state, values = self.state[parameter], parameter.detach().to(full_dtype(parameter))
             master = state.get("master", values)
-            state["master"] = torch.where(master.to(parameter.dtype) == parameter, master, values)
+            is_unchanged = master.to(parameter.dtype) == parameter
+            state["master"] = torch.where(is_unchanged, master, values)
             targets.append(state["master"])
         return targets
 
@@ -145,9 +152,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         step: int | Tensor = group.get("step", 0) + 1
         # a skipped step does not count, so subtract the flag, which is 0 or 1
-        counted = step if self.found_inf is None else step - self.found_inf
-        is_on_host = not isinstance(counted, Tensor) or counted.device.type == "cpu"
-        group["step"] = int(counted) if is_on_host else counted
+        steps_taken = step if self.found_inf is None else step - self.found_inf
+        is_on_host = not isinstance(steps_taken, Tensor) or steps_taken.device.type == "cpu"
+        group["step"] = int(steps_taken) if is_on_host else steps_taken
         return step
 
     # ---- copies and checkpoints --------------------------------------------------------------------------------------
@@ -167,7 +174,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, from here, from Apex, or from the torch optimizer with the same formula.
+        """Load the result of `state_dict` of this class, of Apex's, or of the torch optimizer with the same formula.
 
         State stays in float32 (float64 for float64). Raises CheckpointError if the saved optimizer had options that
         this one lacks, and ValueError if the groups differ.

@@ -112,7 +112,7 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights
 
     def _options_of_step(self, group: dict[str, Any], step: int | Tensor) -> dict[str, Any]:
-        """Return the arguments of the formula that depend on the kind of FusedAdam."""
+        """Return the arguments of `adam_` that a subclass, the FusedAdam of `apex.contrib`, computes differently."""
         return {
             "lr": float(group["lr"]),
             "step": step,
@@ -146,7 +146,10 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """If the saved groups have one flat tensor each, as in Apex of 2019, split the state among the parameters."""
+        """Split the saved state among the parameters, if each saved group has one flat tensor for all its parameters.
+
+        Apex of 2019 saved such groups. Any other state is returned as it is.
+        """
         counts = [len(group["params"]) for group in self.param_groups]
         # a saved group with a single parameter is flat only if a group here has several
         is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1

@@ -83,10 +83,11 @@ class FusedNovoGrad(FusedOptimizer):
 
         In the first step of a parameter, it starts as the norm of the gradient, or as 0 with `init_zero`.
         """
-        fresh = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
-        starts = norms([gradients[index] for index in fresh], 2.0 if group["norm_type"] == 2 else float("inf"))
-        for index, start in zip(fresh, starts, strict=True):
-            self.state[params[index]]["exp_avg_sq"] = torch.zeros_like(start) if group["init_zero"] else start
+        without_moment = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
+        order = 2.0 if group["norm_type"] == 2 else float("inf")
+        first_norms = norms([gradients[index] for index in without_moment], order)
+        for index, norm in zip(without_moment, first_norms, strict=True):
+            self.state[params[index]]["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm
         for parameter in params:
             state = self.state[parameter]
             state["exp_avg_sq"] = state["exp_avg_sq"].to(full_dtype(parameter))
@@ -139,7 +140,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _split(
         params: list[Tensor], is_chosen: list[bool], keys: list[Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the chosen parameters, or their keys, in two lists: 16-bit parameters, and others."""
+        """Return the chosen parameters in two lists: 16-bit parameters, and others. With `keys`, return their keys."""
         low: list[Any] = []
         wide: list[Any] = []
         for parameter, chosen, key in zip(params, is_chosen, params if keys is None else keys, strict=True):

@@ -15,9 +15,12 @@ from ..updates import at_full_precision, norms
 class LARC(Optimizer):
     """Wraps an optimizer. Scales the gradient g of each parameter w before a step, so that no layer changes too much.
 
-    rate = trust_coefficient |w| / (|g| + wd |w| + eps), and with `clip` min(rate / lr, 1). Then g = (g + wd w) rate, in
-    place, and the inner optimizer steps without weight decay. If |w| or |g| is 0, g is not changed, and w has no weight
-    decay in that step. Computes in float32 (float64 for float64). Does not wait for the device.
+    rate = trust_coefficient |w| / (|g| + wd |w| + eps), or with `clip` min(rate / lr, 1)
+    g = (g + wd w) rate, in place
+
+    wd is the weight decay of the parameter group. The inner optimizer then steps without weight decay. If |w| or |g| is
+    0, g is not changed, and w has no weight decay in that step. Computes in float32 (float64 for float64). Does not
+    wait for the device.
 
     Unlike Apex's, it is an Optimizer itself, so LR schedulers accept it. Pass this object to amp and to schedulers. It
     shares `param_groups`, `state` and hooks with the inner optimizer, `optim`, and reads all other attributes from it.

@@ -26,10 +26,13 @@ _BROADCAST_BYTES = 250 * 2**20  # size of one message, as in torch's Distributed
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are reduced: divided by `predivide`, and summed over the ranks.
+    """How gradients are reduced over the ranks.
 
-    With `averages`, the sum is then multiplied by predivide / world size. With `in_float32`, 16-bit gradients are
-    divided and summed in float32, and rounded once.
+    Attributes:
+        averages: compute the average, and not the sum divided by `predivide`.
+        predivide: the number by which gradients are divided before they are summed; 1 for no division. The sum is
+            multiplied by it again for the average.
+        in_float32: divide and sum 16-bit gradients in float32, and round once.
     """
 
     world_size: int
@@ -63,8 +66,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: a module that is on its device, and that `amp.initialize` has been called for.
-        delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then some
-            parameters may get no gradient, which counts as zero if another rank has one. Several backward passes may
+        delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then a parameter
+            may get a gradient on some ranks only; on the others, it counts as zero. Also, several backward passes may
             follow one forward pass; torch's reducer would leave the later ones unreduced, without an error. Waits for
             the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
@@ -142,8 +145,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._set_allreduce(before)
 
     def leaves_gradients_local(self) -> bool | None:
-        """Return whether gradients are left unreduced now. Return None if the forward pass decides that, as in
-        torch.
+        """Return whether a backward pass now would leave gradients unreduced.
+
+        None without `delay_allreduce`: as in torch, the setting at the time of the forward pass decides.
         """
         return not self._is_reducing if self.delay_allreduce else None
 

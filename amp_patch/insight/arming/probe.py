@@ -18,6 +18,7 @@ from ...interrupts import UndoStack
 from ...native import watch
 from ...reporting import find_rank
 from ...session import Session, current
+from ...tables import wrap_sentences
 from ...torch_dispatch import without_functions
 from ...torch_private import get_backward_id, get_version
 from ..fault_record import FaultRecord
@@ -362,7 +363,7 @@ def _weights_of(session: Session, optimizer: Optimizer) -> Iterator[Tensor]:
 def _print(text: str) -> None:
     """Print a report to stdout. A full disk or a closed pipe must not end the training."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stdout, flush=True)
+        print(wrap_sentences(text), file=sys.stdout, flush=True)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from ..tracer import Tracer
 from .call_watch import tensors_of
 from .obstacles import find_obstacle, unwrap_parallel
 from .surroundings import ModuleState, RandomState, read_version, restored
-from .tape import Call, Given, Kind, Made, Tape
+from .tape import Call, Given, Kind, Made, Tape, has_graph
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Replay:
         tensor = named.tensor
         if read_version(tensor) != named.version:
             self._note("an input was changed in place after it was used")
-        if tensor.grad_fn is None:
+        if not has_graph(tensor):
             return tensor
         # its graph is gone, or would be used up: gradients end here
         if id(tensor) not in self._cut:

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...casting import cast_tree
 from ..sites import Caller
@@ -66,7 +67,7 @@ class Call:
     changes_first: bool = False
     is_kept: bool = False
     sources: "list[Call]" = field(default_factory=list)
-    made: list[tuple["weakref.ref[Tensor]", int]] = field(default_factory=list)
+    made: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
     loss: "Given | None" = None
     scale: Callable[[], float] | None = None
     arrived: "list[tuple[Made, Tensor]]" = field(default_factory=list)
@@ -136,15 +137,20 @@ class Tape:
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
         """Note the tensors that a call has returned. Its function may have changed them in place."""
         for position, tensor in enumerate(results):
+            if isinstance(tensor, Parameter):  # returned as it is. torch swaps no tensors that have a weak reference
+                call.made.append((_find_nothing, 0))
+                continue
             reference = weakref.ref(tensor)
             call.made.append((reference, read_version(tensor)))
             made = Made(call, position, tensor.requires_grad)
             self._makers[id(tensor)] = reference, made
-            if call.kind is Kind.MODEL and tensor.grad_fn is not None:
+            if call.kind is Kind.MODEL and has_graph(tensor):
                 tensor.register_hook(functools.partial(self.note_gradient, made))
 
     def note_alias(self, tensor: Tensor, source: Tensor) -> None:
         """Note that a tensor stands for another one: a copy that amp has cast, and that it will cast again."""
+        if tensor is source:
+            return
         named = self._find(source) or Given(source, read_version(source))
         self._makers[id(tensor)] = weakref.ref(tensor), named
 
@@ -158,7 +164,7 @@ class Tape:
         if known is None or known[0]() is not tensor:
             return None
         # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
-        is_wrapped = tensor.grad_fn is not None and isinstance(known[1], Made) and not known[1].has_graph
+        is_wrapped = isinstance(known[1], Made) and not known[1].has_graph and has_graph(tensor)
         return None if is_wrapped else known[1]
 
     def _name_all(self, call: Call, values: Iterable[Any]) -> Iterator[Any]:
@@ -175,7 +181,7 @@ class Tape:
         known = self._find(tensor)
         if isinstance(known, Made):
             call.sources.append(known.call)
-        elif tensor.grad_fn is not None:
+        elif has_graph(tensor):
             self.is_cut = True
         return known or Given(tensor, read_version(tensor))
 
@@ -202,6 +208,18 @@ class Tape:
             self.is_too_long = True
             self.calls.clear()
             self._makers.clear()
+
+
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor has a node of a backward pass."""
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # a view that was made without gradients, whose base was changed, as by `init.orthogonal_`
+        return False
+
+
+def _find_nothing() -> None:
+    """Stand for a weak reference to a tensor that is gone."""
 
 
 def _is_alive(call: Call) -> Iterator[bool]:

@@ -1,4 +1,5 @@
-"""Checks a training against a contract: which op runs in which precision, and numbers with the noise they have.
+"""Checks a training against a contract: a file that says which op runs in which precision, and which losses, norms and
+outputs the training had, each with a band.
 
 Importing this does not import torch.
 """

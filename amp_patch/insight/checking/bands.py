@@ -1,13 +1,15 @@
-"""`Variants`: how far numbers of equal trainings differ, and the band in which a contract promises them.
+"""`Variants`: by how much the numbers of equal trainings differ, and the band in which a contract promises each number.
 
-A contract compares a run with runs that differ in nothing that counts: the same once more, weights that are off by one
-unit in the last place before each step, another number of threads, and both. With d the largest difference of a number
-in these runs from the first, its band is
+When a contract is written, the training runs several times: the *base*, and *variants* that should give the same. These
+are the same run once more, a run with weights that are off by one unit in the last place before each step, one with
+another number of threads, and one with both. With d the largest difference of a number between a variant and the base,
+the band of the number is
 
-    SAFETY * d + FLOOR.
+    SAFETY * d + floor.
 
-Differences of tensors are relative (L2), from sketches; differences of norms are relative, too. For numbers of each
-step, differences are absolute, and d is the largest one in any step so far, since noise grows along a training.
+A later run may differ from the base by the band. For the numbers of modules, differences and bands are relative (L2);
+tensors are compared by their sketches (see `ModuleNumbersRecord`). For the numbers of each step, such as the loss, they
+are absolute, and d is the largest difference in this step or an earlier one, because noise grows along a training.
 Importing this does not import torch.
 """
 
@@ -18,27 +20,29 @@ from .contract import StepsRecord, round_number
 from .measured import Measured
 
 SAFETY = 4.0
-"""Four variants do not show the largest difference that there can be."""
+"""A factor above 1, because four variants do not show the largest difference that is possible."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-"""By the 16-bit dtype of the run: half a unit in the last place, relative to the value. If every element of a tensor
-is rounded the other way, the tensor changes by no more than about this part.
+"""The floor of a run by its 16-bit dtype: half a unit in the last place, relative to the value. If every element of a
+tensor is rounded the other way, the tensor changes by about this share at most.
 """
 
 FLOAT32_FLOOR = 1e-5
 """The floor of runs that cast nothing. Another order of addition changes sums of 10,000 float32 elements by less."""
 
-MOST = 0.5
-"""A number with a wider band is not promised, since hardly any mistake would leave the band."""
+WIDEST = 0.5
+"""A number with a wider band, relative to the number, is not promised: hardly any mistake would leave the band."""
 
-AGREED = 0.1
-"""If the first outputs of equal runs differ by more than this part, the script draws other numbers in each run."""
+MOST_AT_START = 0.1
+"""If two runs with the same seed differ by more than this share in a module's first weights or first output, the script
+draws other random numbers in each run.
+"""
 
 CURVES = ("loss scale", "skipped", "loss", "gradient norm", "update norm")
-"""The numbers of each step, causes before effects."""
+"""The names of the numbers of each step. A number comes after those that may be the cause of its change."""
 
 EXACT = ("loss scale", "skipped")
-"""Numbers that rounding does not change."""
+"""The names of `CURVES` that have no floor, because rounding does not change them."""
 
 TENSORS = ("weights", "output", "gradient")
 """Fields of `ModuleNumbersRecord` that are sketches."""
@@ -49,10 +53,10 @@ def norm_of(sketch: Sequence[float]) -> float | None:
     return math.hypot(*sketch) if sketch else None
 
 
-def find_relative(base: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the relative difference (L2) of two sketches; None if both are empty.
+def compare_sketches(base: Sequence[float], values: Sequence[float]) -> float | None:
+    """Return the relative difference (L2) of two sketches, |values - base| / |base|; None if both are empty.
 
-    inf for sketches of other lengths, for a base of norm zero, and for values that are not finite.
+    It is inf if their lengths differ, if `base` is zero, or if a value is not finite.
     """
     if not base and not values:
         return None
@@ -60,17 +64,17 @@ def find_relative(base: Sequence[float], values: Sequence[float]) -> float | Non
         return math.inf
     if list(base) == list(values):
         return 0.0
-    size = math.hypot(*base)
+    norm = math.hypot(*base)
     distance = math.dist(base, values)
-    if not math.isfinite(distance) or not size:
+    if not math.isfinite(distance) or not norm:
         return math.inf
-    return distance / size
+    return distance / norm
 
 
-def find_difference(base: float | None, value: float | None) -> float | None:
-    """Return the relative difference of two norms; None without the first, 0 if both are NaN.
+def compare_norms(base: float | None, value: float | None) -> float | None:
+    """Return the relative difference of two norms, |value - base| / |base|; None if `base` is None.
 
-    inf without the second, for a base of zero, and for a norm that is not finite.
+    It is inf if `value` is None, if `base` is zero, or if one of them is not finite; 0 if both are NaN.
     """
     if base is None:
         return None
@@ -82,7 +86,7 @@ def find_difference(base: float | None, value: float | None) -> float | None:
 
 
 class Variants:
-    """Runs of one training that differ in nothing that counts, the base first."""
+    """Runs that should give the same numbers. `runs` has the base first; without variants, no number has a band."""
 
     def __init__(self, runs: Sequence[Measured]) -> None:
         self._base = runs[0]
@@ -91,14 +95,14 @@ class Variants:
         self._floor = FLOORS.get(low, FLOAT32_FLOOR)
 
     def find_problem(self) -> str:
-        """Return why no number can be promised; "" if numbers can be."""
+        """Return why no number can be promised: two runs with the same seed start differently. "" if they do not."""
         if not self._variants:
             return ""
-        repeated = self._variants[0]
+        repeated = self._variants[0]  # the same run once more
         for name, module in self._base.modules.items():
             for field in ("weights", "output"):
-                off = self._find_off(name, field, repeated)
-                if off is not None and off > AGREED:
+                difference = self._compare(name, field, repeated)
+                if difference is not None and difference > MOST_AT_START:
                     what = "starts with other weights" if field == "weights" else "gets other inputs"
                     return (
                         f"two runs with the same seed differ from the first step on: {name} ({module.type}) {what}."
@@ -106,38 +110,44 @@ class Variants:
                     )
         return ""
 
-    def _find_off(self, name: str, field: str, run: Measured) -> float | None:
-        base, other = self._base.modules[name], run.modules.get(name)
+    def _compare(self, name: str, field: str, run: Measured) -> float | None:
+        """Return the relative difference of a module's number between a variant and the base.
+
+        `field` is a field of `ModuleNumbersRecord`. None if the base has no such number.
+        """
+        base, module = self._base.modules[name], run.modules.get(name)
         if field in TENSORS:
-            return find_relative(getattr(base, field), getattr(other, field) if other is not None else ())
-        return find_difference(getattr(base, field), getattr(other, field) if other is not None else None)
+            return compare_sketches(getattr(base, field), () if module is None else getattr(module, field))
+        return compare_norms(getattr(base, field), None if module is None else getattr(module, field))
 
     def find_band(self, name: str, field: str) -> float | None:
-        """Return the band of a number of a module, relative to it; None if it is not promised."""
-        offs = [self._find_off(name, field, run) for run in self._variants]
-        known = [off for off in offs if off is not None]
-        if not known:
+        """Return the band of a number of a module, relative to the number; None if the number is not promised."""
+        compared = [self._compare(name, field, run) for run in self._variants]
+        differences = [difference for difference in compared if difference is not None]
+        if not differences:
             return None
-        band = SAFETY * max(known) + (FLOAT32_FLOOR if field == "weights" else self._floor)
-        return round_number(band, 2) if band <= MOST else None
+        # nothing is computed in 16 bits before the first step
+        floor = FLOAT32_FLOOR if field == "weights" else self._floor
+        band = SAFETY * max(differences) + floor
+        return round_number(band, 2) if band <= WIDEST else None
 
     def make_curve(self, name: str) -> StepsRecord:
-        """Return the numbers of each step with their bands."""
+        """Return a number of each step, with its bands. `name` is one of `CURVES`."""
         base = get_curve(self._base, name)
-        others = [get_curve(run, name) for run in self._variants]
-        finite = [abs(value) for value in base if math.isfinite(value)]
-        typical = sorted(finite)[len(finite) // 2] if finite else 0.0
+        variants = [get_curve(run, name) for run in self._variants]
+        magnitudes = sorted(abs(value) for value in base if math.isfinite(value))
+        median = magnitudes[len(magnitudes) // 2] if magnitudes else 0.0
         bands: list[float | None] = []
-        worst = 0.0
+        largest_difference = 0.0  # in this step or an earlier one
         for step, value in enumerate(base):
-            for other in others:
-                off = abs(other[step] - value) if step < len(other) else math.inf
-                worst = max(worst, off if math.isfinite(off) else math.inf)
-            # a loss near zero is a difference of numbers of the typical size
-            size = max(abs(value), typical)
+            for variant in variants:
+                difference = abs(variant[step] - value) if step < len(variant) else math.inf
+                largest_difference = max(largest_difference, math.inf if math.isnan(difference) else difference)
+            # a loss that happens to be near zero has the noise of the other losses, so take the median as its size
+            size = max(abs(value), median)
             floor = 0.0 if name in EXACT else self._floor * size
-            band = SAFETY * worst + floor
-            is_promised = bool(others) and math.isfinite(band) and band <= MOST * size
+            band = SAFETY * largest_difference + floor
+            is_promised = bool(variants) and math.isfinite(band) and band <= WIDEST * size
             bands.append(round_number(band, 2) if is_promised else None)
         return StepsRecord(name, tuple(round_number(value) or 0.0 for value in base), tuple(bands))
 

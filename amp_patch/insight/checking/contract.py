@@ -1,6 +1,7 @@
-"""`Contract`: the promises about a training, as a file to commit. Importing this does not import torch.
+"""`Contract`: what a training does, as a file to commit; `amp-patch check` compares later runs with it.
 
-The file is a JSON array with a record on each line, in the order of the training, so that its changes are readable.
+The file is a JSON array with a record on each line. Ops and modules stand in the order in which they first ran, so a
+diff of two versions of the file is readable. Importing this module does not import torch.
 """
 
 import base64
@@ -23,7 +24,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class ContractRecord:
-    """The run that the contract is of.
+    """The run from which the contract was made.
 
     Attributes:
         schema: the version of the schema.
@@ -53,16 +54,16 @@ class ContractRecord:
 
 @dataclass(frozen=True, slots=True)
 class ContractOp:
-    """Equal calls of an op in the forward pass of one step.
+    """Calls of an op with equal properties, in the forward pass of one step.
 
     Attributes:
         module, op, site: the innermost module that ran, the name that was called, and the line of the script.
         given, out: dtypes of the tensors among the arguments, and in the result.
         rule: the rule that decided; "" if none did.
-        entry: the line of the list with the rule; "" without one.
+        entry: the entry of the op list with the rule, as `file.yaml:line`; "" if no entry decided.
         calls: the number of calls.
-        constants: as in `OpRecord`.
-        is_promised: whether equal runs agree about the calls; if not, they are not judged.
+        constants: numbers and words among the arguments, as in `OpRecord`.
+        is_promised: whether the runs that made the contract agree about the op; if not, a check ignores the op.
     """
 
     kind: ClassVar[str] = "op"
@@ -81,14 +82,15 @@ class ContractOp:
 
 @dataclass(frozen=True, slots=True)
 class HardwareRecord:
-    """The hardware on which the numbers after it were measured.
+    """The hardware on which the numbers in the records after this one were measured.
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
         threads: the number of threads of the runs.
-        kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any.
-        kept_worst: the name of the tensor that loses most, or its line; "" without any.
-        problem: why no number is promised; "" if numbers are.
+        kept: of the 16-bit tensors that lose changes by rounding, the share of elements whose change is stored; None if
+            no tensor loses any.
+        kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
+        problem: why no number is promised; "" if numbers are promised.
     """
 
     kind: ClassVar[str] = "hardware"
@@ -102,15 +104,21 @@ class HardwareRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRecord:
-    """Numbers of a module, each with its band: by which part of the number another run may differ.
+    """L2 norms of a module's tensors, each with its band: by which share of the norm a later run may differ.
 
-    A band is None if the number is not promised. Sketches are texts that `pack` makes.
+    A band is None if the number is not promised.
 
     Attributes:
         module, type: the qualified name, and the name of the class.
+        dtype: the dtype of the output.
         error: the relative error (L2) of the output against float32, in the first step; None if not measured.
-        weights: the norm of the parameters before the first step. The other norms are as in `ModuleNumbersRecord`.
-        of_weights, of_output, of_gradient: the sketches.
+        weights: the norm of the parameters before the first step.
+        output: the norm of the output of the first call.
+        gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
+            finite gradients.
+        last_gradient, last_update: the same in the last step.
+        of_weights, of_output, of_gradient: the sketches from which these norms are computed, as `pack` writes them. A
+            check compares sketches, not norms.
     """
 
     kind: ClassVar[str] = "module"
@@ -138,11 +146,13 @@ class ModuleRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepsRecord:
-    """A number of each step, with its band: by how much another run may differ; None if the number is not promised.
+    """A number of each step, such as the loss, with its bands.
 
     Attributes:
         name: "loss scale", "skipped", "loss", "gradient norm" or "update norm".
-        values, bands: a number for each step. Bands are in the unit of the values. A skipped step has the value 1.
+        values: the number in each step. For "skipped", it is 1 in a skipped step, else 0.
+        bands: by how much a later run may differ in each step, in the unit of the values; None if the number of the
+            step is not promised.
     """
 
     kind: ClassVar[str] = "steps"
@@ -160,14 +170,14 @@ _KINDS: dict[str, type[ContractLine]] = {
 
 @dataclass(slots=True)
 class Numbers:
-    """The numbers of one kind of hardware."""
+    """The numbers of a training on one kind of hardware."""
 
     hardware: HardwareRecord
     modules: list[ModuleRecord]
     curves: list[StepsRecord]
 
     def curve(self, name: str) -> StepsRecord | None:
-        """Return the numbers of each step by their name; None without them."""
+        """Return the numbers of each step with a name such as "loss", or None if there are none."""
         return next((curve for curve in self.curves if curve.name == name), None)
 
 
@@ -175,7 +185,10 @@ class Numbers:
 class Contract:
     """A contract: the run, the settings of optimizers, the ops of a step, and numbers for each kind of hardware.
 
-    All hardware shares the ops: a script has the same ones on each device of a type.
+    The ops do not depend on the hardware, only on the type of the device.
+
+    Attributes:
+        numbers: by `HardwareRecord.name`.
     """
 
     about: ContractRecord
@@ -186,9 +199,9 @@ class Contract:
     def format(self) -> str:
         """Return the text of the file."""
         lines: list[ContractLine] = [self.about, *self.optimizers, *self.ops]
-        for name in sorted(self.numbers):
-            part = self.numbers[name]
-            lines.extend([part.hardware, *part.modules, *part.curves])
+        for hardware_name in sorted(self.numbers):
+            numbers = self.numbers[hardware_name]
+            lines.extend([numbers.hardware, *numbers.modules, *numbers.curves])
         texts = [json.dumps(plain({"kind": line.kind, **flatten(line)}), allow_nan=False) for line in lines]
         return "[\n" + ",\n".join(texts) + "\n]\n"
 
@@ -219,6 +232,7 @@ class Contract:
         return contract
 
     def _add(self, line: ContractLine | None, path: str | os.PathLike[str]) -> None:
+        """Add the record on a line after the first. Raises RecordError for a record at a wrong place."""
         if isinstance(line, OptimizerRecord):
             self.optimizers.append(line)
         elif isinstance(line, ContractOp):
@@ -228,17 +242,17 @@ class Contract:
         elif isinstance(line, (ModuleRecord, StepsRecord)):
             if not self.numbers:
                 raise RecordError(f"{path}: a number without hardware before it: this is not a contract")
-            last = list(self.numbers.values())[-1]
+            numbers = list(self.numbers.values())[-1]  # of the hardware that was added last
             if isinstance(line, ModuleRecord):
-                last.modules.append(line)
+                numbers.modules.append(line)
             else:
-                last.curves.append(line)
+                numbers.curves.append(line)
         elif isinstance(line, ContractRecord):
             raise RecordError(f"{path}: two records of kind 'contract'")
 
 
 def _find_problem(line: ContractLine | None) -> str:
-    """Return what no contract that was written has, but one that was edited may have; "" if nothing."""
+    """Return what is wrong with the values of a record, as after an edit by hand; "" if nothing is."""
     bands: list[float | None] = []
     if isinstance(line, ContractRecord) and (line.schema < 1 or line.steps < 2):
         return f"schema {line.schema} and {line.steps} steps"

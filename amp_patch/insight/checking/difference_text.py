@@ -12,8 +12,8 @@ from .contract import Contract, ContractOp
 from .op_differences import Moved, OpDifferences, find_differences, read_ops
 from .verdict import describe_dtypes, describe_move, judge, list_constants
 
-OFF = 1.25
-"""Two errors of a layer are taken for equal if they differ by no more than this factor."""
+SAME = 1.25
+"""Two errors of a layer count as equal if they differ by no more than this factor."""
 
 
 def describe_files(before: Path, after: Path) -> list[str]:
@@ -25,12 +25,12 @@ def describe_files(before: Path, after: Path) -> list[str]:
     old, new = _read(before), _read(after)
     if isinstance(old, Contract) and isinstance(new, Contract):
         return list(_compare_contracts(old, new))
-    ops = _ops_of(old), _ops_of(new)
-    if ops[0] and ops[1]:
-        return list(describe_differences(find_differences(*ops)))
-    compared = [read for read in (old, new) if isinstance(read, Recording) and read.of(ComparisonRecord)]
-    if len(compared) == 2:
-        return list(_compare_comparisons(*map(Summary, compared)))
+    old_ops, new_ops = _ops_of(old), _ops_of(new)
+    if old_ops and new_ops:
+        return list(describe_differences(find_differences(old_ops, new_ops)))
+    comparisons = [file for file in (old, new) if isinstance(file, Recording) and file.of(ComparisonRecord)]
+    if len(comparisons) == 2:
+        return list(_compare_comparisons(*map(Summary, comparisons)))
     raise RecordError(
         f"{before} and {after} have nothing in common to compare: give two files with ops (of explain --json, or"
         " contracts), or two of compare --jsonl"
@@ -47,18 +47,18 @@ def _read(path: Path) -> Recording | Contract:
     return Contract.read(path) if is_array else Recording.read(path)
 
 
-def _ops_of(read: Recording | Contract) -> list[ContractOp]:
-    return read.ops if isinstance(read, Contract) else read_ops(read.ops)
+def _ops_of(file: Recording | Contract) -> list[ContractOp]:
+    return file.ops if isinstance(file, Contract) else read_ops(file.ops)
 
 
 def describe_differences(differences: OpDifferences) -> Iterator[str]:
-    """Yield a line for each difference, by module."""
-    entries: list[tuple[str, str]] = []
+    """Yield the name of each module whose ops differ, and after it an indented line for each difference."""
+    entries: list[tuple[str, str]] = []  # the name of the module, and the text of the line
     for pair in differences.moved:
-        entries.append((pair.after.module, f"moved     {_name(pair)}: {describe_move(pair)}"))
+        entries.append((pair.after.module, f"moved     {_name_pair(pair)}: {describe_move(pair)}"))
     for pair in differences.changed:
         constants = f"{list_constants(pair.before)} -> {list_constants(pair.after)}"
-        entries.append((pair.after.module, f"constants {_name(pair)}: {constants}"))
+        entries.append((pair.after.module, f"constants {_name_pair(pair)}: {constants}"))
     for verb, ops in (("vanished", differences.vanished), ("appeared", differences.appeared)):
         for op in ops:
             calls = f" ({op.calls} calls)" if op.calls > 1 else ""
@@ -68,7 +68,8 @@ def describe_differences(differences: OpDifferences) -> Iterator[str]:
         yield from (f"  {text}" for name, text in entries if name == module)
 
 
-def _name(pair: Moved) -> str:
+def _name_pair(pair: Moved) -> str:
+    """Return the name of an op with its line: "linear model.py:12", or "linear model.py:12 -> model.py:14"."""
     before, after = pair
     if before.site == after.site:
         return f"{after.op} {after.site}".rstrip()
@@ -76,6 +77,7 @@ def _name(pair: Moved) -> str:
 
 
 def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
+    """Yield a line for each difference of two contracts: in the run, in the ops, and for each kind of hardware."""
     for name in ("torch", "level", "low", "device", "steps", "seed"):
         was, value = getattr(old.about, name), getattr(new.about, name)
         if was != value:
@@ -85,25 +87,27 @@ def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
         if hardware not in new.numbers or hardware not in old.numbers:
             yield f"numbers for {hardware}: only in {'BEFORE' if hardware in old.numbers else 'AFTER'}"
             continue
-        part = Contract(new.about, new.optimizers, new.ops, {hardware: new.numbers[hardware]})
-        for each in judge(old, part).breaks:
-            if each.kind not in ("precision", "rule", "cast", "constant", "ops"):
-                yield f"{each.kind}: {each.text}"
+        on_hardware = Contract(new.about, new.optimizers, new.ops, {hardware: new.numbers[hardware]})
+        for broken in judge(old, on_hardware).breaks:
+            # the ops were compared above, once for all hardware
+            if broken.kind not in ("precision", "rule", "cast", "constant", "ops"):
+                yield f"{broken.kind}: {broken.text}"
 
 
 def _compare_comparisons(old: Summary, new: Summary) -> Iterator[str]:
-    rows = {row.name: row for row in new.rows()}
-    for row in old.rows():
-        other = rows.pop(row.name, None)
-        if other is None:
-            yield f"{row.name}: only in BEFORE"
+    """Yield a line for each difference of two results of `compare`, run by run."""
+    noise = max(old.noise or 0.0, new.noise or 0.0)
+    new_rows = {row.name: row for row in new.rows()}
+    for before in old.rows():
+        after = new_rows.pop(before.name, None)
+        if after is None:
+            yield f"{before.name}: only in BEFORE"
             continue
-        noise = max(old.noise or 0.0, new.noise or 0.0)
-        if row.loss is not None and other.loss is not None and not abs(other.loss - row.loss) <= noise:
-            yield f"{row.name}: final loss {row.loss:.5g} -> {other.loss:.5g} (noise {noise:.1g})"
-        yield from _compare_failures(row.name, row.run.failed, other.run.failed)
-        yield from _compare_layers(row.name, old, new)
-    yield from (f"{name}: only in AFTER" for name in rows)
+        if before.loss is not None and after.loss is not None and not abs(after.loss - before.loss) <= noise:
+            yield f"{before.name}: final loss {before.loss:.5g} -> {after.loss:.5g} (noise {noise:.1g})"
+        yield from _compare_failures(before.name, before.run.failed, after.run.failed)
+        yield from _compare_layers(before.name, old, new)
+    yield from (f"{name}: only in AFTER" for name in new_rows)
 
 
 def _compare_failures(name: str, old: str, new: str) -> Iterator[str]:
@@ -113,19 +117,22 @@ def _compare_failures(name: str, old: str, new: str) -> Iterator[str]:
 
 def _compare_layers(name: str, old: Summary, new: Summary) -> Iterator[str]:
     """Yield a line for each layer whose error against the reference differs."""
-    layers = {layer.module: layer for layer in new.layers(name)}
-    for layer in old.layers(name):
-        other = layers.get(layer.module)
-        if other is None:
+    new_layers = {layer.module: layer for layer in new.layers(name)}
+    for before in old.layers(name):
+        after = new_layers.get(before.module)
+        if after is None:
             continue
         for field in ("output", "gradient"):
-            was, value = getattr(layer, field), getattr(other, field)
-            if was is not None and value is not None and _is_other(was, value):
-                yield f"{name}, {layer.module}: error of its {field} {was:.2g} -> {value:.2g}"
+            error_before, error_after = getattr(before, field), getattr(after, field)
+            if error_before is None or error_after is None:
+                continue
+            if _differ(error_before, error_after):
+                yield f"{name}, {before.module}: error of its {field} {error_before:.2g} -> {error_after:.2g}"
 
 
-def _is_other(was: float, value: float) -> bool:
-    if not math.isfinite(was) or not math.isfinite(value):
-        return was != value
-    low, high = sorted((abs(was), abs(value)))
-    return high > OFF * low
+def _differ(before: float, after: float) -> bool:
+    """Return whether two errors differ by more than the factor `SAME`."""
+    if not math.isfinite(before) or not math.isfinite(after):
+        return before != after
+    smaller, larger = sorted((abs(before), abs(after)))
+    return larger > SAME * smaller

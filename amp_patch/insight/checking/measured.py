@@ -13,10 +13,10 @@ class Measured(NamedTuple):
 
     Attributes:
         recording: all records of the probe.
-        ops: the ops of its second step.
-        modules: the numbers of modules by name, in the order of first calls.
-        curve: the losses and loss scales; None if no loss was recorded.
-        norms: of the gradients and updates of each step.
+        ops: the ops of the second step.
+        modules: the numbers of modules by qualified name, in the order in which the modules first ran.
+        curve: the losses and loss scales of each step; None if no loss was recorded.
+        norms: the norms of the gradients and updates of each step.
     """
 
     recording: Recording

@@ -12,7 +12,12 @@ from .verdict import Verdict
 def write_page(
     path: str | os.PathLike[str], contract: Contract, now: Contract, verdict: Verdict, *, command: str = ""
 ) -> None:
-    """Write the page to a file."""
+    """Write the page to a file.
+
+    Args:
+        now: the results of the check, as a contract without bands.
+        command: the command line to show.
+    """
     about = contract.about
     terms = [
         ("script", about.script),
@@ -27,9 +32,10 @@ def write_page(
 
 
 def _list_breaks(verdict: Verdict) -> Markup:
-    items = [
-        element("li", f"{each.kind}: {each.text}" + (f" ({each.site})" if each.site else "")) for each in verdict.breaks
-    ]
+    items: list[Markup] = []
+    for broken in verdict.breaks:
+        site = f" ({broken.site})" if broken.site else ""
+        items.append(element("li", f"{broken.kind}: {broken.text}{site}"))
     notes = [element("li", note) for note in verdict.notes]
     if items:
         parts = [element("h2", "Causes before effects"), element("ol", *items)]
@@ -43,16 +49,18 @@ def _list_breaks(verdict: Verdict) -> Markup:
 
 
 def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
-    (own,) = now.numbers.values()
-    promised = contract.numbers.get(own.hardware.name)
+    (measured,) = now.numbers.values()  # `now` was measured on one kind of hardware
+    promised = contract.numbers.get(measured.hardware.name)
     if promised is None:
         return
     figures = []
     for curve in promised.curves:
-        other = own.curve(curve.name)
-        if other is not None and curve.values and curve.name != "skipped":
+        curve_now = measured.curve(curve.name)
+        if curve_now is not None and curve.values and curve.name != "skipped":
             caption = f"The {curve.name} of each step: promised, with its band, and now."
-            figures.append(draw_figure([_band_of(curve), _line_of(other)], caption, label=curve.name, has_keys=True))
+            figures.append(
+                draw_figure([_band_of(curve), _line_of(curve_now)], caption, label=curve.name, has_keys=True)
+            )
     if figures:
         yield element("section", element("h2", "Curves"), element("div", *figures, class_="pair"))
 

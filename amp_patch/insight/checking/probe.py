@@ -19,18 +19,18 @@ from ..recordings import Record
 from ..rules import short
 
 RECORDED = 1
-"""The number of the step whose ops are recorded. Step 0 casts weights whose copies later steps find in the cache."""
+"""The number of the step whose ops are recorded, from 0. Step 0 is not typical: it fills the cache of cast weights."""
 
 
 class ContractProbe(CurveProbe):
-    """Records losses as `CurveProbe` does, the ops of the second step, and numbers of modules, optimizers and steps.
+    """Records the losses, the ops of the second step, and numbers of modules, optimizers and steps.
 
     Waits for the device at each module in the first step, and several times in each later step.
 
     Args:
         steps: the number of steps.
         is_noise: whether to move the weights by one unit in the last place before each step.
-        threads: the number of threads that ops use; None leaves it alone.
+        threads: the number of threads that ops use; None: as the script sets it.
         on_end: called after the last step.
     """
 
@@ -43,10 +43,10 @@ class ContractProbe(CurveProbe):
     ) -> None:
         self._ops = Recorder(RECORDED, RECORDED + 1, counts_before=False)
         self._modules = _ModuleNumbers()
-        self._optimizers: dict[int, list[OptimizerRecord]] = {}
-        self._gradients: list[float] = []
-        self._updates: list[float] = []
-        self._before: dict[int, list[Tensor]] = {}
+        self._optimizers: dict[int, list[OptimizerRecord]] = {}  # by the id of the optimizer
+        self._gradients: list[float] = []  # the norm in each step
+        self._updates: list[float] = []  # the norm in each step
+        self._before: dict[int, list[Tensor]] = {}  # copies of the weights at the start of a step, by optimizer id
         self._threads = threads
         self._threads_before: int | None = None
         super().__init__(steps, is_noise=is_noise, on_end=on_end)
@@ -86,7 +86,7 @@ class ContractProbe(CurveProbe):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Measure the changes of the weights, and record the step."""
-        self._take_settings(optimizer)  # a step with a closure reports only its end
+        self._take_settings(optimizer)  # again, because a step with a closure reports only its end
         before = self._before.pop(id(optimizer), None)
         if before is not None:
             self._updates.append(self._modules.take_updates(_list_parameters(optimizer), before))
@@ -94,6 +94,7 @@ class ContractProbe(CurveProbe):
         super().step_ended(optimizer)
 
     def _take_settings(self, optimizer: Optimizer) -> None:
+        """Keep the settings of an optimizer, at the first call for it."""
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
 
@@ -118,14 +119,14 @@ class ContractProbe(CurveProbe):
 
 
 class _ModuleNumbers:
-    """Collects the numbers of modules."""
+    """Collects the fields of a `ModuleNumbersRecord` for each module. Most dicts are by the name of the module."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[nn.Module, str]] = {}
+        self._names: dict[int, tuple[nn.Module, str]] = {}  # by the id of the module
         self._handle: RemovableHandle | None = None
         self._types: dict[str, str] = {}
         self._weights: dict[str, tuple[float, ...]] = {}
-        self._outputs: dict[str, tuple[tuple[float, ...], str]] = {}
+        self._outputs: dict[str, tuple[tuple[float, ...], str]] = {}  # the sketch, and the dtype
         self._gradients: dict[str, tuple[float, ...]] = {}
         self._updates: dict[str, float] = {}
         self._last_gradients: dict[str, float] = {}
@@ -144,44 +145,45 @@ class _ModuleNumbers:
             self._handle = None
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        known = self._names.get(id(module))
-        if known is None or known[1] in self._types or not torch.is_grad_enabled() or not is_layer(module):
+        """Measure the weights and the output of a layer in its first call with gradients. A global forward hook."""
+        _, name = self._names.get(id(module), (module, None))
+        if name is None or name in self._types or not torch.is_grad_enabled() or not is_layer(module):
             return
-        name = known[1]
         self._types[name] = type(module).__name__
-        first = find_floating(output)
+        tensor = find_floating(output)
         with current.without_casts():
             self._weights[name] = sketch_all(list(module.parameters(recurse=False)))
-            if first is not None:
-                self._outputs[name] = sketch_all([first]), short(first.dtype)
+            if tensor is not None:
+                self._outputs[name] = sketch_all([tensor]), short(tensor.dtype)
 
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them."""
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
-        squares = 0.0
-        groups: dict[str, list[Tensor]] = {}
+        sum_of_squares = 0.0
+        gradients_by_module: dict[str, list[Tensor]] = {}
         for parameter, name in zip(with_gradients, _name_owners(with_gradients), strict=True):
-            groups.setdefault(name, []).append(parameter)
-        for name, group in groups.items():
-            gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+            assert parameter.grad is not None
+            gradients_by_module.setdefault(name, []).append(parameter.grad)
+        for name, gradients in gradients_by_module.items():
             norm = math.hypot(*(float(_norm(gradient)) for gradient in gradients))
-            squares += norm * norm
+            sum_of_squares += norm * norm
             self._last_gradients[name] = norm
             if name not in self._gradients and math.isfinite(norm):
                 self._gradients[name] = sketch_all(gradients)
-        return math.sqrt(squares)
+        return math.sqrt(sum_of_squares)
 
     def take_updates(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> float:
         """Measure the changes of parameters since `before`, by module. Return the norm of all of them."""
-        squares: dict[str, float] = {}
-        for parameter, old, module in zip(parameters, before, _name_owners(parameters), strict=True):
-            change = float(_norm(parameter.detach().float() - old.float()))
-            squares[module] = squares.get(module, 0.0) + change * change
-        for module, square in squares.items():
-            self._last_updates[module] = math.sqrt(square)
+        sums_of_squares: dict[str, float] = {}
+        for parameter, value_before, module in zip(parameters, before, _name_owners(parameters), strict=True):
+            change = float(_norm(parameter.detach().float() - value_before.float()))
+            sums_of_squares[module] = sums_of_squares.get(module, 0.0) + change * change
+        for module, sum_of_squares in sums_of_squares.items():
+            self._last_updates[module] = math.sqrt(sum_of_squares)
+            # the first update that counts is the one of the first step with finite gradients
             if module in self._gradients:
-                self._updates.setdefault(module, math.sqrt(square))
-        return math.sqrt(sum(squares.values()))
+                self._updates.setdefault(module, math.sqrt(sum_of_squares))
+        return math.sqrt(sum(sums_of_squares.values()))
 
     def records(self) -> Iterable[ModuleNumbersRecord]:
         """Yield a record for each module, in the order of first calls."""
@@ -222,6 +224,7 @@ def _name_owners(parameters: Sequence[Tensor]) -> list[str]:
 
 
 def _describe_settings(number: int, optimizer: Optimizer) -> Iterable[OptimizerRecord]:
+    """Yield a record of the settings of each parameter group. `number` is the number of the optimizer."""
     for place, group in enumerate(optimizer.param_groups):
         settings = []
         for name, value in group.items():
@@ -233,6 +236,7 @@ def _describe_settings(number: int, optimizer: Optimizer) -> Iterable[OptimizerR
 
 
 def _is_setting(value: object) -> bool:
+    """Return whether a value is a number, text, None, or a sequence of these."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_setting, value))
     return value is None or isinstance(value, (bool, int, float, str))
@@ -246,6 +250,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in float32, shape (n,)."""
     if hasattr(tensor, "to_local"):  # of a DTensor, this rank's shard
         tensor = tensor.to_local()
     if tensor.layout is not torch.strided:
@@ -255,10 +260,11 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch_all(tensors: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return the sketch of tensors: see `ModuleNumbersRecord`. () if none has floating values. Waits for the device.
+    """Return one sketch of several tensors: see `ModuleNumbersRecord`. () if none has floating values.
 
-    Each of the `SKETCH` values sums every sixteenth element with random signs. They come from a generator of their own,
-    so the random numbers of the run stay the same. Tensors on the meta device add nothing.
+    A sketch has `SKETCH` (16) values; value number i is the sum of the elements i, i + 16, i + 32, ..., each with a
+    random sign. The signs come from a generator of their own, so the random numbers of the run stay the same. Tensors
+    on the meta device add nothing. Waits for the device.
     """
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):
@@ -269,8 +275,8 @@ def sketch_all(tensors: Sequence[Tensor]) -> tuple[float, ...]:
         signs = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
         signed = flat * signs.mul_(2).sub_(1).to(flat.device)
         padded = nn.functional.pad(signed, (0, -len(signed) % SKETCH))
-        part = padded.view(-1, SKETCH).sum(0).cpu()
-        total = part if total is None else total + part
+        sketch = padded.view(-1, SKETCH).sum(0).cpu()
+        total = sketch if total is None else total + sketch
     if total is None:
         return ()
     return tuple(float(f"{value:.7g}") for value in total.tolist())

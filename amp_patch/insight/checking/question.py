@@ -10,9 +10,9 @@ class Question(NamedTuple):
 
     Attributes:
         script: the name of the script.
-        settings: the level and the lists.
-        everywhere: whether one region of autocast is put around the whole script.
-        lists: the lists as the contract names them.
+        settings: the level and the lists to run it with.
+        everywhere: whether the whole script runs in one region of autocast.
+        lists: the lists as the contract names them: relative to the folder of the contract.
         steps, seed: the number of steps, and the seed.
         version: the version of amp_patch.
     """

@@ -1,7 +1,9 @@
 """Contracts and verdicts as text."""
 
+from collections.abc import Iterator
+
 from ...tables import count_of
-from .contract import Contract
+from .contract import Contract, Numbers
 from .verdict import Break, Verdict
 
 SHOWN = 8
@@ -29,26 +31,30 @@ _TITLES = {
 
 
 def format_verdict(verdict: Verdict, contract: str) -> str:
-    """Return the result of a check: the first broken promise, up to eight others, and the notes."""
+    """Return the result of a check as text: the first broken promise, up to eight more, and the notes.
+
+    `contract` is the path of the contract.
+    """
     lines = []
     if verdict.holds:
         lines.append(f"{contract} holds")
     else:
-        first, *others = verdict.breaks
+        first, *further = verdict.breaks
         lines.append(f"{contract} is broken: {_TITLES[first.kind]}")
-        lines.append(f"  {_place(first)}")
-        if others:
-            lines.append(f"also broken, causes before effects ({len(others)} more):")
-            lines.extend(f"  {each.kind}: {_place(each)}" for each in others[:SHOWN])
-            if len(others) > SHOWN:
-                lines.append(f"  and {len(others) - SHOWN} more; --json FILE has all")
+        lines.append(f"  {_with_site(first)}")
+        if further:
+            lines.append(f"also broken, causes before effects ({len(further)} more):")
+            lines.extend(f"  {broken.kind}: {_with_site(broken)}" for broken in further[:SHOWN])
+            if len(further) > SHOWN:
+                lines.append(f"  and {len(further) - SHOWN} more; --json FILE has all")
         lines.append("if this is meant, --update writes the contract anew")
     lines.extend(f"note: {note}" for note in verdict.notes)
     return "\n".join(lines)
 
 
-def _place(each: Break) -> str:
-    return f"{each.site}: {each.text}" if each.site else each.text
+def _with_site(broken: Break) -> str:
+    """Return a broken promise with its line in front: "model.py:12: linear in head: ..."."""
+    return f"{broken.site}: {broken.text}" if broken.site else broken.text
 
 
 def describe_contract(contract: Contract) -> str:
@@ -63,26 +69,28 @@ def describe_contract(contract: Contract) -> str:
     ]
     if ops < len(contract.ops):
         lines.append(f"not promised: {count_of(len(contract.ops) - ops, 'op')}, since equal runs had other calls")
-    for name, part in contract.numbers.items():
-        if part.hardware.problem:
-            lines.append(f"numbers on {name}: none, since {part.hardware.problem}")
-            continue
-        outputs = [module.output_band for module in part.modules if module.output is not None]
-        known = [band for band in outputs if band is not None]
-        lines.append(
-            f"numbers on {name}: {count_of(len(known), 'module')}"
-            + (f", first outputs within {max(known):.1g}" if known else "")
-        )
-        for curve in part.curves:
-            if curve.name == "skipped" or set(curve.values) == {1.0}:
-                continue  # nothing to read in skips, and in the loss scale of a training without one
-            kept = sum(band is not None for band in curve.bands)
-            if kept:
-                last = next(place for place in reversed(range(len(curve.bands))) if curve.bands[place] is not None)
-                lines.append(
-                    f"  {curve.name}: {kept} of {count_of(len(curve.values), 'step')},"
-                    f" {curve.values[last]:.5g} ± {curve.bands[last]:.1g} in step {last + 1}"
-                )
-            else:
-                lines.append(f"  {curve.name}: not promised, since equal runs differ too much")
+    for name, numbers in contract.numbers.items():
+        lines.extend(_describe_numbers(name, numbers))
     return "\n".join(lines)
+
+
+def _describe_numbers(name: str, numbers: Numbers) -> Iterator[str]:
+    """Yield lines about the promised numbers on one kind of hardware."""
+    if numbers.hardware.problem:
+        yield f"numbers on {name}: none, since {numbers.hardware.problem}"
+        return
+    bands = [module.output_band for module in numbers.modules if module.output_band is not None]
+    widest = f", first outputs within {max(bands):.1g}" if bands else ""
+    yield f"numbers on {name}: {count_of(len(bands), 'module')}{widest}"
+    for curve in numbers.curves:
+        if curve.name == "skipped" or set(curve.values) == {1.0}:
+            continue  # skips say nothing by themselves, nor does the loss scale of a training without one
+        promised_steps = [step for step, band in enumerate(curve.bands) if band is not None]
+        if not promised_steps:
+            yield f"  {curve.name}: not promised, since equal runs differ too much"
+            continue
+        last = promised_steps[-1]
+        yield (
+            f"  {curve.name}: {len(promised_steps)} of {count_of(len(curve.values), 'step')},"
+            f" {curve.values[last]:.5g} ± {curve.bands[last]:.1g} in step {last + 1}"
+        )

@@ -1,4 +1,4 @@
-"""`Upgrade`: what another version of torch may have to do with an op that runs in another precision."""
+"""`Upgrade`: whether another version of torch explains why an op runs in another precision than in the contract."""
 
 import functools
 import re
@@ -11,15 +11,16 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 class Upgrade:
-    """The versions of torch before and after, such as "2.11.0+cpu", and the type of the device."""
+    """The versions of torch of the contract and of the check, such as "2.11.0+cpu", and the type of the device."""
 
     def __init__(self, before: str, after: str, device: str) -> None:
         self._before, self._after, self._device = before, after, device
 
     def describe(self, op: ContractOp) -> str:
-        """Return what to add to the report on an op: the change of torch's autocast that explains it.
+        """Return a text to add to the report on an op, in brackets; "" if both versions are the same.
 
-        Without one, it is that another version of torch ran; "" for the same version. Imports torch for two versions.
+        It names the change of torch's autocast that explains the precision of the op. If there is none, it only names
+        the two versions. Imports torch, unless both versions are the same.
         """
         if self._before == self._after:
             return ""
@@ -28,19 +29,25 @@ class Upgrade:
 
     @functools.cached_property
     def _changes(self) -> dict[str, str]:
-        """What changed in torch's autocast, by op; {} for devices without a shipped list."""
+        """The text on each op whose rule in torch's autocast changed between the versions, by the name of the op.
+
+        Empty for a device without a shipped list of torch's rules.
+        """
         name = f"autocast-{self._device}"
-        first, last = sorted([_read(self._before), _read(self._after)])
         if name not in config.shipped.shipped_names():
             return {}
-        return {
-            strip_spelling(row.op): f"torch {change.after} changed its autocast: {row.left} -> {row.right}"
-            for change in config.explain.find_changes(name)
-            if first < _read(change.after) <= last
-            for row in change.differences
-        }
+        older, newer = sorted([_parse_version(self._before), _parse_version(self._after)])
+        texts: dict[str, str] = {}
+        for change in config.explain.find_changes(name):
+            if not older < _parse_version(change.after) <= newer:
+                continue
+            for row in change.differences:
+                text = f"torch {change.after} changed its autocast: {row.left} -> {row.right}"
+                texts[strip_spelling(row.op)] = text
+        return texts
 
 
-def _read(version: str) -> tuple[int, int]:
+def _parse_version(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version: (2, 11) for "2.11.0+cpu"."""
     match = _VERSION.match(version)
     return (0, 0) if match is None else (int(match[1]), int(match[2]))

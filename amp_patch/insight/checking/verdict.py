@@ -5,29 +5,32 @@ Importing this does not import torch.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...tables import count_of
+from ..numbers_record import OptimizerRecord
 from ..op_constants import strip_spelling
-from .bands import find_difference, find_relative
+from .bands import compare_norms, compare_sketches
 from .contract import Contract, ContractOp, ModuleRecord, Numbers, StepsRecord, unpack
 from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
-ALIKE = 0.5
-"""A script of another name is another script if a smaller part of its calls is equal, whatever their dtypes."""
+LEAST_EQUAL = 0.5
+"""A script with another name than the contract's is another script if a smaller share of its calls is equal, whatever
+their dtypes.
+"""
 
 GROWN = 2.0
-"""An error against float32 that grew by more than this factor is named."""
+"""A report mentions the error of an output against float32 if it has grown by more than this factor."""
 
 MOST_LOST = 2.0
-"""A training may lose this multiple of the updates that it lost when the contract was made."""
+"""A training may lose this multiple of the share of updates that it lost when the contract was made."""
 
 
 class Break(NamedTuple):
-    """A promise that does not hold.
+    """A broken promise of a contract.
 
     Attributes:
         kind: "precision", "rule", "cast", "constant", "optimizer", "ops", "start", "output", "gradient", "update",
@@ -51,9 +54,9 @@ class Verdict:
     """The result of a check.
 
     Attributes:
-        breaks: the promises that do not hold, causes before their effects.
-        notes: differences that break no promise, and promises that were not judged.
-        differences: how the ops differ.
+        breaks: the broken promises, causes before their effects.
+        notes: lines about differences that break no promise, and about promises that were not judged.
+        differences: the differences between the ops.
     """
 
     breaks: list[Break] = field(default_factory=list)
@@ -67,11 +70,11 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON can hold it."""
-        return {"holds": self.holds, "breaks": [each.as_json() for each in self.breaks], "notes": self.notes}
+        return {"holds": self.holds, "breaks": [broken.as_json() for broken in self.breaks], "notes": self.notes}
 
 
 def judge(contract: Contract, now: Contract) -> Verdict:
-    """Return which promises of a contract do not hold in `now`, another measurement of the training.
+    """Return which promises of a contract are broken in `now`, a later run of the training on one kind of hardware.
 
     Ops and optimizers are judged on any hardware; numbers only if the contract has bands for this kind of hardware.
     """
@@ -86,22 +89,23 @@ def judge(contract: Contract, now: Contract) -> Verdict:
     verdict.differences = differences = find_differences(*ops)
     verdict.breaks.extend(_judge_ops(contract, now, differences))
     verdict.breaks.extend(_judge_optimizers(contract, now))
-    (own,) = now.numbers.values()
-    promised = contract.numbers.get(own.hardware.name)
+    (measured,) = now.numbers.values()
+    promised = contract.numbers.get(measured.hardware.name)
     result = "no promised number left its band"
     if promised is None:
         result = "the numbers that would tell whether this matters are not judged"
         known = ", ".join(sorted(contract.numbers)) or "no hardware"
         verdict.notes.append(
-            f"numbers are not judged: the contract has bands for {known}, and this is {own.hardware.name};"
+            f"numbers are not judged: the contract has bands for {known}, and this is {measured.hardware.name};"
             " --update adds it"
         )
     elif promised.hardware.problem:
         verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
     else:
-        verdict.breaks.extend(_judge_numbers(promised, own, (contract.ops, now.ops)))
-    # A script that promises no numbers is judged by its ops alone. On other hardware, an op may have another kernel.
-    _report_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
+        verdict.breaks.extend(_judge_numbers(promised, measured, (contract.ops, now.ops)))
+    # If no numbers are promised, other ops break the contract, because nothing else shows their effect. On hardware
+    # that the contract does not know, they do not: an op may have another kernel there.
+    _report_other_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
     unpromised = sum(not op.is_promised for op in contract.ops)
     if unpromised:
         verdict.notes.append(
@@ -118,38 +122,46 @@ def _only_listed(ops: Sequence[ContractOp]) -> list[ContractOp]:
 
 
 def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) -> Iterator[Break]:
+    """Yield a broken promise for each op with other dtypes, another rule or other constants, and for each cast."""
     upgrade = Upgrade(contract.about.torch, now.about.torch, now.about.device)
 
     def describe(pair: Moved) -> str:
         return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
 
-    # Causes first: calls whose own result is of another dtype, then casts of the script, then calls that get the
-    # results of both.
-    for pair in (pair for pair in differences.moved if pair.has_other_dtypes and _is_decided(pair)):
-        yield Break("precision", describe(pair), pair.after.site)
+    with_other_dtypes = [pair for pair in differences.moved if pair.has_other_dtypes]
+    # causes first: ops that decide on other dtypes, and casts of the script; then ops that got other dtypes from these
+    for pair in with_other_dtypes:
+        if _is_cause(pair):
+            yield Break("precision", describe(pair), pair.after.site)
     for op in differences.casts:
         verb = "appeared" if op in differences.appeared else "vanished"
         yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
-    for pair in (pair for pair in differences.moved if pair.has_other_dtypes and not _is_decided(pair)):
-        yield Break("precision", describe(pair), pair.after.site)
-    for pair in (pair for pair in differences.moved if not pair.has_other_dtypes):
-        yield Break("rule", describe(pair), pair.after.site)
+    for pair in with_other_dtypes:
+        if not _is_cause(pair):
+            yield Break("precision", describe(pair), pair.after.site)
+    for pair in differences.moved:
+        if not pair.has_other_dtypes:
+            yield Break("rule", describe(pair), pair.after.site)
     for pair in differences.changed:
         text = f"{_name_op(pair.after)}: {list_constants(pair.before)} -> {list_constants(pair.after)}"
         yield Break("constant", text, pair.after.site)
 
 
-def _is_decided(pair: Moved) -> bool:
-    """Return whether an op is itself the cause of its other dtypes: its rule differs, or it got the same dtypes."""
+def _is_cause(pair: Moved) -> bool:
+    """Return whether an op with other dtypes is the cause itself: its rule differs, or it got the same dtypes.
+
+    Otherwise it only got arguments in other dtypes from ops before it.
+    """
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 
 
 def _name_op(op: ContractOp) -> str:
+    """Return "F.linear in head", or "F.linear" for an op outside of modules."""
     return f"{op.op} in {op.module}" if op.module else op.op
 
 
 def describe_move(pair: Moved) -> str:
-    """Return how the dtypes and the rule of an op differ."""
+    """Return the differences of a pair of `OpDifferences.moved`: "f32 -> f32, now f16 -> f16; rule: ... -> ..."."""
     before, after = pair
     parts = []
     if pair.has_other_dtypes:
@@ -162,7 +174,7 @@ def describe_move(pair: Moved) -> str:
 
 
 def describe_dtypes(op: ContractOp) -> str:
-    """Return the dtypes of the arguments and of the result of an op."""
+    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16"."""
     return f"{', '.join(op.given) or '()'} -> {', '.join(op.out) or '()'}"
 
 
@@ -177,58 +189,75 @@ def list_constants(op: ContractOp) -> str:
     return ", ".join(op.constants) or "none"
 
 
-def _report_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
-    """Add the ops that only one run has: as a note with the result for numbers, or as a broken promise.
+def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
+    """Add the ops that only one run has to a verdict: as a note, or as a broken promise before its effects.
 
-    They break a promise if `is_break`, or if they may be the cause of another break: of numbers, or of the dtypes that
-    other ops get. The break is inserted before its effects.
+    They are a broken promise if `is_break`, or if they may be the cause of another one: of a number out of its band, or
+    of the dtypes that another op gets.
+
+    Args:
+        verdict: has the broken promises about ops, optimizers and numbers already.
+        result: what the numbers say, for the note.
     """
     differences = verdict.differences
-    texts = [
-        f"{_name_op(op)} ({op.site}) {verb}" + (f", {op.calls} calls" if op.calls > 1 else "")
-        for verb, ops in (("vanished", differences.vanished), ("appeared", differences.appeared))
-        for op in ops
-        if not is_cast(op)
-    ]
+    texts: list[str] = []
+    for verb, ops in (("vanished", differences.vanished), ("appeared", differences.appeared)):
+        for op in ops:
+            if not is_cast(op):  # `_judge_ops` has reported casts
+                calls = f", {op.calls} calls" if op.calls > 1 else ""
+                texts.append(f"{_name_op(op)} ({op.site}) {verb}{calls}")
     if not texts:
         return
     shown = "; ".join(texts[:6]) + (f"; and {len(texts) - 6} more" if len(texts) > 6 else "")
-    causes = sum(pair.has_other_dtypes and _is_decided(pair) for pair in differences.moved) + len(differences.casts)
-    has_effects = any(pair.has_other_dtypes and not _is_decided(pair) for pair in differences.moved)
-    has_numbers = any(each.kind in _OF_NUMBERS for each in verdict.breaks)
-    if not (is_break or has_effects or has_numbers):
+    with_other_dtypes = [pair for pair in differences.moved if pair.has_other_dtypes]
+    cause_count = sum(map(_is_cause, with_other_dtypes)) + len(differences.casts)
+    has_effect_on_dtypes = not all(map(_is_cause, with_other_dtypes))
+    has_effect_on_numbers = any(broken.kind in _KINDS_OF_NUMBERS for broken in verdict.breaks)
+    if not (is_break or has_effect_on_dtypes or has_effect_on_numbers):
         verdict.notes.append(f"other ops, and {result}: {shown}")
         return
-    of_ops = sum(each.kind in _OF_OPS for each in verdict.breaks)
-    place = causes if has_effects else of_ops
+    # `_judge_ops` has put the causes of other dtypes first; the effects on dtypes and then on numbers come after them
+    place = cause_count
+    if not has_effect_on_dtypes:
+        place = sum(broken.kind in _KINDS_OF_SETTINGS for broken in verdict.breaks)
     sites = [op.site for op in (*differences.appeared, *differences.vanished) if op.site and not is_cast(op)]
     verdict.breaks.insert(place, Break("ops", f"other ops: {shown}", sites[0] if sites else ""))
 
 
-_OF_OPS = ("precision", "rule", "cast", "constant", "optimizer")
-_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped", "scale", "loss", "norm")
+_KINDS_OF_SETTINGS = ("precision", "rule", "cast", "constant", "optimizer")
+"""Kinds of `Break` about ops and optimizers. They come before the kinds about numbers."""
+
+_KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped", "scale", "loss", "norm")
+"""Kinds of `Break` about numbers, except for "steps"."""
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
-    before = {(each.number, each.group): each for each in contract.optimizers}
-    after = {(each.number, each.group): each for each in now.optimizers}
-    for key in sorted(before.keys() | after.keys()):
-        old, new = before.get(key), after.get(key)
-        name = f"optimizer {key[0]}, group {key[1]}" if len(before.keys() | after.keys()) > 1 else "the optimizer"
+    """Yield a broken promise for each parameter group that is missing or new, or has another class or setting."""
+    before = {(record.number, record.group): record for record in contract.optimizers}
+    after = {(record.number, record.group): record for record in now.optimizers}
+    keys = sorted(before.keys() | after.keys())
+    for number, group in keys:
+        old, new = before.get((number, group)), after.get((number, group))
+        name = f"optimizer {number}, group {group}" if len(keys) > 1 else "the optimizer"
         if old is None or new is None:
             yield Break("optimizer", f"{name} {'vanished' if new is None else 'appeared'}")
         elif old.type != new.type:
             yield Break("optimizer", f"{name}: {old.type} -> {new.type}")
         else:
-            was, settings = (dict(text.split("=", 1) for text in each.settings) for each in (old, new))
-            # only settings that both have: a release of torch may add or remove one
-            changed = [name for name in was if name in settings and was[name] != settings[name]]
-            for setting in changed:
-                text = f"{name} ({new.type}): {setting} {was[setting]} -> {settings[setting]}"
-                yield Break("optimizer", text)
+            old_settings, new_settings = _parse_settings(old), _parse_settings(new)
+            for setting, old_value in old_settings.items():
+                # a setting that only one has may be from another release of torch
+                new_value = new_settings.get(setting, old_value)
+                if new_value != old_value:
+                    yield Break("optimizer", f"{name} ({new.type}): {setting} {old_value} -> {new_value}")
+
+
+def _parse_settings(record: OptimizerRecord) -> dict[str, str]:
+    """Return the settings of a parameter group by name, such as {"lr": "0.001"}."""
+    return dict(text.split("=", 1) for text in record.settings)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -237,10 +266,15 @@ def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
 def _judge_numbers(
     promised: Numbers, now: Numbers, ops: tuple[Sequence[ContractOp], Sequence[ContractOp]]
 ) -> Iterator[Break]:
+    """Yield a broken promise for each number that left its band, causes before effects.
+
+    `ops`: the ops of the contract, and those of the run.
+    """
     pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
     scale = promised.curve("loss scale")
     starts_equal = scale is None or _find_break(scale, now.curve(scale.name)) != 0
-    if scale is not None and not starts_equal:  # the first scale is a setting, and so a cause; later ones are effects
+    # another scale in the first step is a setting, and so a cause; in a later step it is an effect
+    if scale is not None and not starts_equal:
         yield from _judge_curve(scale, now.curve(scale.name))
     kinds = (
         ("start", "weights", "before the first step, its weights are off by"),
@@ -249,11 +283,12 @@ def _judge_numbers(
         ("update", "update", "its first update is off by"),
     )
     for kind, name, text in kinds:
-        ordered = pairs if kind in ("start", "output") else pairs[::-1]  # gradients come from the last module first
-        for old, new in ordered:
-            off, band = _find_off(old, new, name), getattr(old, f"{name}_band")
-            if off is not None and band is not None and off > band:
-                size = "a number that is not finite" if not math.isfinite(off) else f"{off:.2g}"
+        # the backward pass computes the gradients of the last module first
+        in_order = pairs if kind in ("start", "output") else pairs[::-1]
+        for old, new in in_order:
+            difference, band = _compare_number(old, new, name), getattr(old, f"{name}_band")
+            if difference is not None and band is not None and difference > band:
+                size = "a number that is not finite" if not math.isfinite(difference) else f"{difference:.2g}"
                 error = _describe_error(old, new) if kind == "output" else ""
                 yield Break(kind, f"{_name_module(new)}: {text} {size}, and {band:.2g} was promised{error}")
     yield from _judge_lost(promised, now)
@@ -263,69 +298,73 @@ def _judge_numbers(
             yield from _judge_curve(curve, now.curve(curve.name))
     for old, new in pairs:
         for name, what in (("last_gradient", "gradient"), ("last_update", "update")):
-            off, band = find_difference(getattr(old, name), getattr(new, name)), getattr(old, f"{name}_band")
-            if off is not None and band is not None and off > band:
-                text = f"in the last step, its {what} has a norm that is off by {off:.2g}, and {band:.2g} was promised"
-                yield Break("norm", f"{_name_module(new)}: {text}")
+            difference, band = compare_norms(getattr(old, name), getattr(new, name)), getattr(old, f"{name}_band")
+            if difference is not None and band is not None and difference > band:
+                text = f"in the last step, its {what} has a norm that is off by {difference:.2g}"
+                yield Break("norm", f"{_name_module(new)}: {text}, and {band:.2g} was promised")
 
 
 def _name_module(module: ModuleRecord) -> str:
     return f"{module.module} ({module.type})" if module.type else module.module
 
 
-def _find_off(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
+def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
+    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module."""
     if name == "update":
-        return find_difference(old.update, new.update)
-    return find_relative(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
+        return compare_norms(old.update, new.update)
+    return compare_sketches(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
 
 
 def _describe_error(old: ModuleRecord, new: ModuleRecord) -> str:
+    """Return a text if the error of an output against float32 has grown by more than `GROWN`, else ""."""
     if old.error is None or new.error is None or new.error <= GROWN * old.error:
         return ""
     return f"; its error against float32 grew from {old.error:.2g} to {new.error:.2g}"
 
 
 def _match_modules(old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]) -> list[tuple[ModuleRecord, ModuleRecord]]:
-    """Return pairs of modules that belong together, in the order of the first.
+    """Return each module of `old` that has a partner in `new`, with its partner, in the order of `old`.
 
-    These are modules of the same name with equal numbers, then those with equal numbers: in a `Sequential` that was
-    split or joined, a name may belong to another module now. Of the rest, modules of the same name, and then modules of
-    the same type in the same order, belong together.
+    Partners are, in this order: modules of the same name with equal numbers; modules with equal numbers, because in a
+    `Sequential` that was split or joined, a name such as "3" may belong to another module now; modules of the same
+    name; modules of the same type, in order.
     """
+
+    def has_same_name(module: ModuleRecord, candidate: ModuleRecord) -> bool:
+        return candidate.module == module.module
+
+    def has_same_type(module: ModuleRecord, candidate: ModuleRecord) -> bool:
+        return candidate.type == module.type
+
     partners: dict[str, ModuleRecord] = {}
-    left = {module.module: module for module in new}
+    candidates = {module.module: module for module in new}
     for module in old:
-        if module.module in left and _has_equal_numbers(module, left[module.module]):
-            partners[module.module] = left.pop(module.module)
-    rules: tuple[Callable[[ModuleRecord, ModuleRecord], bool], ...] = (
-        _has_equal_numbers,
-        lambda module, candidate: candidate.module == module.module,
-        lambda module, candidate: candidate.type == module.type,
-    )
-    for belongs in rules:
+        if module.module in candidates and _has_equal_numbers(module, candidates[module.module]):
+            partners[module.module] = candidates.pop(module.module)
+    for are_partners in (_has_equal_numbers, has_same_name, has_same_type):
         for module in old:
             if module.module in partners:
                 continue
-            partner = next((candidate for candidate in left.values() if belongs(module, candidate)), None)
+            partner = next((candidate for candidate in candidates.values() if are_partners(module, candidate)), None)
             if partner is not None:
-                partners[module.module] = left.pop(partner.module)
+                partners[module.module] = candidates.pop(partner.module)
     return [(module, partners[module.module]) for module in old if module.module in partners]
 
 
 def _has_equal_numbers(old: ModuleRecord, new: ModuleRecord) -> bool:
-    """Return whether the weights and the first output are within their bands. False if none is promised."""
-    judged = [(_find_off(old, new, name), getattr(old, f"{name}_band")) for name in ("weights", "output")]
-    offs = [(off, band) for off, band in judged if off is not None and band is not None]
-    return bool(offs) and all(off <= band for off, band in offs)
+    """Return whether the weights and the first output are within their bands. False if neither has a band."""
+    compared = [(_compare_number(old, new, name), getattr(old, f"{name}_band")) for name in ("weights", "output")]
+    judged = [(difference, band) for difference, band in compared if difference is not None and band is not None]
+    return bool(judged) and all(difference <= band for difference, band in judged)
 
 
 def _is_comparable(
     old: ModuleRecord, new: ModuleRecord, before: Sequence[ContractOp], after: Sequence[ContractOp]
 ) -> bool:
-    """Return whether numbers of two modules tell something.
+    """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
-    The first output of a module without weights may be of another call, if the script has come to call it elsewhere,
-    or less often.
+    Not if the module has no weights, such as an activation, and its ops differ: the script may call it at other places
+    now, so its first call may be another one.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
 
@@ -339,12 +378,15 @@ def _count_ops(module: str, ops: Sequence[ContractOp]) -> Counter[str]:
 
 
 def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
+    """Yield a broken promise if rounding loses more of the changes of 16-bit tensors than promised."""
     old, new = promised.hardware, now.hardware
     if new.kept is None:
         return
-    was = "none" if old.kept is None else f"{1 - old.kept:.0%}"
-    if old.kept is None or 1 - new.kept > MOST_LOST * (1 - old.kept):
-        text = f"{1 - new.kept:.0%} of the changes of 16-bit tensors are lost, most in {new.kept_worst}; {was} before"
+    lost = 1 - new.kept
+    lost_before = 0.0 if old.kept is None else 1 - old.kept
+    if old.kept is None or lost > MOST_LOST * lost_before:
+        before = "none" if old.kept is None else f"{lost_before:.0%}"
+        text = f"{lost:.0%} of the changes of 16-bit tensors are lost, most in {new.kept_worst}; {before} before"
         yield Break("lost", text)
 
 
@@ -390,7 +432,7 @@ def is_other_script(contract: Contract, now: Contract) -> bool:
     """Return whether the contract is of another script: another name, and few equal calls of ops."""
     if contract.about.script == now.about.script:
         return False
-    return find_differences(_without_dtypes(contract.ops), _without_dtypes(now.ops)).part < ALIKE
+    return find_differences(_without_dtypes(contract.ops), _without_dtypes(now.ops)).equal_share < LEAST_EQUAL
 
 
 def _without_dtypes(ops: Sequence[ContractOp]) -> list[ContractOp]:

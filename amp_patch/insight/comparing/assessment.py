@@ -1,4 +1,9 @@
-"""`Assessment`: whether a run trains as well as the reference, how fast it is, and how much memory it needs."""
+"""`Assessment`: the verdict on a run in words, compared with the reference, the run in float32.
+
+It says whether the run trains as well, how fast it is, and how much memory it needs. Differences of losses are judged
+by two measurements of the reference (see `Summary`): the *noise*, the difference that one unit in the last place of the
+weights makes, and the *gain*, the change of the loss by training.
+"""
 
 import math
 
@@ -9,13 +14,13 @@ WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
 
 ALIKE = 1e-2
-"""A run is as good if its loss is off by at most this share. One seed cannot show a smaller difference."""
+"""A run is as good if its loss differs by at most this share of the reference's loss. One seed cannot show less."""
 
 ALIKE_IN_SEEDS = 1e-3
 """The same share with several seeds."""
 
 ALIKE_IN_GAIN = 0.1
-"""A run is as good only if its loss is off by at most this share of the gain, the change of the reference's loss."""
+"""A run is as good only if its loss also differs by at most this share of the gain."""
 
 # ALIKE_IN_GAIN, RESOLVED and OFF were chosen by measurements of the first 50 steps, at O1, O2, O4 and O5.
 # Trainings without a fault (examples/, the training of docs/levels.md, GPTs, a transformer, a GAN, a VAE, convolutions
@@ -28,18 +33,18 @@ LEARNED = 10.0
 """The reference has learned something if it gained more than this multiple of the noise."""
 
 RESOLVED = 20.0
-"""A gain can be judged if it is more than this multiple of the difference of the first losses, which from equal weights
-is only rounding. Otherwise, a loss that is off by more than `ALIKE_IN_GAIN` is not judged.
+"""A loss that differs by more than `ALIKE_IN_GAIN` is judged only if the gain is more than this multiple of the
+difference of the first losses. That difference is from rounding alone, because the runs start from equal weights.
 """
 
 OFF = 0.3
-"""A run is worse if the gradients of a layer are off by more than this share in the first step."""
+"""A run is worse if the gradients of a layer have a relative error above this in the first step."""
 
 DROPPED = 0.05
 """A run is worse if it drops more than this share of the batches, and more than one."""
 
 MOST_SKIPS = 20
-"""A loss scale that starts at 2**16 fits after at most so many skipped steps. A run that skips more learns nothing."""
+"""A loss scale that starts at 2**16 fits after at most this many skipped steps. A run that skips more never learns."""
 
 WITHIN_NOISE = "within noise"
 
@@ -50,9 +55,11 @@ SEEDS = 3
 """With this many seeds, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
-"""A difference above this share of the loss (or of a smaller gain) and this multiple of the noise is not by chance."""
+"""A difference is not by chance if it is above `CLEAR` times the loss, or the gain if that is smaller, and above
+`CLEAR_OF_NOISE` times the noise.
+"""
 
-_ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller share are equal
+_ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller share count as equal
 
 
 class Assessment:
@@ -61,8 +68,8 @@ class Assessment:
     def __init__(self, summary: Summary, row: Row) -> None:
         self.row = row
         self._summary = summary
-        self._reference = summary.about.reference
-        self._reference_row = next(each for each in summary.rows() if each.name == self._reference)
+        self._reference = summary.about.reference  # the name of the run
+        self._reference_row = next(known for known in summary.rows() if known.name == self._reference)
         self._has_seeds = len(summary.about.seeds) >= SEEDS and not summary.are_seeds_equal
         # the loss of the reference, and how much larger the loss of the run is
         self._reference_loss = self._difference = math.nan
@@ -79,7 +86,7 @@ class Assessment:
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the loss is off by more than noise, and so few seeds were run that chance may explain it."""
+        """Whether the loss differs by more than noise, but too few seeds were run to tell whether that is by chance."""
         if not math.isfinite(self._difference) or self._find_reason() or self._has_seeds:
             return False
         if self._judge_training():
@@ -87,11 +94,11 @@ class Assessment:
         return not self._is_clear(abs(self._difference))
 
     def _is_clear(self, difference: float) -> bool:
-        """Return whether a loss is larger by too much to be chance."""
-        noise, base, gained = self._summary.noise or 0.0, abs(self._reference_loss), self._summary.gained
+        """Return whether a difference of losses is too large to be chance."""
+        noise, size, gained = self._summary.noise or 0.0, abs(self._reference_loss), self._summary.gained
         if gained is not None:
-            base = min(base, gained)  # a large constant in the loss says nothing about the training
-        return difference > CLEAR * base and difference > CLEAR_OF_NOISE * noise
+            size = min(size, gained)  # a large constant in the loss says nothing about the training
+        return difference > CLEAR * size and difference > CLEAR_OF_NOISE * noise
 
     def of_loss(self) -> str:
         """Return in words whether the run trains as well as the reference."""
@@ -105,32 +112,36 @@ class Assessment:
             return verdict
         if self._difference == 0:
             return f"as good as {reference} (the same loss)"
-        off = f"loss {self._describe_difference()}"
+        shown = f"loss {self._describe_difference()}"  # such as "loss 0.5% higher"
         # the number of seeds with a clearly larger loss than the same seed of the reference
-        worse = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
-        if self._has_seeds and worse and self._difference > 0:
-            return f"worse than {reference} in {worse} of {count_of(len(self._summary.about.seeds), 'seed')} ({off})"
+        worse_seeds = sum(map(self._is_clear, self._summary.final_differences(self.row.name)))
+        if self._has_seeds and worse_seeds and self._difference > 0:
+            seeds = count_of(len(self._summary.about.seeds), "seed")
+            return f"worse than {reference} in {worse_seeds} of {seeds} ({shown})"
         reason = self._find_reason()
-        noise, base = self._summary.noise or 0.0, abs(self._reference_loss)
-        if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * base:
-            return f"not told apart from {reference} ({off}, {reason}, which is {noise / base:.0%} of the loss)"
+        noise, size = self._summary.noise or 0.0, abs(self._reference_loss)
+        if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * size:
+            return f"not told apart from {reference} ({shown}, {reason}, which is {noise / size:.0%} of the loss)"
         if reason:
-            return f"as good as {reference} ({off}, {reason})"
+            return f"as good as {reference} ({shown}, {reason})"
         if self._difference > 0 and self.row.skipped:
-            off += f", {count_of(self.row.skipped, 'step')} of {self.row.steps} skipped"
+            shown += f", {count_of(self.row.skipped, 'step')} of {self.row.steps} skipped"
         if self._has_seeds:
             verdict = "better"
             if self._difference > 0:
                 verdict = "worse"
-            return f"{verdict} than {reference} ({off}, beyond the spread of the seeds)"
+            return f"{verdict} than {reference} ({shown}, beyond the spread of the seeds)"
         if self._difference < 0:
-            return f"no worse than {reference} ({off})"
+            return f"no worse than {reference} ({shown})"
         if self.may_be_chance:
-            return f"perhaps worse than {reference} ({off})"
-        return f"worse than {reference} ({off})"
+            return f"perhaps worse than {reference} ({shown})"
+        return f"worse than {reference} ({shown})"
 
     def _judge_training(self) -> str:
-        """Return a verdict from other facts than the last losses; "" if the last losses decide."""
+        """Return a verdict from dropped batches, skipped steps, lost updates, gradients, or the gain.
+
+        Returns "" if these say nothing, so that the last losses decide.
+        """
         reference, run, steps = self._reference, self.row.run, self.row.steps
         dropped = self._count_dropped()
         if dropped:
@@ -162,25 +173,29 @@ class Assessment:
             return ""
         if gained <= LEARNED * noise:
             return f"not judged: {self._reference} has learned nothing in these steps"
-        first = self._summary.first_difference(self.row.name)
-        is_off = abs(self._difference) > ALIKE_IN_GAIN * gained
-        if is_off and first is not None and gained <= RESOLVED * first:
+        rounding = self._summary.first_difference(self.row.name)
+        seems_worse = abs(self._difference) > ALIKE_IN_GAIN * gained
+        if seems_worse and rounding is not None and gained <= RESOLVED * rounding:
             return (
                 f"not judged: {self._reference} has learned too little in these steps (its loss gained {gained:.1e};"
-                f" rounding alone is {first:.1e})"
+                f" rounding alone is {rounding:.1e})"
             )
         return ""
 
     def _count_dropped(self) -> int:
-        """Return how many batches end in no step, beyond the share that does in the reference; 0 for a few."""
-        plain = self._reference_row
-        if not (plain.batches and plain.steps and self.row.batches):
+        """Return how many batches more than in the reference end in no step; 0 if they are only a few.
+
+        In the reference, several batches may belong to each step, by gradient accumulation.
+        """
+        reference = self._reference_row
+        if not (reference.batches and reference.steps and self.row.batches):
             return 0
-        dropped = self.row.batches - round(self.row.steps * plain.batches / plain.steps)
+        batches_in_steps = round(self.row.steps * reference.batches / reference.steps)
+        dropped = self.row.batches - batches_in_steps
         return dropped if dropped > max(1, DROPPED * self.row.batches) else 0
 
     def _find_reason(self) -> str:
-        """Return why the difference of the losses means nothing; "" if it means something."""
+        """Return why the difference of the losses means nothing, such as "within noise"; "" if it means something."""
         size, noise = abs(self._difference), self._summary.noise
         if noise is not None and size <= WITHIN * noise:
             return WITHIN_NOISE
@@ -197,17 +212,18 @@ class Assessment:
 
     def _describe_difference(self) -> str:
         """Return the difference of the losses in words, such as "0.5% higher"."""
-        size, base = abs(self._difference), abs(self._reference_loss)
+        size, loss = abs(self._difference), abs(self._reference_loss)
         direction = "lower"
         if self._difference > 0:
             direction = "higher"
         gained = self._summary.gained
-        if gained and ALIKE_IN_GAIN * gained < size < ALIKE * base:
+        # small beside a loss with a large constant, but not beside the gain
+        if gained and ALIKE_IN_GAIN * gained < size < ALIKE * loss:
             return f"{direction} by {size / gained:.0%} of what {self._reference} gained"
-        if base and size / base < 1e-4:
+        if loss and size / loss < 1e-4:
             return f"less than 0.01% {direction}"
-        if base and size / base < 100:
-            return f"{size / base:.2%} {direction}"
+        if loss and size / loss < 100:
+            return f"{size / loss:.2%} {direction}"
         return f"{size:.1e} {direction}"
 
     def _is_within_seeds(self) -> bool:
@@ -236,10 +252,10 @@ class Assessment:
 
     def of_memory(self) -> str:
         """Return in words how much memory the run needs; "" if as much as the reference, or not known."""
-        peak, base = self.row.run.peak, self._reference_row.run.peak
-        if self._is_all_skipped or peak is None or not base:
+        peak, reference_peak = self.row.run.peak, self._reference_row.run.peak
+        if self._is_all_skipped or peak is None or not reference_peak:
             return ""
-        factor = peak / base
+        factor = peak / reference_peak
         if abs(factor - 1) <= _ALIKE_IN_COST:
             return ""
         return f"; {factor:.2f} times the peak memory"

@@ -1,4 +1,4 @@
-"""`Campaign`: makes the runs of a comparison, one after another, since parallel runs would disturb the clock."""
+"""`Campaign`: makes the runs of a comparison, one after another, because parallel runs would disturb the clock."""
 
 import functools
 import math
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ...config import levels
 from ...errors import SessionError
 from ...script_settings import NoRegionError, Settings
+from ...tables import count_of
 from ..recordings import Record, Recording
 from ..records import (
     ComparedRecord,
@@ -24,7 +25,7 @@ from ..records import (
     RunRecord,
     SampleRecord,
 )
-from ..runs import Run, RunFailedError, Runner
+from ..runs import NO_STEP, Run, RunFailedError, Runner, may_depend_on_dtype
 from .comparison import Comparison
 
 CURVES = "comparing.probes:CurveProbe"
@@ -33,20 +34,22 @@ AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
 SCRIPT = "script"
-"""The name of a run as it is if the script makes its weights 16-bit, and of a reference that keeps 16 bits."""
+"""The name of the run without changes, of a script that makes its weights 16-bit itself, and of the reference if it
+cannot run in float32.
+"""
 
 NOT_RUN = "did not run"
-"""The reason why a run that never began has no results."""
+"""The value of `ComparedRecord.failed` for a run that never began."""
 
 NOISE, FROZEN = "weights off by one unit", "weights put back"
 """Variants of the reference. The first shows the noise of losses; the second sees the same batches, but learns nothing.
 """
 
 CLOSE = 0.02
-"""Rounding to 16 bits changes weights by less than this share."""
+"""Weights are equal, up to rounding to 16 bits, if their relative difference (L2) is below this."""
 
 SHARE = 0.01
-"""Gradients of a layer count if their norm is at least this share of the norm of all gradients."""
+"""Gradients of a layer are compared if their norm is at least this share of the norm of all gradients."""
 
 
 class Plan(NamedTuple):
@@ -54,12 +57,12 @@ class Plan(NamedTuple):
 
     Attributes:
         runs: the settings of each run, by name.
-        native_runs: the runs to make instead if the training turns out to use torch.autocast.
-        low_runs: the runs to make instead if it turns out to have 16-bit weights, and no amp.
+        native_runs: the runs to make instead if the first run shows that the training uses torch.autocast.
+        low_runs: the runs to make instead if the first run shows 16-bit weights, and no amp.
         reference: the name of the run with which the others are compared.
         steps, seeds: the number of steps from each seed, and the seeds.
         command: the command line to show.
-        is_asked: whether the user named the runs. Not every training suits all default runs.
+        is_asked: whether the user named the runs. If not, default runs that do not suit the training are left out.
     """
 
     runs: dict[str, Settings]
@@ -81,10 +84,14 @@ def plan_runs(
     *,
     everywhere: bool = False,
 ) -> Plan:
-    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml"; None stands for the default runs.
+    """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml".
 
-    The second and further runs of a name get numbers. The reference becomes the first run if it is not among them. With
-    `everywhere`, the whole training is in one region of autocast.
+    If several runs have the same name, they are called "O4", "O4 (2)", and so on.
+
+    Args:
+        asked: the runs that the user named; None for the default runs.
+        reference: the run with which the others are compared. If it is not among the runs, it is added as the first.
+        everywhere: the whole training is in one region of autocast.
     """
     plain = levels.find_plain_level().name
     with_amp = [level.name for level in levels.read_levels() if level.keeps_small_updates]
@@ -102,7 +109,7 @@ def plan_runs(
 
 
 def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
-    """Return the settings of each run by its name: of the asked runs and the reference."""
+    """Return the settings of the asked runs, and of the reference if it is not among them, by their names."""
     all_runs: list[str | Settings] = list(asked)
     if parse_run(reference) not in map(parse_run, all_runs):
         all_runs.insert(0, reference)
@@ -118,7 +125,10 @@ def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Set
 
 
 def parse_run(run: str | Settings) -> Settings:
-    """Return the settings of a run: its level, None for the script's own ("as-is"), and the lists after each `+`."""
+    """Return the settings of a run: Settings("O4", ("my_lists.yaml",)) for "O4+my_lists.yaml".
+
+    The level is None for "as-is" and "script", which run at the script's own level.
+    """
     if isinstance(run, Settings):
         return run
     level, *lists = run.split("+")
@@ -128,7 +138,7 @@ def parse_run(run: str | Settings) -> Settings:
 
 
 def name_run(run: str | Settings) -> str:
-    """Return the name of a run: its level and its lists, without their folders."""
+    """Return the name of a run: "O4+my_lists.yaml" for "O4+lists/my_lists.yaml"."""
     if run == SCRIPT:
         return SCRIPT
     settings = parse_run(run)
@@ -137,7 +147,7 @@ def name_run(run: str | Settings) -> str:
 
 @functools.cache
 def is_in_float32(settings: Settings) -> bool:
-    """Return whether a run should be in float32, whatever dtypes the script asks for."""
+    """Return whether a run is at O0. Such a run gets float32 wherever the script asks for 16 bits."""
     return settings.opt_level == levels.find_plain_level().name
 
 
@@ -152,45 +162,53 @@ class Campaign:
     A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
     bits, and is called "script".
 
-    If two runs fail for the same reason before their first step, the remaining runs are left out.
+    If the training fails in float32 for a reason that has nothing to do with dtypes, no other run is made. If two runs
+    fail for the same reason, and none has come to its end, the remaining runs are left out.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
         self._runner = runner
         self._plan = plan
         self._tell = tell
-        self._header: RunRecord | None = None
-        self._measured: list[Record] = []  # of gradients, layers and ops
-        self._samples: dict[str, SampleRecord] = {}
-        self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # by dtype, module and op
+        self._header: RunRecord | None = None  # of the reference, or of the first run if the reference has failed
+        self._measured: list[Record] = []  # records about gradients, layers and ops
+        self._samples: dict[str, SampleRecord] = {}  # of the layers of the reference, by module
+        self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # in the reference, by dtype, module and op
         self._done = 0  # the number of runs that have begun
         self._left_out = ""  # which default runs are left out, and why
-        self._reference = plan.reference
+        self._reference = plan.reference  # its name
         self._not_float32 = ""  # why the reference keeps 16 bits
         self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
 
     def _begin(self, runs: dict[str, Settings]) -> None:
-        """Start with these runs, and no results."""
+        """Set the runs to make, and drop all results."""
         self._runs = runs
         self._compared = {name: ComparedRecord(name, failed=NOT_RUN) for name in runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
-        """Make all runs. A run that fails is noted; an interrupt propagates."""
+        """Make all runs. A run that fails is noted; an interrupt propagates.
+
+        Raises RunFailedError if the training fails in float32 for a reason that other levels would share.
+        """
         seeds = self._plan.seeds
-        self._train_reference(seeds[0])
+        failed = self._train_reference(seeds[0])
         reference = self._reference
-        # from each seed all runs and the noise; from the first also the layers of all runs, and frozen weights
-        self._total = (len(self._runs) + 1) * len(seeds) + len(self._runs) + 1
+        if failed is not None and is_in_float32(self._runs[reference]) and not may_depend_on_dtype(failed):
+            self._stop_at(failed)
+            return
+        from_each_seed = len(self._runs) + 1  # all runs, and the noise of the reference
+        only_from_first_seed = len(self._runs) + 1  # the layers of all runs, and the frozen weights of the reference
+        self._total = from_each_seed * len(seeds) + only_from_first_seed
         # the reference first, because other runs are compared with its samples
-        order = sorted(self._runs, key=lambda name: name != reference)
+        in_order = sorted(self._runs, key=lambda name: name != reference)
         for seed in seeds:
-            for name in order:
+            for name in in_order:
                 if self._fails_alike():
                     return
-                is_done = name == reference and seed == seeds[0]  # by `_train_reference`
-                if not is_done and self._compared[name].failed in ("", NOT_RUN):
+                has_trained = name == reference and seed == seeds[0]  # in `_train_reference`
+                if not has_trained and self._compared[name].failed in ("", NOT_RUN):
                     self._train(name, seed)
                 if name == reference and not self._compared[name].failed:
                     if self._has_same_losses():
@@ -201,21 +219,37 @@ class Campaign:
                 if seed == seeds[0] and not self._compared[name].failed:
                     self._look_at_layers(name, seed)
 
-    def _train_reference(self, seed: int) -> None:
-        """Make the first run of the reference. It shows which other runs suit the training."""
+    def _stop_at(self, failed: RunFailedError) -> None:
+        """Raise the error of a training that fails in float32. One that only takes no step has no error to raise."""
+        name = self._reference
+        if str(failed).startswith(NO_STEP):
+            return
+        more = ""
+        taken = max((len(curve.losses) for curve in self._curves[name]), default=0)
+        if taken:
+            more = f"\n--steps {taken} compares the {count_of(taken, 'step')} before it"
+        raise RunFailedError(
+            f"the training fails in float32 ({name}), so no other level was run:\n{failed}{more}"
+        ) from (failed.__cause__ or failed)
+
+    def _train_reference(self, seed: int) -> RunFailedError | None:
+        """Make the first run of the reference, and return its error. It shows which other runs suit the training."""
         reference = self._reference
         failed = self._train(reference, seed)
+        # it may fail because it got float32 where the script asks for 16 bits, so try again with the script's dtypes
         if failed is not None and failed.was_widened:
             self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
             self._curves[reference].clear()
-            self._done -= 1  # the repeated run counts once
-            if self._train(reference, seed) is not None:
-                self._not_float32 = ""  # the training fails anyway
+            self._done -= 1  # both tries count as one run
+            failed = self._train(reference, seed)
+            if failed is not None:
+                self._not_float32 = ""  # the training fails in any dtype
         elif self._header is not None and is_in_float32(self._runs[reference]):
             self._not_float32 = ", ".join(self._header.not_widened)
         self._choose_native_runs()
         if self._not_float32:
             self._rename_reference()
+        return failed
 
     def _rename_reference(self) -> None:
         """Call the reference "script", because it keeps 16 bits."""
@@ -230,18 +264,18 @@ class Campaign:
         self._curves[SCRIPT] = [replace(curve, run=SCRIPT) for curve in self._curves[SCRIPT]]
 
     def _choose_native_runs(self) -> None:
-        """Switch to the runs for torch.autocast, or for 16-bit weights, if the reference turned out to use them."""
+        """Make other runs than planned if the run of the reference has shown torch.autocast or 16-bit weights."""
         header, reference = self._header, self._reference
         if header is None or not header.is_native:
             return
         runs = dict(self._plan.low_runs if header.script_low else self._plan.native_runs)
         if runs == self._runs:
             return
-        compared, curves = self._compared[reference], self._curves[reference]
         if header.needs_scaler and not self._plan.is_asked:
             self._leave_out_unscaled(runs)
+        results = self._compared[reference], self._curves[reference]
         self._begin(runs)
-        self._compared[reference], self._curves[reference] = compared, curves
+        self._compared[reference], self._curves[reference] = results
 
     def _leave_out_unscaled(self, runs: dict[str, Settings]) -> None:
         """Take the float16 levels out of the default runs, except for the reference."""
@@ -260,10 +294,10 @@ class Campaign:
         return len(losses) > 1 and losses[0] == losses[1]
 
     def _fails_alike(self) -> bool:
-        """Return whether two runs failed for the same reason, and no run has taken a step."""
+        """Return whether two runs failed for the same reason, and no run has come to its end."""
         reasons = Counter(run.failed for run in self._compared.values() if run.failed not in ("", NOT_RUN))
-        has_steps = any(curve.losses for curves in self._curves.values() for curve in curves)
-        return not has_steps and max(reasons.values(), default=0) > 1
+        has_ended = any(not run.failed for run in self._compared.values())
+        return not has_ended and max(reasons.values(), default=0) > 1
 
     def comparison(self) -> Comparison:
         """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
@@ -282,7 +316,10 @@ class Campaign:
         return Comparison(Recording(self._header, [about, *self._compared.values(), *curves, *self._measured]))
 
     def _train(self, name: str, seed: int, variant: str = "") -> RunFailedError | None:
-        """Make a run, and return its error; None if it did not fail."""
+        """Make a run for its losses and times, and return its error, or None if it did not fail.
+
+        `variant` is `NOISE`, `FROZEN`, or "" for the run itself.
+        """
         title = ", ".join(filter(None, (name, variant, f"seed {seed}")))
         self._announce(title)
         options: dict[str, object] = {"steps": self._plan.steps}
@@ -290,7 +327,7 @@ class Campaign:
             options["is_noise" if variant == NOISE else "is_frozen"] = True
         recording, failed = self._watch(name, CURVES, options, seed, folder="" if variant else title)
         if variant and failed is not None:
-            return failed  # the noise or the gain stays unknown, and the comparison stands
+            return failed  # the noise or the gain stays unknown, but the comparison goes on
         if not variant:
             self._change(name, failed=str(failed or ""))
         if recording is None:
@@ -310,7 +347,7 @@ class Campaign:
         return failed
 
     def _look_at_layers(self, name: str, seed: int) -> None:
-        """Make a short run that measures layers, memory and updates, and compare it with the reference's."""
+        """Make a short run for layers, memory and updates, and compare its layers with the reference's."""
         self._announce(f"{name}, layers and memory")
         loss_scale = None
         curves = [curve for curve in self._curves[name] if curve.scales]
@@ -341,12 +378,12 @@ class Campaign:
                     self._measured.append(replace(self._op_errors[key], run=name, site=op.site))
             for module, sample in self._samples.items():
                 if module and module in samples:
-                    self._measured.append(_compare(name, sample, samples[module]))
+                    self._measured.append(_compare_layer(name, sample, samples[module]))
         else:
             self._change(name, has_equal_weights=False)
 
     def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
-        """Return whether a run began with the weights of the reference, rounded or not, by samples of both."""
+        """Return whether a run began with the weights of the reference, perhaps rounded, from its samples."""
         # the sample named "" holds weights before the first step
         if "" not in samples or "" not in self._samples:
             return False
@@ -356,9 +393,9 @@ class Campaign:
     def _watch(
         self, name: str, probe: str, options: dict[str, object], seed: int, folder: str = ""
     ) -> tuple[Recording | None, RunFailedError | None]:
-        """Make a run, and return its recording and its error, if there are any.
+        """Make a run with a probe, and return its recording and its error. A failed run may have both.
 
-        The files that the script writes are kept in `folder`, but not if it is "".
+        The files that the script writes are kept in `folder`; if it is "", they are not kept.
         """
         try:
             settings = self._runs[name]
@@ -369,13 +406,16 @@ class Campaign:
         except NoRegionError:  # the script uses no amp, so every run would fail
             raise
         except Exception as error:  # of the function that trains; other runs may not fail
-            return None, RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
+            failed = RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
+            failed.__cause__ = error
+            return None, failed
 
     def _change(self, name: str, **properties: Any) -> None:
-        """Set properties of the record of a run."""
+        """Set properties of the `ComparedRecord` of a run."""
         self._compared[name] = replace(self._compared[name], **properties)
 
     def _announce(self, title: str) -> None:
+        """Tell the user that a run begins, in a line such as "run 3 of 12: O4, seed 0"."""
         self._done += 1
         progress = f"run {self._done}"
         if self._total:
@@ -383,34 +423,34 @@ class Campaign:
         self._tell(f"{progress}: {title}")
 
 
-def _compare(run: str, reference: SampleRecord, own: SampleRecord) -> LayerRecord:
+def _compare_layer(run: str, reference: SampleRecord, sample: SampleRecord) -> LayerRecord:
+    """Return the errors of a layer in a run, from its samples there and in the reference."""
     return LayerRecord(
         run,
         reference.module,
-        find_error(reference.input, own.input),
-        find_error(reference.output, own.output),
-        find_error(reference.gradient, own.gradient),
+        find_error(reference.input, sample.input),
+        find_error(reference.output, sample.output),
+        find_error(reference.gradient, sample.gradient),
     )
 
 
 def find_gradient_error(
     reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
 ) -> tuple[float | None, str]:
-    """Return the largest relative error of a layer's gradients, and the layer; None and "" if no layer counts.
+    """Return the largest relative error of a layer's gradients, and the layer; None and "" if none can be compared.
 
-    A layer counts if both runs have its gradients, and `SHARE` or more of the norm of all gradients.
+    Layers are compared if both runs have their gradients, and if these are not too small (see `SHARE`).
     """
-    common = {
+    gradients = {
         module: sample.gradient
         for module, sample in reference.items()
         if sample.gradient and module in samples and len(sample.gradient) == len(samples[module].gradient)
     }
-    whole = math.hypot(*(value for gradient in common.values() for value in gradient))
-    errors = {
-        module: find_error(gradient, samples[module].gradient) or 0.0
-        for module, gradient in common.items()
-        if math.hypot(*gradient) >= SHARE * whole
-    }
+    norm_of_all = math.hypot(*(value for gradient in gradients.values() for value in gradient))
+    errors: dict[str, float] = {}
+    for module, gradient in gradients.items():
+        if math.hypot(*gradient) >= SHARE * norm_of_all:
+            errors[module] = find_error(gradient, samples[module].gradient) or 0.0
     if not errors:
         return None, ""
     worst = max(errors, key=lambda module: errors[module])
@@ -418,10 +458,10 @@ def find_gradient_error(
 
 
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the relative error (L2) of values.
+    """Return the relative error (L2) of values, |values - reference| / |reference|.
 
-    It is 0 if all are equal, inf if a value is not finite or the reference is zero, and None if there are no values or
-    their numbers differ.
+    It is 0 if all values are equal, and inf if a value is not finite or the reference is zero. It is None without
+    values, and if the lengths differ.
     """
     if not reference or len(reference) != len(values):
         return None

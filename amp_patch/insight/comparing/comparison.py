@@ -6,7 +6,7 @@ from .. import display
 from ..recordings import Recording
 from ..report import write_report
 from .summary import Summary
-from .text import format_comparison, heading
+from .text import format_comparison, heading, judge_runs
 
 
 class Comparison(Summary):
@@ -23,9 +23,19 @@ class Comparison(Summary):
     def __repr__(self) -> str:
         return f"<Comparison: {heading(self)}; print() shows it>"
 
-    def table(self) -> str:
-        """Return a table with a row for each run, and a legend."""
-        return format_comparison(self)
+    def table(self, width: int | None = None) -> str:
+        """Return a verdict for each run, a table with a row for each run, and notes.
+
+        Args:
+            width: the most columns of the table, which then leaves out columns of zeros and shortens names. None: all
+                columns and whole names.
+        """
+        return format_comparison(self, width)
+
+    @property
+    def judged(self) -> list[bool | None]:
+        """Whether each verdict, a line at the beginning of the text, is good; None for neither good nor bad."""
+        return [verdict.is_good for verdict in judge_runs(self)]
 
     def _repr_html_(self) -> str:
         return display.as_html(self)

@@ -1,9 +1,13 @@
-"""Magnitudes of gradients, counted so that the effect of a 16-bit dtype at any loss scale can be computed exactly.
+"""Counts of gradients by magnitude, from which the effect of a 16-bit dtype at any loss scale is computed exactly.
 
-There are four counts for the values from 2**e up to, but not including, 2**(e + 1). Each value counts once, in the last
-class that fits: 2**e itself; a larger value; a value that bfloat16 rounds up to 2**(e + 1), from (2 - 2**-8) * 2**e on;
-a value that float16 rounds up, too, from (2 - 2**-11) * 2**e on. The counts of all e stand one after another, from the
-lowest e on.
+The magnitudes from 2**e up to, but not including, 2**(e + 1) are counted in four classes:
+
+    0: 2**e itself
+    1: larger ones
+    2: from (2 - 2**-8) * 2**e on, which bfloat16 rounds up to 2**(e + 1)
+    3: from (2 - 2**-11) * 2**e on, which float16 rounds up to 2**(e + 1), too
+
+The list of counts has the four classes of the lowest e, then those of the next e, and so on.
 """
 
 import math
@@ -15,7 +19,7 @@ from ..records import CLASSES, GradientRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LOWEST, _HIGHEST = -149, 127  # powers of two that float32 has
+_LOWEST, _HIGHEST = -149, 127  # the exponents e of the powers of two that float32 has
 
 
 class Format(NamedTuple):
@@ -25,7 +29,7 @@ class Format(NamedTuple):
         zero: values up to 2**zero round to zero.
         normal: values below 2**normal are subnormal: they have fewer bits.
         last: values from 2**(last + 1) on round to inf.
-        infinite: so do values from 2**last on, if they are in this one of the four classes (from 0) or a later one.
+        infinite: of the values from 2**last on, those in this class (0 to 3) and the later classes round to inf.
     """
 
     zero: int
@@ -63,13 +67,14 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
                 positive = positive.cpu()  # MPS has no frexp in torch 2.13
             # frexp returns mantissas from 0.5 up to 1, half of those in the docstring, so exponents are e + 1
             mantissa, exponent = torch.frexp(positive)
-            kind = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
-            places = (exponent - 1 - _LOWEST) * CLASSES + kind
+            class_of_value = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
+            places = (exponent - 1 - _LOWEST) * CLASSES + class_of_value
             total += torch.bincount(places, minlength=len(total)).cpu()
-    powers = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
-    if not any(powers):
+    # for each e, whether there is any value; leave out the e below the first and above the last
+    has_values = [any(total[place : place + CLASSES].tolist()) for place in range(0, len(total), CLASSES)]
+    if not any(has_values):
         return GradientRecord("", 0, (), zeros, nonfinite)
-    first, last = powers.index(True), len(powers) - powers[::-1].index(True)
+    first, last = has_values.index(True), len(has_values) - has_values[::-1].index(True)
     counts = tuple(total[first * CLASSES : last * CLASSES].tolist())
     return GradientRecord("", first + _LOWEST, counts, zeros, nonfinite)
 
@@ -79,15 +84,16 @@ def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares
 
     The scale is rounded to a power of two. The result is exact, except for subnormals that round up to a normal number.
     """
-    form, first = FORMATS[low], counted.lowest + round(math.log2(scale))
+    form = FORMATS[low]
+    lowest = counted.lowest + round(math.log2(scale))
     zero = subnormal = infinite = 0
     for place, number in enumerate(counted.counts):
-        power, kind = first + place // CLASSES, place % CLASSES
-        if power < form.zero or (power == form.zero and kind == 0):
+        exponent, class_of_values = lowest + place // CLASSES, place % CLASSES
+        if exponent < form.zero or (exponent == form.zero and class_of_values == 0):
             zero += number
-        elif power < form.normal:
+        elif exponent < form.normal:
             subnormal += number
-        elif power > form.last or (power == form.last and kind >= form.infinite):
+        elif exponent > form.last or (exponent == form.last and class_of_values >= form.infinite):
             infinite += number
     total = sum(counted.counts) or 1
     return Shares(zero / total, subnormal / total, infinite / total)

@@ -1,4 +1,4 @@
-"""`PeakMeter`: the largest number of bytes in use between `start` and `stop`."""
+"""`PeakMeter`: measures the largest number of bytes in use between `start` and `stop`."""
 
 import itertools
 import weakref
@@ -18,11 +18,14 @@ from ..tensors import tensors_in
 class PeakMeter:
     """Measures the peak of the memory of a session.
 
-    On an accelerator, the allocator reports it. MPS has no such report, so the peak is None. On a CPU, it is the sum of
-    the living storages of weights, masters, gradients and optimizer states, and of all results of ops. This leaves out
-    the memory that ops use internally.
+    On an accelerator, the allocator of torch reports the peak. On MPS it does not, so the peak is None. On a CPU, a
+    dispatch mode adds up the storages that are alive: weights, masters, gradients and optimizer states, and all results
+    of ops. Memory that ops use internally is not counted there.
 
-    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled meanwhile.
+    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
+
+    Attributes:
+        peak: bytes; None before `stop`, and if unknown.
     """
 
     def __init__(self, session: Session) -> None:
@@ -32,7 +35,7 @@ class PeakMeter:
 
     def start(self) -> None:
         """Start measuring."""
-        if self._session.device_type != "cpu":  # the allocator also counts memory that ops use internally
+        if self._session.device_type != "cpu":
             self._call_allocator("reset_peak_memory_stats")
         else:
             self._counting = _Counting()
@@ -55,12 +58,15 @@ class PeakMeter:
 
 
 class _Counting(TorchDispatchMode):
-    """Adds up the living storages. The id of a storage object identifies it: torch keeps the object while it lives."""
+    """Adds up the bytes of storages that are alive, each storage once.
+
+    A storage is known by the id of its Python object, because torch keeps this object as long as the storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._in_use = self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}  # the living storages, by id
+        self._in_use = self.peak = 0  # bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

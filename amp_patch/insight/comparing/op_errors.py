@@ -1,5 +1,7 @@
-"""Finds the error that each op adds in 16 bits. `OpErrors` measures it, in the run in float32; `LowOps` notes which ops
-of another run have it.
+"""Finds the error that each op adds in 16 bits.
+
+`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in another
+run; their errors are those that `OpErrors` has measured.
 """
 
 import contextlib
@@ -25,23 +27,23 @@ RANDOM = frozenset(
 """Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
 _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""Functions that do so on a GPU, whose kernels draw several numbers at once, but not on a CPU."""
+"""Functions that do so on a GPU alone, because a kernel there draws several numbers at once."""
 
 
 class LowOps:
-    """Notes which ops of a step have a result in 16 bits."""
+    """Notes which ops of a step have a result in 16 bits. The records have no errors."""
 
     def __init__(self) -> None:
         self._watch: OpWatch | None = None
         self._session: Session | None = None
-        self._has_seen = False
-        self._seen: dict[tuple[str, str], OpErrorRecord] = {}
+        self._has_seen_ops = False
+        self._low_ops: dict[tuple[str, str], OpErrorRecord] = {}  # by module and op
 
     def watch(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
         if self._watch is not None:
-            if self._session is session and self._has_seen:
-                return  # once ops are noted, the names of their modules should not change
+            if self._session is session and self._has_seen_ops:
+                return  # more models would change the names of modules, which noted ops have already
             self._watch.stop()
         self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
@@ -54,7 +56,7 @@ class LowOps:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager: ignore the ops of the block, because they are not the script's."""
+        """Context manager: ignore the ops of the block, which are the probe's own."""
         watch = self._watch
         if watch is None or watch.is_busy:
             yield
@@ -67,7 +69,7 @@ class LowOps:
 
     def records(self) -> Iterator[OpErrorRecord]:
         """Yield a record for each op in each module."""
-        yield from self._seen.values()
+        yield from self._low_ops.values()
 
     def _here(self) -> str:
         """Return the name of the module that runs."""
@@ -77,21 +79,25 @@ class LowOps:
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None
     ) -> Any:
+        """Call a function, and note the op if its result has 16 bits."""
         result = function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return result
-        op = _shorten(op)
+        key = self._here(), _without_namespace(op)
         for tensor in tensors_in([result]):
-            self._has_seen = True
-            if tensor.dtype in LOW_DTYPES and (self._here(), op) not in self._seen:
-                is_random = op in RANDOM or (op in _RANDOM_ON_GPU and tensor.device.type != "cpu")
-                key = self._here(), op
-                self._seen[key] = OpErrorRecord("", short(tensor.dtype), *key, find_site().place, is_random=is_random)
+            self._has_seen_ops = True
+            if tensor.dtype in LOW_DTYPES and key not in self._low_ops:
+                is_random = key[1] in RANDOM or (key[1] in _RANDOM_ON_GPU and tensor.device.type != "cpu")
+                low = short(tensor.dtype)
+                self._low_ops[key] = OpErrorRecord("", low, *key, find_site().place, is_random=is_random)
         return result
 
 
 class OpErrors(LowOps):
-    """Measures the error of each op of a step in both 16-bit dtypes, in a run in float32."""
+    """Measures the error of each op of a step in float16 and in bfloat16, in a run in float32.
+
+    Each call runs three times: in both 16-bit dtypes, by a `Shadow` each, and in float32, whose result the script gets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,30 +111,34 @@ class OpErrors(LowOps):
             shadow.end_step()
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op in each module, and each dtype."""
+        """Yield a record for each op in each module, and each dtype. An overflow is an error of inf."""
         for shadow in self._shadows:
             low = short(shadow.low)
-            for seen in shadow.records():
-                error, site = math.inf if seen.overflow else seen.error, self._sites.get((seen.module, seen.op), "")
-                is_backward = seen.backward_error > error
-                error = max(error, seen.backward_error)
-                yield OpErrorRecord("", low, seen.module, seen.op, site, error, is_backward)
+            for measured in shadow.records():
+                module, op = measured.module, measured.op
+                forward_error = math.inf if measured.overflow else measured.error
+                is_backward = measured.backward_error > forward_error
+                error = max(forward_error, measured.backward_error)
+                yield OpErrorRecord("", low, module, op, self._sites.get((module, op), ""), error, is_backward)
 
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None
     ) -> Any:
+        """Call a function in float32, and compare its result with the results in 16 bits."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        place, op = self._here(), _shorten(op)
-        if (place, op) not in self._sites:
-            self._sites[place, op] = find_site().place
+        module, op = self._here(), _without_namespace(op)
+        if (module, op) not in self._sites:
+            self._sites[module, op] = find_site().place
+        # before the call, which may change its arguments in place
         low_results = [shadow.run_low(op, function, args, kwargs) for shadow in self._shadows]
         result = function(*args, **kwargs)
-        self._has_seen = self._has_seen or any(True for _ in tensors_in([result]))
-        for shadow, low in zip(self._shadows, low_results, strict=True):
-            shadow.compare(place, op, low, result, is_listed=False)
+        self._has_seen_ops = self._has_seen_ops or any(True for _ in tensors_in([result]))
+        for shadow, low_result in zip(self._shadows, low_results, strict=True):
+            shadow.compare(module, op, low_result, result, is_listed=False)
         return result
 
 
-def _shorten(op: str) -> str:
+def _without_namespace(op: str) -> str:
+    """Return the last part of the name of an op: "linear" for "F.linear"."""
     return op.rpartition(".")[2]

@@ -1,4 +1,6 @@
-"""The probes of a comparison: `CurveProbe` watches a whole run, `LayerProbe` only its first steps."""
+"""The probes of a comparison. `CurveProbe` watches losses and times in a whole run; `LayerProbe` watches layers, ops,
+memory and updates in its first steps.
+"""
 
 import contextlib
 import math
@@ -31,10 +33,10 @@ from .op_errors import LowOps, OpErrors
 from .summary import mean
 
 SAMPLES = 512
-"""The most values of a tensor that are compared."""
+"""The most values of a tensor that a sample has."""
 
 UPDATES = 4
-"""The number of steps whose updates are followed."""
+"""The number of steps in which `LayerProbe` follows the updates of 16-bit tensors."""
 
 
 class CurveProbe(Probe):
@@ -66,13 +68,14 @@ class CurveProbe(Probe):
             self._first_weights = _FirstWeights()
         self._batch_counter = _BatchCounter()
         self._batches = 0
-        self._pending: list[Tensor] = []
+        self._pending: list[Tensor] = []  # the losses of the present step
+        # a value for each step, except for `_skipped`, which has the numbers of skipped steps
         self._losses: list[float] = []
         self._scales: list[float] = []
-        self._skipped: list[int] = []
         self._seconds: list[float] = []
+        self._skipped: list[int] = []
         self._read_clock = time.perf_counter
-        self._started = self._read_clock()
+        self._step_started = self._read_clock()
 
     def session_opened(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
@@ -84,7 +87,7 @@ class CurveProbe(Probe):
         self._batch_counter.start()
         if session.device_type == "cpu":
             self._read_clock = time.process_time
-        self._started = self._read_clock()
+        self._step_started = self._read_clock()
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
         """Keep the loss until the end of the step."""
@@ -115,17 +118,17 @@ class CurveProbe(Probe):
         self.run = describe_run(session)
         if session.device_type != "cpu":
             torch.accelerator.synchronize()
-        self._seconds.append(self._read_clock() - self._started)
+        self._seconds.append(self._read_clock() - self._step_started)
         losses = [loss.cpu().double().mean().item() for loss in self._pending]
         self._pending.clear()
-        self._losses.append(_shorten(mean(losses)))
+        self._losses.append(_round(mean(losses)))
         self._scales.append(min(session.stats().loss_scales))
         if session.is_skipped(optimizer):
             self._skipped.append(self._count - 1)
         if self._count == self._limit:
             self.stop()
             self._on_end()
-        self._started = self._read_clock()
+        self._step_started = self._read_clock()
 
     def stop(self) -> None:
         """Stop watching. Harmless twice."""
@@ -138,15 +141,15 @@ class CurveProbe(Probe):
             # without the first steps, which allocate memory and compile kernels
             warm = self._seconds[max(1, len(self._seconds) // 10) :] or self._seconds
             ms = round(1e3 * statistics.median(warm), 4)
-        curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
         is_frozen = self._first_weights is not None
         if self._first_weights is not None and not self._first_weights.has_any:
             return  # no weights were put back: steps with a closure do not report that they begin
+        curves = tuple(self._losses), tuple(self._scales), tuple(self._skipped)
         yield CurveRecord("", 0, *curves, ms, self._is_noise, is_frozen, self._batches)
 
 
 class _BatchCounter:
-    """Counts the batches: the calls of the module that is called first in each step, with gradients enabled."""
+    """Counts batches: in each step, the calls of the module that is called first, with gradients enabled."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -197,21 +200,21 @@ class _FirstWeights:
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
-        """Put the weights of this optimizer back. A living graph may hold the weights of others."""
+        """Put the weights of this optimizer back, but no others: a graph that is still alive may hold these."""
         for weight, value in self._kept.get(id(optimizer), ()):
             weight.copy_(value)
         current.require().sync()
 
 
-def _shorten(value: float) -> float:
+def _round(value: float) -> float:
     """Return a number rounded to nine digits, which are enough for float32."""
     return float(f"{value:.9g}")
 
 
 def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
-    """Move weights by one unit in the last place of their dtype, up or down.
+    """Move each element of weights by one unit in the last place of its dtype, up or down.
 
-    The seed decides which go up. The random numbers of the run stay the same.
+    The seed decides which elements go up. The random numbers of the run stay the same.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
@@ -226,8 +229,8 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 class LayerProbe(Probe):
     """Samples layers in the first step of a run, and measures the memory of the second.
 
-    With `has_errors`, it also measures the errors of ops in the first step. Without, it follows the updates of the
-    `UPDATES` steps after the second.
+    With `has_errors`, it also measures the errors of ops in the first step. Without `has_errors`, it follows updates of
+    16-bit tensors in the `UPDATES` steps after the second.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
@@ -252,10 +255,11 @@ class LayerProbe(Probe):
         self._names: dict[int, tuple[nn.Module, str]] = {}
         self._handles: list[RemovableHandle] = []
         self._meter: PeakMeter | None = None
+        # samples, by the name of the layer
         self._inputs: dict[str, tuple[float, ...]] = {}
         self._outputs: dict[str, tuple[float, ...]] = {}
         self._gradients: dict[str, tuple[float, ...]] = {}
-        self._weights: tuple[float, ...] = ()
+        self._weights: tuple[float, ...] = ()  # of all layers, one after the other
         self._counted: GradientRecord | None = None
 
     def session_opened(self, session: Session) -> None:
@@ -287,11 +291,11 @@ class LayerProbe(Probe):
         _, name = self._names.get(id(module), (module, None))
         if name is None or name in samples or not torch.is_grad_enabled() or not is_layer(module):
             return
-        first = find_floating(value)
-        if first is not None:
-            without_values = contextlib.suppress(RuntimeError, NotImplementedError)  # as for a meta tensor
-            with current.without_casts(), self._ops.pause(), without_values:
-                samples[name] = _sample(first)
+        tensor = find_floating(value)
+        if tensor is not None:
+            skip_without_values = contextlib.suppress(RuntimeError, NotImplementedError)  # such as a meta tensor
+            with current.without_casts(), self._ops.pause(), skip_without_values:
+                samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
         """Sample the gradients before the first step, and begin to follow the updates of later ones."""
@@ -309,14 +313,13 @@ class LayerProbe(Probe):
         for module, name in sorted(self._names.values(), key=lambda named: named[1]):
             samples: list[float] = []
             for weight in module.parameters(recurse=False):
-                # if the weight has a master, that has the unscaled gradient
-                holder = session.find_master(weight)
-                if holder is None:
-                    holder = weight
-                weights.extend(_sample(holder, 8))
-                if holder.grad is not None:
-                    samples.extend(_sample_with_norm(holder.grad))
-                    gradients[id(holder)] = holder.grad
+                # if the weight has a master, the master has the unscaled gradient
+                master = session.find_master(weight)
+                trained = weight if master is None else master
+                weights.extend(_sample(trained, 8))
+                if trained.grad is not None:
+                    samples.extend(_sample_with_norm(trained.grad))
+                    gradients[id(trained)] = trained.grad  # once, if modules share the weight
             if samples:
                 self._gradients[name] = tuple(samples)
         self._weights = tuple(weights)
@@ -375,7 +378,7 @@ class LayerProbe(Probe):
             name = worst.tensor or worst.site or ""
             compared = replace(compared, kept=worst.kept, kept_worst=name, lost_by=lost_by)
         yield compared
-        yield SampleRecord("", (), self._weights, ())
+        yield SampleRecord("", (), self._weights, ())  # the record without a name has samples of the weights
         for name in dict.fromkeys([*self._outputs, *self._gradients]):
             yield SampleRecord(
                 name, *(samples.get(name, ()) for samples in (self._inputs, self._outputs, self._gradients))
@@ -386,7 +389,10 @@ class LayerProbe(Probe):
 
 
 def name_layers(session: Session) -> dict[int, tuple[nn.Module, str]]:
-    """Return each module of the models by its id, with its name. A model without a name is called after its class."""
+    """Return each module of the models with its qualified name, by the id of the module.
+
+    A model itself has no qualified name, so it is called after its class: "(Net)".
+    """
     return {
         module_id: (module, name or f"({type(module).__name__})")
         for module_id, (module, name) in name_modules(session.models())
@@ -406,7 +412,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _sample_with_norm(gradient: Tensor) -> Iterator[float]:
-    """Yield samples of a gradient, multiplied so that their norm estimates the norm of the gradient."""
+    """Yield samples of a gradient, each times a factor by which the norm of all estimates the norm of the gradient."""
     values = _sample(gradient)
     factor = math.sqrt(gradient.numel() / max(1, len(values)))
     return (value * factor for value in values)
@@ -421,4 +427,4 @@ def _sample(tensor: Tensor, number: int = SAMPLES) -> tuple[float, ...]:
     values = values.flatten()
     if values.numel() > number:
         values = values[torch.arange(number, device=values.device) * values.numel() // number]
-    return tuple(map(_shorten, values.float().tolist()))
+    return tuple(map(_round, values.float().tolist()))

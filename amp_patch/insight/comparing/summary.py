@@ -1,4 +1,4 @@
-"""`Summary`: the measurements of several runs, with a row of numbers for each."""
+"""`Summary`: the numbers of a comparison, computed from its recording: a `Row` for each run, the noise and the gain."""
 
 import itertools
 import math
@@ -12,22 +12,26 @@ from ..records import ComparedRecord, ComparisonRecord, CurveRecord, GradientRec
 from .exponents import FORMATS, find_shares
 
 LAST_STEPS = 20
-"""A final loss is the mean over the last fifth of the steps, but over no more steps than this."""
+"""A final loss is the mean over the last fifth of the steps, but over at most this many."""
 
 
 class Row(NamedTuple):
     """A run in numbers. None stands for an unknown number.
 
     Attributes:
-        name, run, steps: the name and record of the run, and the number of its steps.
-        loss: the mean of the last losses, over seeds.
-        difference, spread: how much larger the loss is than in the reference, and the standard deviation of this
-            difference over seeds.
-        ms, factor: the time of a step, and its ratio to the time of the reference.
+        name: the name of the run.
+        run: its record.
+        steps: the number of its steps; of several seeds, the smallest.
+        loss: the final loss, a mean over seeds.
+        difference: how much larger the final loss is than in the reference, a mean over seeds.
+        spread: the standard deviation of this difference over seeds.
+        ms: the time of a step in milliseconds, the median over seeds.
+        factor: its ratio to the time of the reference.
         batches: the number of batches in the run of the first seed, including those that end in no step.
-        skipped, scale: the number of skipped steps of all seeds, and the last loss scale of the first seed.
-        zero, zero_scaled: the shares of the reference's gradients that the low dtype rounds to zero, without the loss
-            scale and with it.
+        skipped: the number of skipped steps of all seeds.
+        scale: the last loss scale of the first seed.
+        zero: the share of the reference's gradients that the low dtype rounds to zero, without a loss scale.
+        zero_scaled: the same share with the loss scale `scale`.
         worst: the op in 16 bits that adds the largest error.
     """
 
@@ -48,7 +52,15 @@ class Row(NamedTuple):
 
 
 class Summary:
-    """Runs compared with one of them, from their recording. Raises RecordError for a recording of something else."""
+    """Runs that are compared with one of them, the reference.
+
+    Args:
+        recording: the recording of a comparison. Raises RecordError for any other.
+
+    Attributes:
+        about: the reference, the number of steps, the seeds, ...
+        runs: a record for each run.
+    """
 
     def __init__(self, recording: Recording) -> None:
         comparisons = recording.of(ComparisonRecord)
@@ -64,27 +76,30 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the curves of a run by seed; with `is_noise`, of the runs whose weights were moved."""
+        """Return the losses of a run by seed; with `is_noise`, of its variant whose weights were moved in each step."""
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
     def differences(self, name: str, *, is_noise: bool = False) -> list[list[float]]:
-        """Return how much larger each loss is than the reference's: for each seed that both have, at each step."""
+        """Return how much larger the losses of a run are than the reference's.
+
+        There is a list for each seed that both have, with the difference in each step.
+        """
         reference = self.curves(self.about.reference)
         differences = []
         for seed, curve in self.curves(name, is_noise=is_noise).items():
             if seed in reference:
                 pairs = zip(curve.losses, reference[seed].losses, strict=False)
-                differences.append([own - plain for own, plain in pairs])
+                differences.append([loss - reference_loss for loss, reference_loss in pairs])
         return differences
 
     def final_differences(self, name: str) -> list[float]:
-        """Return the mean difference over the last steps, for each seed."""
-        return [mean(last(each)) for each in self.differences(name)]
+        """Return how much larger the final loss of a run is than the reference's, for each seed."""
+        return [mean(last(of_seed)) for of_seed in self.differences(name)]
 
     @property
     def gained(self) -> float | None:
-        """How much the training of the reference has changed its last losses; None if not measured.
+        """The gain: by how much training has changed the final loss of the reference; None if not measured.
 
         It is the difference from a run on the same batches whose weights are put back after each step.
         """
@@ -92,14 +107,17 @@ class Summary:
         for frozen in self.recording.of(CurveRecord):
             if frozen.is_frozen and frozen.run == self.about.reference and frozen.seed in reference:
                 pairs = zip(frozen.losses, reference[frozen.seed].losses, strict=False)
-                return abs(mean(last([first - learned for first, learned in pairs])))
+                return abs(mean(last([untrained - trained for untrained, trained in pairs])))
         return None
 
     def first_difference(self, name: str) -> float | None:
-        """Return the largest difference of the first losses over the seeds; None if the weights were not equal."""
-        firsts = [abs(each[0]) for each in self.differences(name) if each and math.isfinite(each[0])]
+        """Return the largest difference, over the seeds, of the loss in the first step from the reference's.
+
+        None if the run began with other weights than the reference.
+        """
+        of_seeds = [abs(of_seed[0]) for of_seed in self.differences(name) if of_seed and math.isfinite(of_seed[0])]
         run = next(run for run in self.runs if run.run == name)
-        return max(firsts, default=None) if run.has_equal_weights else None
+        return max(of_seeds, default=None) if run.has_equal_weights else None
 
     @property
     def noise(self) -> float | None:
@@ -109,10 +127,10 @@ class Summary:
         over seeds, but at least the rounding of a loss.
         """
         means = []
-        for each in self.differences(self.about.reference, is_noise=True):
-            sizes_of_all = [abs(value) for value in each]
+        for of_seed in self.differences(self.about.reference, is_noise=True):
+            magnitudes = [abs(difference) for difference in of_seed]
             # in long trainings, noise grows, and the last steps decide on the final loss
-            means.append(max(mean(sizes_of_all), mean(last(sizes_of_all))))
+            means.append(max(mean(magnitudes), mean(last(magnitudes))))
         if not means:
             return None
         largest_loss = 0.0
@@ -125,7 +143,7 @@ class Summary:
 
     @property
     def time_noise(self) -> float:
-        """The largest ratio, over the seeds, of the times of a step in two runs of the reference; 1 with one run."""
+        """The largest ratio of the times of a step in two runs of the reference from the same seed; 1 with one run."""
         noise = self.curves(self.about.reference, is_noise=True)
         largest = 1.0
         for seed, curve in self.curves(self.about.reference).items():
@@ -164,6 +182,7 @@ class Summary:
         return [self._row(run) for run in self.runs]
 
     def _row(self, run: ComparedRecord) -> Row:
+        """Return the numbers of a run. A run without losses has none."""
         name, reference = run.run, self.about.reference
         row = Row(name, run)
         curves = [curve for curve in self.curves(name).values() if curve.losses]
@@ -181,14 +200,15 @@ class Summary:
         plain_ms = _find_median(curve.ms for curve in self.curves(reference).values())
         if ms is not None and plain_ms:
             row = row._replace(factor=ms / plain_ms)
-        means = self.final_differences(name)
-        if means and name != reference:
-            row = row._replace(difference=mean(means))
-            if len(means) > 1 and all(map(math.isfinite, means)):
-                row = row._replace(spread=statistics.stdev(means))
+        differences = self.final_differences(name)
+        if differences and name != reference:
+            row = row._replace(difference=mean(differences))
+            if len(differences) > 1 and all(map(math.isfinite, differences)):
+                row = row._replace(spread=statistics.stdev(differences))
         gradients = self.gradients
         if gradients is not None and gradients.counts:
-            row = row._replace(zero=_find_zero(gradients, run.low), zero_scaled=_find_zero(gradients, run.low, scale))
+            zero, zero_scaled = _find_zero_share(gradients, run.low), _find_zero_share(gradients, run.low, scale)
+            row = row._replace(zero=zero, zero_scaled=zero_scaled)
         return row._replace(worst=next(iter(self.ops(name)), None))
 
     @property
@@ -206,7 +226,7 @@ def _find_median(times: Iterable[float]) -> float | None:
     return statistics.median(given)
 
 
-def _find_zero(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
+def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
     """Return the share of gradients that a dtype rounds to zero at a loss scale; None if the scale is inf, NaN or 0."""
     if not 0 < scale < math.inf:
         return None
@@ -248,7 +268,7 @@ def _running_means(curve: Sequence[float], width: int) -> list[float]:
 
 
 def sizes(curves: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the magnitudes of the values of curves."""
+    """Return curves with the magnitudes of their values."""
     return [list(map(abs, curve)) for curve in curves]
 
 

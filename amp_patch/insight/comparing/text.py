@@ -1,28 +1,56 @@
-"""Formats a comparison as text: a row and a verdict for each run, and footnotes."""
+"""Formats a comparison as text: a verdict for each run, the table of all runs, and notes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...config import levels
-from ...tables import format_table
+from ...tables import Table
+from ..records import OpErrorRecord
 from .assessment import SEEDS, Assessment
 from .summary import Row, Summary, last
+
+_LEAST = {"run": 12, "updates kept": 18, "worst op": 26}
+"""Columns of text, each with the width to which it may be shortened."""
+
+_SPARE = ("factor", "zero unscaled", "worst op", "zero scaled", "updates kept", "low")
+"""Columns to leave out of a table that is too wide, the least important first."""
+
+_COUNTS = ("skipped", "zero unscaled", "zero scaled")
+"""Columns that are left out of a table of limited width if all their numbers are zero."""
 
 _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
 
 class Shown(NamedTuple):
-    """The text of a cell, and its number; None for a column of text, or an empty cell."""
+    """A cell of the table: its text, and the number that it shows; None for a cell of text or without a value."""
 
     text: str
     value: float | None = None
 
 
-def format_comparison(comparison: Summary) -> str:
-    """Return the table and its footnotes."""
+class Judged(NamedTuple):
+    """The verdict on a run in words, and whether it is good; None for neither good nor bad."""
+
+    text: str
+    is_good: bool | None
+
+
+def format_comparison(comparison: Summary, width: int | None = None) -> str:
+    """Return the verdicts, the table and the notes. The table has at most `width` columns; None: all that it needs."""
+    verdicts = [verdict.text for verdict in judge_runs(comparison)]
+    if verdicts:
+        verdicts.append("")
     columns, rows = tabulate(comparison.rows())
-    table = format_table(columns, [[cell.text for cell in row] for row in rows], left=2)
-    return "\n".join([heading(comparison), "", table, "", *footnotes(comparison)])
+    table = Table(columns, [[cell.text for cell in row] for row in rows], 2, _LEAST)
+    left_out: list[str] = []
+    if width is not None:
+        table.drop_empty(_COUNTS)
+        left_out = table.leave_out(_SPARE, width)
+        table.shorten(width)
+    notes = [*footnotes(comparison, has_zeros=table.has("zero unscaled"))]
+    if left_out:
+        notes.append(f"left out, to fit {width} columns: {', '.join(left_out)}; to see them, use --wide")
+    return "\n".join([*verdicts, heading(comparison), "", *table.lines(), "", *notes])
 
 
 def tabulate(rows: Sequence[Row]) -> tuple[list[str], list[list[Shown]]]:
@@ -49,17 +77,17 @@ def heading(comparison: Summary) -> str:
     seeds = f"seed {about.seeds[0]}"
     if len(about.seeds) > 1:
         seeds = f"seeds {about.seeds[0]} to {about.seeds[-1]}"
-    taken = max((row.steps for row in comparison.rows()), default=0)
+    steps_taken = max((row.steps for row in comparison.rows()), default=0)
     steps = f"first {about.steps} steps"
-    if taken < about.steps:
-        steps = f"{taken} of {about.steps} steps, since the script ended"
+    if steps_taken < about.steps:
+        steps = f"{steps_taken} of {about.steps} steps, since the script ended"
     if run.steps_before:
         steps += f", after {run.steps_before} without mixed precision"
     return f"{steps}, {seeds}; torch {run.torch}, {run.device} ({about.machine})"
 
 
 def _cells(row: Row) -> dict[str, Shown]:
-    """Return the cells of a run by their columns."""
+    """Return the cells of a run, by the heading of the column."""
     difference = _show(row.difference, "+.2e")
     if row.spread is not None:
         difference += f" ± {row.spread:.1e}"
@@ -68,10 +96,7 @@ def _cells(row: Row) -> dict[str, Shown]:
         peak = row.run.peak / 1e6
     worst = Shown("-")
     if row.worst is not None:
-        op = f"{row.worst.module}: {row.worst.op}" if row.worst.module else row.worst.op
-        if row.worst.is_backward:
-            op += " (backward)"
-        worst = Shown(f"{op} {_show(row.worst.error, '.1e')}", row.worst.error)
+        worst = Shown(f"{_name_op(row.worst)} {_show(row.worst.error, '.1e')}", row.worst.error)
     kept = Shown(_show(row.run.kept, ".0%"), row.run.kept)
     if row.run.kept_worst:
         kept = kept._replace(text=f"{kept.text} ({row.run.kept_worst})")
@@ -99,13 +124,44 @@ def _show(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def footnotes(comparison: Summary) -> Iterator[str]:
-    """Yield the verdicts and notes, a line each."""
-    about, rows = comparison.about, comparison.rows()
-    assessed = [Assessment(comparison, row) for row in rows if row.name != about.reference and not row.run.failed]
-    for run in assessed:
+def _assess(comparison: Summary) -> list[Assessment]:
+    """Return the assessments of the runs that did not fail, without the reference."""
+    reference = comparison.about.reference
+    return [Assessment(comparison, row) for row in comparison.rows() if row.name != reference and not row.run.failed]
+
+
+def judge_runs(comparison: Summary) -> list[Judged]:
+    """Return the verdict on each run, a line each: first on those that took their steps, then on those that failed."""
+    verdicts = []
+    for run in _assess(comparison):
         if run.row.loss is not None:
-            yield f"{run.row.name}: {run.of_loss()}; {run.of_time()}{run.of_memory()}"
+            of_loss = run.of_loss()
+            is_good = None
+            if of_loss.startswith(("worse", "perhaps worse")):
+                is_good = False
+            elif of_loss.startswith(("as good", "no worse", "better")):
+                is_good = True
+            verdicts.append(Judged(f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}", is_good))
+    for failed, names in _group_failures(comparison).items():
+        verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False))
+    return verdicts
+
+
+def _group_failures(comparison: Summary) -> dict[str, list[str]]:
+    """Return the names of the runs that failed, by their error."""
+    names: dict[str, list[str]] = {}
+    for run in comparison.failed:
+        names.setdefault(run.failed, []).append(run.run)
+    return names
+
+
+def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
+    """Yield the notes, a line each. The error of a script has several lines.
+
+    `has_zeros`: the table has the columns of the gradients that become zero.
+    """
+    about, rows = comparison.about, comparison.rows()
+    assessed = _assess(comparison)
     if about.not_float32:
         plain = levels.find_plain_level().name
         yield f"{about.reference}: there is no {plain}, since the script cannot run in float32: {about.not_float32}"
@@ -121,31 +177,48 @@ def footnotes(comparison: Summary) -> Iterator[str]:
         final = f"final loss and difference from {about.reference}: of the last step"
     if any(row.spread is not None for row in rows):
         final += f", ± standard deviation over {len(about.seeds)} seeds"
-    yield f"{final}; the loss: the tensor that the script calls backward on; of several in a step, the mean"
+    yield final
+    yield "the loss: the tensor that the script calls backward on; of several in a step, the mean"
     if comparison.recording.run.device == "cpu":
         yield "ms/step: CPU time, added up over all threads"
     if comparison.noise is not None:
         yield f"noise: {comparison.noise:.1e}, the difference when the weights move by one unit in the last place"
     else:
         yield "noise: not known, since the run that measures it has no result"
-    zero = "zero: gradients in the first step that become zero in the low dtype"
-    if _have_scales(rows):
-        zero += ", without a loss scale and with the scale of the last step"
-    yield zero
-    worst = "worst op: the op that adds the most error in 16 bits, from the inputs that it has in the first step"
-    lines = [f"{row.name} {row.worst.site}" for row in rows if row.worst is not None and row.worst.site]
-    if lines:
-        worst += f" ({', '.join(lines)})"
-    yield worst
+    if has_zeros:
+        zero = "zero: gradients in the first step that become zero in the low dtype"
+        if _have_scales(rows):
+            zero += ", without a loss scale and with the scale of the last step"
+        yield zero
+    yield "worst op: the op that adds the most error in 16 bits, from the inputs that it has in the first step"
+    for worst, names in _group_worst(rows).items():
+        yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
         yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
+    for failed, names in _group_failures(comparison).items():
+        if "\n" in failed:
+            yield f"{', '.join(names)}: {failed}"
     for row in rows:
-        if row.run.failed:
-            yield f"{row.name}: {row.run.failed}"
-        elif row.steps < max(each.steps for each in rows):
+        if not row.run.failed and row.steps < max(known.steps for known in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
             yield f"{row.name}: began with other weights than the reference, so its layers are not compared"
+
+
+def _group_worst(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the names of the runs by their worst op, with its module and its line."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.worst is not None:
+            place = f" at {row.worst.site}" if row.worst.site else ""
+            names.setdefault(f"{_name_op(row.worst)}{place}", []).append(row.name)
+    return names
+
+
+def _name_op(worst: OpErrorRecord) -> str:
+    """Return the name of an op, after the name of its module."""
+    name = f"{worst.module}: {worst.op}" if worst.module else worst.op
+    return f"{name} (backward)" if worst.is_backward else name
 
 
 def _advise_on_seeds(comparison: Summary) -> str:

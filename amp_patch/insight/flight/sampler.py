@@ -54,7 +54,10 @@ class _OutputHook:
 
 @dataclass(slots=True)
 class _Row:
-    """What a row of the sheets stands for. `owner` is the module or parameter; None: a value or a loss scale."""
+    """What a row of the sheets stands for. `owner` is the module; None: a value or a loss scale.
+
+    Of a parameter, the owner is its module: torch cannot swap tensors that have weak references.
+    """
 
     subject: FlightKind
     name: str
@@ -89,6 +92,7 @@ class Sampler:
         self._scalers: Sequence[Any] = ()
         self._rows: list[_Row] = []
         self._numbers_of_rows: dict[tuple[FlightKind, object], int] = {}  # by the id of the owner, or the name
+        self._rows_of_gradients: dict[int, int] = {}  # by the id of the parameter, in the present step
         self._sheets: dict[torch.device, Sheet] = {}
         self._samples: deque[_Sample] = deque(maxlen=keep)
         self._handles: list[RemovableHandle] = []
@@ -186,7 +190,7 @@ class Sampler:
             masters = self._find_masters()
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    row = self._numbers_of_rows.get((FlightKind.GRADIENT, masters.get(id(parameter), id(parameter))))
+                    row = self._rows_of_gradients.get(masters.get(id(parameter), id(parameter)))
                     if row is not None and parameter.grad is not None:
                         for values in _values_of(parameter.grad):
                             self._measure(row, values, scale)
@@ -252,9 +256,11 @@ class Sampler:
         """Return the modules of all models with their rows, and give each parameter a row."""
         modules = list(dict(name_modules(list(self._get_models()))).values())
         listed = [(module, self._find_row(FlightKind.OUTPUT, id(module), name, module)) for module, name in modules]
+        self._rows_of_gradients.clear()
         for module, name in modules:
-            for parameter in module.parameters(recurse=False):
-                self._find_row(FlightKind.GRADIENT, id(parameter), name, parameter)
+            for own_name, parameter in module.named_parameters(recurse=False):
+                row = self._find_row(FlightKind.GRADIENT, (id(module), own_name), name, module)
+                self._rows_of_gradients.setdefault(id(parameter), row)
         return listed
 
     def _find_row(self, subject: FlightKind, key: object, name: str, owner: object = None) -> int:

@@ -25,11 +25,12 @@ class _Copy:
     """A 16-bit copy of a weight.
 
     Attributes:
-        storage, weight: the storage of the copy, and the weight, both held weakly.
+        storage: the storage of the copy, held weakly.
+        weight: the weight. It is not held weakly, because torch swaps no tensors that have a weak reference.
     """
 
     storage: Any
-    weight: Any
+    weight: Tensor
 
 
 @dataclass
@@ -60,7 +61,7 @@ class CopyWatch:
     def __init__(self, name: Any, find_module: Any) -> None:
         self._name = name
         self._find_module = find_module
-        self._copies: dict[int, _Copy] = {}  # by the id of the storage
+        self._copies: dict[int, _Copy] = {}  # of the copies that are alive, by the id of the storage
         self._stale: dict[str, _Stale] = {}  # by the line
         self.step = 0
 
@@ -80,16 +81,20 @@ class CopyWatch:
         if not is_of_weight or copy.dtype not in LOW_DTYPES or not storage_of(copy) or names_dtype():
             return
         storage = copy.untyped_storage()
-        self._copies[id(storage)] = _Copy(weakref.ref(storage), weakref.ref(weight))
+        key = id(storage)
+
+        def forget(_: Any) -> None:
+            self._copies.pop(key, None)
+
+        self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 
     def _check(self, op: Op, tensor: Tensor) -> None:
         """Note a tensor that an op reads, if it is an old copy."""
         storage = tensor.untyped_storage()
         known = self._copies.get(id(storage))
-        weight = None if known is None else known.weight()
-        if known is None or known.storage() is not storage or weight is None:
-            self._copies.pop(id(storage), None)
+        if known is None:
             return
+        weight = known.weight
         if weight.numel() * tensor.element_size() != storage.nbytes():
             return
         with current.without_casts():

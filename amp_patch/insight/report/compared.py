@@ -1,10 +1,10 @@
 """The sections of the page of a comparison: runs, losses, time and memory, gradients, layers."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..comparing.summary import Row, Summary, find_spread, sizes, smoothed_steps
-from ..comparing.text import footnotes, tabulate
+from ..comparing.text import footnotes, judge_runs, tabulate
 from ..records import LayerRecord
 from .charts import Series, draw_figure, draw_histogram, tell_shares
 from .marks import draw_key
@@ -19,12 +19,19 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
     """Yield the sections."""
     rows = summary.rows()
     colours = {row.name: number for number, row in enumerate(rows)}
-    notes = element("ul", *(element("li", line) for line in footnotes(summary)), class_="notes")
+    verdicts = judge_runs(summary)
+    if verdicts:
+        yield element("section", element("h2", "Verdict"), _list(verdict.text for verdict in verdicts))
+    notes = _list(footnotes(summary))
     yield element("section", element("h2", "Runs"), _runs(rows), notes)
     yield _losses(summary, rows, colours)
     yield _costs(rows, colours)
     yield from _gradients(summary, rows)
     yield from _layers(summary, rows)
+
+
+def _list(lines: Iterable[str]) -> Markup:
+    return element("ul", *(element("li", line) for line in lines), class_="notes")
 
 
 def _runs(rows: Sequence[Row]) -> Markup:

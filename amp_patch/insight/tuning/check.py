@@ -1,4 +1,4 @@
-"""`Check`: records the losses and gradients of some steps, each from the first weights of the run."""
+"""`Check`: records the losses and gradients of a few steps, each of which starts from the first weights of the run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from .sketches import sketch
 
 
 class Check(Probe):
-    """Records the losses and gradients of `steps` steps of each optimizer. Restores its first weights after each step.
+    """Records the losses and gradients of `steps` steps of each optimizer.
+
+    After each step, the optimizer's weights from before its first step are restored. So the steps of two runs can be
+    compared one by one: an error in one step does not change the next.
 
     Args:
         steps: the number of steps.
@@ -33,8 +36,8 @@ class Check(Probe):
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []  # the number of steps of each optimizer
-        self._begun: set[int] = set()  # numbers of the optimizers whose step has begun
-        self._losses: list[Tensor] = []
+        self._begun: set[int] = set()  # numbers of the optimizers whose step has begun, and not ended
+        self._losses: list[Tensor] = []  # since the last step
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each optimizer: its weights, and their copies
         self._recorded: list[Record] = []
 
@@ -96,7 +99,7 @@ class Check(Probe):
         self._losses.clear()
 
     def _number(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer. Copies its weights at the first call for it."""
+        """Return the number of an optimizer, in the order of first steps. The first call for it copies its weights."""
         if id(optimizer) not in self._optimizers:
             self._optimizers.append(id(optimizer))
             self._taken.append(0)

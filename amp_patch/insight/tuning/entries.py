@@ -13,11 +13,11 @@ from ..remedies import Remedy, RemedyKind
 
 @dataclass(frozen=True, slots=True)
 class ListEntry:
-    """One line of a list.
+    """One entry of a list.
 
     Attributes:
         kind: "module" or "op".
-        name: a pattern for qualified names, or an op.
+        name: a pattern for qualified names of modules, such as "encoder.*.norm" or "**" (all), or the name of an op.
     """
 
     kind: str
@@ -33,63 +33,74 @@ class ListEntry:
         return len(parts) == len(own) and all(map(fnmatch.fnmatchcase, parts, own))
 
     def covers(self, other: "ListEntry") -> bool:
-        """Return whether this entry makes another one needless, because its modules contain the other's."""
+        """Return whether this entry makes another one needless: "encoder.*" covers "encoder.0" and "encoder.0.norm".
+
+        An entry for modules also keeps everything inside these modules in float32.
+        """
         if self == other or self.kind != "module" or other.kind != "module":
             return False
         if self.name == "**":
             return True
-        own, parts = self.name.split("."), other.name.split(".")
-        return len(parts) >= len(own) and all(a in (b, "*") for a, b in zip(own, parts, strict=False))
+        own_parts, other_parts = self.name.split("."), other.name.split(".")
+        pairs = zip(own_parts, other_parts, strict=False)
+        return len(other_parts) >= len(own_parts) and all(own in (other, "*") for own, other in pairs)
 
 
 def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
-    """Return entries of these units that apply a remedy; an empty list if there are none."""
-    choosers = [chooser.partition("match: ") for chooser in remedy.regions]
-    modules = [ListEntry("module", json.loads(name)) for _, is_match, name in choosers if is_match]
-    modules = [entry for entry in modules if not entry.name.startswith("re:")]
+    """Return entries that apply a remedy; an empty list if no entries of these units do.
+
+    `units` is "modules", "ops" or "both", as in `TuneOptions`.
+    """
+    modules: list[ListEntry] = []
+    for chooser in remedy.regions:  # such as 'match: "encoder.0"' or "type: torch.nn.LayerNorm"
+        _, is_by_name, name = chooser.partition("match: ")
+        if is_by_name and not json.loads(name).startswith("re:"):
+            modules.append(ListEntry("module", json.loads(name)))
     ops = [ListEntry("op", name) for name in remedy.ops]
-    # no `ListEntry` expresses a rule by class, or one for the root of several models
+    # a `ListEntry` has no rule by class, and no regular expression, as for the root of several models
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":
         return [*modules, *ops]
     if units == "modules":
         return [] if ops else modules
+    # only ops: the remedy may name ops that are enough in place of its modules
     if modules and not remedy.alternative:
-        return []  # no ops suffice in place of the modules
+        return []
     return ops + [ListEntry("op", name) for name in remedy.alternative]
 
 
 def prune(entries: Iterable[ListEntry]) -> tuple[ListEntry, ...]:
-    """Return entries without needless ones, modules before ops, each by name."""
-    given = set(entries)
-    kept = [entry for entry in given if not any(wider.covers(entry) for wider in given)]
-    return tuple(sorted(kept, key=lambda entry: (entry.kind, natural_order(entry.name))))
+    """Return the entries that no other one covers, each once, modules before ops, sorted by name."""
+    unique = set(entries)
+    needed = [entry for entry in unique if not any(wider.covers(entry) for wider in unique)]
+    return tuple(sorted(needed, key=lambda entry: (entry.kind, natural_order(entry.name))))
 
 
 def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListEntry]:
     """Return entries for modules, in the order of `names`.
 
-    Siblings, whose names differ only in numbers, get one entry if `names` has all that exist.
+    Modules whose names differ only in numbers share an entry, such as "layers.*.norm" for "layers.0.norm" and
+    "layers.1.norm", if `names` has all such modules in `existing`, the names of all modules.
     """
-    left, entries = list(dict.fromkeys(names)), []
-    while left:
-        name = left[0]
-        # patterns with more stars come first, so the first that matches only modules in `left` is the widest
+    remaining, entries = list(dict.fromkeys(names)), []
+    while remaining:
+        name = remaining[0]
+        entry, matched = ListEntry("module", name), [name]
+        # patterns with more stars come first, so the first that matches only modules in `remaining` is the widest
         for pattern in _patterns(name):
-            entry = ListEntry("module", pattern)
-            matched = [module for module in existing if entry.matches(module)]
-            if len(matched) > 1 and set(matched) <= set(left):
+            shared = ListEntry("module", pattern)
+            matched_by_shared = [module for module in existing if shared.matches(module)]
+            if len(matched_by_shared) > 1 and set(matched_by_shared) <= set(remaining):
+                entry, matched = shared, matched_by_shared
                 break
-        else:
-            entry, matched = ListEntry("module", name), [name]
         entries.append(entry)
-        left = [module for module in left if module not in matched]
+        remaining = [module for module in remaining if module not in matched]
     return entries
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """Yield a name with `*` in place of some of its numbers: first of all, at last of a single one."""
+    """Yield "a.*.b.*", "a.*.b.1", "a.0.b.*" for "a.0.b.1": a star for all numbers, at last for a single one."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     for size in range(len(numbers), 0, -1):
@@ -101,7 +112,12 @@ def _patterns(name: str) -> Iterator[str]:
 
 
 def format_list(extends: Sequence[str], entries: Sequence[ListEntry], reasons: dict[ListEntry, str]) -> str:
-    """Return the text of a list file with these entries, and with a reason for each if it has one."""
+    """Return the text of a list file with these entries.
+
+    Args:
+        extends: the lists that the file extends.
+        reasons: the texts for the key `why`, for entries that have one.
+    """
     lines = []
     if len(extends) == 1 and re.fullmatch(r"[\w/][\w./-]*", extends[0]):
         lines.append(f"extends: {extends[0]}")

@@ -1,4 +1,4 @@
-"""`Float32Run`: a run in float32 that also measures the errors of its ops in 16 bits."""
+"""`Float32Run`: a probe for a run in float32, which also measures the error that each op would have in 16 bits."""
 
 import contextlib
 import types
@@ -29,10 +29,11 @@ WHOLE_MODEL = "**"
 
 
 class Float32Run(Check):
-    """A `Check` that also measures ops. The last list of its run has `modules: [{match: "**", run: float32}]`.
+    """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
-    It measures listed ops everywhere and other ops in modules, in the forward passes of the first thread. Code of
-    torch.compile runs uncompiled.
+    That is, the last list of the run has `modules: [{match: "**", run: float32}]`. The probe measures listed ops
+    everywhere, and other ops in modules, in the forward passes of the first thread. Code of torch.compile runs
+    uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -75,11 +76,11 @@ class Float32Run(Check):
 
 
 class _Shadowing:
-    """Finds the calls of one session that would run in 16 bits, and gives them to a `Shadow`.
+    """Finds the calls that would run in 16 bits without the rule for all modules, and measures them with a `Shadow`.
 
-    For listed ops, the lists decide. Any other op would run in the dtype of its inputs: for this, the addresses of all
-    storages that would hold 16 bits are kept until the step ends. At levels that cast the model, all ops in modules
-    would run in 16 bits, except where module rules say otherwise.
+    For listed ops, the lists decide. An op on no list would run in the dtype of its inputs. To know this dtype, the
+    addresses of all storages that would hold 16 bits are kept until the step ends. At levels that cast the model, all
+    ops in modules would run in 16 bits, except where module rules say otherwise.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
@@ -95,9 +96,13 @@ class _Shadowing:
         self._undo = UndoStack()
 
     def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Note the dtype that the script's own module rules give a module, and each module in it; "" for none."""
+        """Note the name of a module, and the dtype that the script's own module rules give it. So for its submodules.
+
+        `inherited`: the dtype of the module around it: "low", "float32", or "" for none.
+        """
         dtype = inherited
         if self._session.oplists is not None:
+            # without the last rule, which keeps all modules in float32 in this run
             for rule in self._session.oplists.modules[:-1]:
                 if rule.chooses(name, module):
                     dtype = rule.run
@@ -133,24 +138,25 @@ class _Shadowing:
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None
     ) -> Any:
-        """Call a function, with its shadow if it would run in 16 bits. `rule` is None for an op on no list."""
+        """Call a function, and measure it if it would run in 16 bits. `rule` is None for an op on no list."""
         module = self._find_module()
         inputs = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype is torch.float32]
-        is_low = bool(inputs) and kwargs.get("out") is None and self._is_low(rule, module, inputs)
+        would_be_low = bool(inputs) and kwargs.get("out") is None and self._would_be_low(rule, module, inputs)
+        # an unlisted function written in Python only calls other ops, which are measured instead
         is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
         if is_composed:
-            self._watch.is_busy = False  # measure the ops that a function written in Python calls
-        if is_low and not is_composed:
-            place = ""
+            self._watch.is_busy = False
+        if would_be_low and not is_composed:
+            module_name = ""
             if module is not None:
-                place = self._names[id(module)] or WHOLE_MODEL
-            is_listed = rule is not None and bool(rule.runs_in)
+                module_name = self._names[id(module)] or WHOLE_MODEL
+            casts_inputs = rule is not None and bool(rule.runs_in)
             if self._session.casts is None:  # the cast model casts the inputs of its layers, as lists do
-                is_listed = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
-            result = self.shadow.run(place, op, function, args, kwargs, is_listed=is_listed)
+                casts_inputs = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
+            result = self.shadow.run(module_name, op, function, args, kwargs, is_listed=casts_inputs)
         else:
             result = function(*args, **kwargs)
-        self._mark(result, is_low)
+        self._mark(result, would_be_low)
         return result
 
     def _find_module(self) -> nn.Module | None:
@@ -159,18 +165,18 @@ class _Shadowing:
         self._ran.update(self._names[id(module)] for module in named)
         return next(iter(named), None)
 
-    def _is_low(self, rule: OpRule | None, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
+    def _would_be_low(self, rule: OpRule | None, module: nn.Module | None, inputs: Sequence[Tensor]) -> bool:
         """Return whether an op would run in 16 bits, by its rule, the module that runs, and its inputs."""
-        dtype = ""
+        dtype_of_module = ""
         if module is not None:
-            dtype = self._rules[id(module)]
-        if self._session.casts is None:
-            return module is not None and dtype != "float32"
+            dtype_of_module = self._rules[id(module)]
+        if self._session.casts is None:  # a level that casts the model
+            return module is not None and dtype_of_module != "float32"
         switch = self._session.switch
         if switch.autocast is not None and not switch.is_autocast_here():
             return False
         if rule is not None and rule.runs_in:
-            return dtype == "low" or (rule.runs_in == "low" and dtype != "float32")
+            return dtype_of_module == "low" or (rule.runs_in == "low" and dtype_of_module != "float32")
         if rule is OpRule.BANNED:
             return False
         arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
@@ -179,10 +185,10 @@ class _Shadowing:
             return any(are_low)
         return all(are_low)
 
-    def _mark(self, result: Any, is_low: bool) -> None:
+    def _mark(self, result: Any, would_be_low: bool) -> None:
         """Note whether the storages of a result would hold 16 bits."""
         storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
-        if is_low:
+        if would_be_low:
             self._low_storages |= storages
         else:
             self._low_storages -= storages

@@ -17,15 +17,16 @@ class TuneOptions:
     Attributes:
         opt_level: the level to tune for; None: the training's own level, or its regions of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
-        units: the entries to choose from: "modules"; "ops", in and outside of modules; or "both": modules, and ops
+        units: what entries of the list may name: "modules"; "ops"; or "both", that is modules, and ops that run
             outside of modules.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
-        steps: number of steps to compare, each from the initial weights of the training. At least 20 are traced with
-            the list that is found.
+        steps: number of steps in which runs are compared, each from the initial weights of the training. At least 20
+            steps are traced with the list that is found.
         seed: seed of each run.
         max_runs: limit on the runs of the search. The runs that trace its result do not count.
-        out: path of the list. Its `extends` is relative to that path. `tune` writes the list; `Tuner` does not.
-        log: called with a line for each run.
+        out: path of the list. Its `extends` is relative to the folder of this path. `tune` writes the list; `Tuner`
+            does not.
+        log: called with a line of text for each run.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: an option is wrong.

@@ -1,4 +1,4 @@
-"""`Ranking`: finds in the run in float32 which modules and ops must be in float32, and which to try next."""
+"""`Ranking`: reads from the run in float32 which modules or ops must be in float32, and which to try next."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,22 +10,23 @@ from .entries import ListEntry, fold_siblings, prune
 from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
-"""Ops whose error is more than this multiple of the rounding error of the dtype are tried before others."""
+"""An op is an *outlier* if its error is more than this multiple of the rounding error of the dtype."""
 
 
 class Ranking:
-    """Makes entries for modules, ops, or both, from the recording of a `Float32Run`.
+    """Makes list entries from the recording of a `Float32Run`, which has the errors of all ops.
 
-    With the units "both", an op in a submodule leads to an entry for the submodule, another op to
-    an entry for the op.
+    Args:
+        units: "modules", "ops" or "both", as in `TuneOptions`. With "both", an op in a submodule gives an entry for the
+            submodule, and any other op an entry for the op.
     """
 
     def __init__(self, reference: Recording, units: str) -> None:
         self._units = units
-        self._low = reference.run.low
+        self._low = reference.run.low  # the 16-bit dtype, "f16" or "bf16"
         self._ops = reference.of(LowOpRecord)
-        self._existing: set[str] = set()
-        self._ran: set[str] = set()
+        self._existing: set[str] = set()  # the names of all modules
+        self._ran: set[str] = set()  # the names of modules that ran
         for record in reference.of(ModulesRecord):
             self._existing.update(record.names)
             self._ran.update(record.ran)
@@ -35,7 +36,10 @@ class Ranking:
         self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[ListEntry]:
-        """Return entries for all ops that overflow. Sibling modules share an entry if each has such an op."""
+        """Return entries for all ops that overflow in 16 bits: these ops must be in float32.
+
+        Modules whose names differ only in numbers share an entry (see `fold_siblings`).
+        """
         modules: list[ListEntry] = []
         ops: list[ListEntry] = []
         for op in filter(_overflows, self._ops):
@@ -51,28 +55,31 @@ class Ranking:
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
         """Return entries for all other ops, the most promising first.
 
-        First come ops that lose more precision than rounding explains, by their errors, then ops in the same modules,
-        because the error may come from their results. Of equal rank, entries for fewer modules come first, then those
-        whose rounding has more effect on the loss.
+        First come entries for outliers, the largest error first, then entries for ops in the same modules, whose
+        results may be the cause of the error. Of equal entries, those for fewer modules come first, then those whose
+        rounding has more effect on the loss.
+
+        Args:
+            forced: the result of `find_forced`.
         """
-        by_entry: dict[ListEntry, list[LowOpRecord]] = {}
+        ops_by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for op in self._ops:
             entry = self._make_entry(op)
             # an entry for the whole model keeps everything in float32: the search tries that last
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(wider.covers(entry) or wider.matches(entry.name) for wider in forced):
-                by_entry.setdefault(entry, []).append(op)
+                ops_by_entry.setdefault(entry, []).append(op)
 
         modules_of_outliers = {op.module for op in self._ops if self._find_outlying_error(op)}
 
         def key(entry: ListEntry) -> tuple[float, bool, int, float]:
-            ops = by_entry[entry]
+            ops = ops_by_entry[entry]
             error = max(map(self._find_outlying_error, ops))
             is_beside_outlier = any(op.module in modules_of_outliers for op in ops)
             return -error, not is_beside_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
 
-        return sorted(by_entry, key=key)
+        return sorted(ops_by_entry, key=key)
 
     def _find_outlying_error(self, op: LowOpRecord) -> float:
         """Return the error of an op if it is larger than rounding explains, else 0."""
@@ -82,37 +89,45 @@ class Ranking:
         return error
 
     def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
-        """Return entries that keep as much in float32 as these units can, given all their smaller entries."""
+        """Return entries that keep in float32 as much as is possible with these units.
+
+        `entries`: the entries for all ops, which `find_forced` and `rank` have returned.
+        """
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
             return ops
         return [ListEntry("module", WHOLE_MODEL), *ops]
 
     def count_modules(self, entries: Iterable[ListEntry]) -> int:
-        """Return the number of modules that ran and that entries keep in float32, plus the number of ops."""
-        given = list(entries)
-        modules = [entry for entry in given if entry.kind == "module"]
-        covered = [name for name in self._ran if any(_keeps_module(entry, name) for entry in modules)]
-        return len(covered) + len(given) - len(modules)
+        """Return how many modules entries keep in float32, of those that ran, plus the number of entries for ops."""
+        all_entries = list(entries)
+        module_entries = [entry for entry in all_entries if entry.kind == "module"]
+        kept_modules = [name for name in self._ran if any(_keeps_module(entry, name) for entry in module_entries)]
+        return len(kept_modules) + len(all_entries) - len(module_entries)
 
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
-        """Return the largest power of 2 for a loss scale at which no gradient overflows, with room for later steps.
+        """Return the largest power of 2 as a loss scale at which no gradient overflows, with room for later steps.
 
-        Gradients in modules of forced entries do not count. Returns None if the script has no dynamic scale, or if no
-        gradient overflows at it.
+        Gradients in modules of `forced` entries do not count, because they are float32. Returns None if the script has
+        no dynamic scale, or if no gradient overflows at the script's scale.
         """
-        rest = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
+        magnitudes = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
         for gradient in self._gradients:
-            if not any(_keeps_module(entry, gradient.parameter.rpartition(".")[0]) for entry in forced):
-                rest.append(gradient.largest)
-        return self._lower(max(rest, default=0.0), self._loss_scale)
+            module = gradient.parameter.rpartition(".")[0]
+            if not any(_keeps_module(entry, module) for entry in forced):
+                magnitudes.append(gradient.largest)
+        return self._lower(max(magnitudes, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
-        """Do as `find_loss_scale` for the gradient of the loss alone. It is 1, which overflows float16 at 2**16."""
+        """Return the largest power of 2 as a loss scale at which the gradient of the loss itself does not overflow.
+
+        This gradient is 1, times the scale; so it overflows float16 at 2**16. Returns None if it fits at `scale`, by
+        default the script's.
+        """
         return self._lower(1.0, scale or self._loss_scale)
 
     def _lower(self, largest: float, scale: float) -> float | None:
-        """Return a lower scale at which a gradient of size `largest` fits; None if it fits at `scale`."""
+        """Return a lower scale at which a gradient of magnitude `largest` fits; None if it fits at `scale`."""
         # half of the largest number leaves room for later steps
         limit = LARGEST.get(self._low, math.inf) / 2
         if not self._loss_scale or largest * scale <= limit:
@@ -158,7 +173,7 @@ class Ranking:
 
 
 def _overflows(op: LowOpRecord) -> bool:
-    """Return whether an op overflows. Its inputs count only if it is listed, because no other inputs are cast."""
+    """Return whether a result or an input of an op overflows. Inputs count only for a listed op, which casts them."""
     return op.overflow > 0.0 or (op.is_listed and op.overflow_in > 0.0)
 
 

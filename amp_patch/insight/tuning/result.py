@@ -19,8 +19,8 @@ class Trial:
     Attributes:
         number: the number of the run.
         entries: the entries.
-        size: the number of modules and ops that they keep in float32.
-        verdict: whether the run passed, and how far it is off.
+        size: the number of modules and ops that they keep in float32 (see `Ranking.count_modules`).
+        verdict: whether the run passed, and its errors.
     """
 
     number: int
@@ -44,7 +44,7 @@ class TuneResult:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
         runs: the number of all runs of the search, without those that trace its result.
-        is_reached: whether gradients are within the tolerance with these entries.
+        is_reached: whether gradients are within the tolerance with these entries, and the traced runs found no fault.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
@@ -92,13 +92,13 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
     """Return the smallest trial that passed; if none passed, the trial with the smallest error."""
     passed = [trial for trial in trials if trial.verdict.passed]
     if passed:
-        # The fewest modules first; the list with fewer lines is easier to keep.
+        # of lists with as many modules in float32, the one with fewer lines is easier to maintain
         return min(passed, key=lambda trial: (trial.size, len(trial.entries), trial.verdict.worst))
     return min(trials, key=lambda trial: (trial.verdict.worst, trial.verdict.loss_error, trial.size), default=None)
 
 
 def describe_worst(verdict: Verdict) -> str:
-    """Return the worst gradient of a run in words."""
+    """Return the largest error of a gradient in words, such as "worst parameter 0.03 (head.weight)"."""
     if verdict.worst == float("inf"):
         return verdict.fault
     if not verdict.parameter:
@@ -109,4 +109,5 @@ def describe_worst(verdict: Verdict) -> str:
 def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
     """Return the comments at the head of a list: how it was made."""
     about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
-    return f"# amp-patch tune: {about}\n# {' '.join(message.split())}\n"
+    lines = [f"amp-patch tune: {about}", *" ".join(message.split()).split("; ")]
+    return "".join(f"# {line}\n" for line in lines)

@@ -1,6 +1,7 @@
-"""Searches for few units that pass a test: pure algorithms over `test(units) -> bool`.
+"""Searches for few units that pass a test. A unit is anything; `test(units)` returns whether these units pass.
 
-If adding units never makes a test fail, no unit of the result can be left out. Units keep their order.
+`tune` searches for list entries with which a training passes. If adding units never makes a test fail, no unit of the
+result can be left out. Units keep their order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,29 +19,30 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
     needless units of `forced` are left out. The number of tests for each needed unit grows with the logarithm of the
     length of `ranked`.
     """
-    base, left = tuple(forced), tuple(ranked)  # `left`: where further needed units may be
-    needed: tuple[Unit, ...] = ()
+    kept, candidates = tuple(forced), tuple(ranked)
+    needed: tuple[Unit, ...] = ()  # units of `ranked`
 
-    def passes(number: int) -> bool:
-        return test((*base, *left[:number], *needed))
+    def passes(count: int) -> bool:
+        return test((*kept, *candidates[:count], *needed))
 
     while not passes(0):
-        count = find_prefix(passes, len(left))
+        count = find_prefix(passes, len(candidates))
         if count is None:
             return None
-        needed = (left[count - 1], *needed)
-        left = left[: count - 1]
-    for unit in reversed(base):
-        rest = tuple(kept for kept in base if kept != unit)
-        if test((*rest, *needed)):
-            base = rest
-    return (*base, *needed)
+        needed = (candidates[count - 1], *needed)
+        candidates = candidates[: count - 1]
+    for unit in reversed(kept):
+        without_unit = tuple(kept_unit for kept_unit in kept if kept_unit != unit)
+        if test((*without_unit, *needed)):
+            kept = without_unit
+    return (*kept, *needed)
 
 
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
-    """Return a number from 1 to `length` that passes while the next smaller one does not, by doubling and bisection.
+    """Return a number from 1 to `length` that passes while the next smaller one does not.
 
-    The caller must know that 0 does not pass. Returns None if none of the doubled numbers passes, nor `length`.
+    The numbers 1, 2, 4, ... and at last `length` are tested until one passes; bisection between it and the one before
+    finds the result. Returns None if none passes. The caller must know that 0 does not pass.
     """
     low, high = 0, 1
     while low < length:

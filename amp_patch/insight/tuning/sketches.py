@@ -1,4 +1,6 @@
-"""Sketches of gradients: few enough numbers for a file, from which the distance of two gradients can be estimated."""
+"""Sketches of gradients: at most `SIZE` numbers, which fit in a file, and from which the distance of two gradients can
+be estimated.
+"""
 
 import base64
 import math
@@ -11,10 +13,11 @@ SIZE = 4096
 
 
 def sketch(gradient: Tensor) -> tuple[float, float, str]:
-    """Return the norm of a gradient, its largest magnitude, and its sketch, as fields of a SketchRecord.
+    """Return the norm of a gradient, its largest magnitude, and its sketch: the last fields of a SketchRecord.
 
-    A gradient with more than `SIZE` values is sketched as `SIZE` sums of its values with random signs. Equal shapes get
-    equal signs. The random numbers of the run stay the same.
+    The sketch is little-endian float32 in base64. Up to `SIZE` values, it holds the gradient itself; of a larger
+    gradient, `SIZE` sums of its values with random signs. Gradients of equal size get equal signs. The random numbers
+    of the run stay the same.
     """
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()

@@ -1,4 +1,4 @@
-"""`Traced`: the result of a run that traces more steps with a list than the search compares."""
+"""`Traced`: the result of a run under a `Tracer` with the list that the search has found, over more steps."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,10 @@ TRACED = 20
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The result of a traced run in words, and its first fault; None without a fault, or if the run was not made."""
+    """The result of a traced run in words, such as "traced: every value fits in 20 steps", and its first fault.
+
+    `fault` is None if there is none, or if the run was not made.
+    """
 
     text: str
     fault: FaultRecord | None = None
@@ -24,9 +27,10 @@ def read_trace(recording: Recording) -> Traced:
     """Return the result of a run that a `Tracer` with `keeps_steps` recorded."""
     steps = len(recording.of(StepRecord))
     if recording.faults:
-        first = recording.faults[0]
-        return Traced(f"traced: {describe_briefly(first)}; amp-patch trace says more", first)
-    searched = len(recording.searches)
-    if steps <= searched:
+        fault = recording.faults[0]
+        return Traced(f"traced: {describe_briefly(fault)}; amp-patch trace says more", fault)
+    # steps that the dynamic loss scale skipped on its search for a scale that fits
+    skipped = len(recording.searches)
+    if steps <= skipped:
         return Traced(f"traced: {count_of(steps, 'step')}, all of them skipped by the loss scale")
-    return Traced(f"traced: every value fits in {count_of(steps - searched, 'step')}")
+    return Traced(f"traced: every value fits in {count_of(steps - skipped, 'step')}")

@@ -1,9 +1,10 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The run in float32 shows which ops overflow in 16 bits, and which lose most precision. The first candidate keeps the
-ops that overflow in float32. Entries are added until losses and gradients are right, and then needless ones are
-removed. These runs compare a few steps. A traced run checks more steps with the list, and the search adds entries
-against the faults that it finds. The written list is the file that the best run read, with comments in front.
+The run in float32 shows which ops overflow in 16 bits, and which lose most precision. A *candidate* is a list with some
+entries. The first candidate keeps the ops that overflow in float32. Entries are added until losses and gradients are
+right, and then needless entries are removed. These runs compare a few steps. A traced run checks more steps with the
+list, and entries are added against the faults that it finds. The written list is the file that the best run read, with
+comments in front.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from ..causes import find_remedy
 from ..fault_text import describe_briefly
 from ..recordings import Recording
 from ..records import CheckedStepRecord
-from ..runs import FunctionRunner, Run, RunFailedError, Runner
+from ..runs import FunctionRunner, Run, RunFailedError, Runner, may_depend_on_dtype
 from .entries import ListEntry, find_entries, format_list, prune
 from .float32_run import WHOLE_MODEL
 from .options import TuneOptions
@@ -36,7 +37,7 @@ from .verdict import Verdict, explain_non_finite, find_zero_gradients, judge
 
 FLOAT32 = "tuning.float32_run:Float32Run"
 
-_ROUNDS = 4  # the most traced runs; each has the entries that the fault of the one before needs
+_MAX_TRACED_RUNS = 4  # each but the first has the entries that the fault of the one before needs
 
 
 class Tuner:
@@ -50,12 +51,20 @@ class Tuner:
     def __init__(self, runner: Runner, **options: Any) -> None:
         self.options = TuneOptions(**options)
         self._runner = runner
-        self._runs = 0
-        self._trials: dict[tuple[ListEntry, ...], Trial] = {}
-        self._loss_scale: float | None = None  # the initial scale of candidates; None: the script's own
-        self._kept: list[ListEntry] = []  # entries against the faults of traced runs
-        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_kept`
-        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for
+        self._runs = 0  # the number of runs of the search so far
+        self._trials: dict[tuple[ListEntry, ...], Trial] = {}  # by the entries of the candidate
+        self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
+        self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
+        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_from_traces`
+        self._errors: list[str] = []  # of the candidates whose training raised an error
+        self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
+        self._has_tried_everything = False
+        self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
+        # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
+        self._file: Path
+        self._bases: list[str] = []
+        self._reference: Recording
+        self._ranking: Ranking
 
     def run(self) -> TuneResult:
         """Search, and return the best list that was found.
@@ -80,51 +89,64 @@ class Tuner:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _run_in_float32(self, folder: Path) -> None:
-        """Make the run in float32, with which all other runs are compared."""
-        self._bases = []
+        """Make the run in float32, with which all other runs are compared. Raises SessionError if it is of no use.
+
+        `folder`: the folder of the list.
+        """
         if self.options.extends is not None:
             self._bases = [self._spell(os.fspath(self.options.extends), folder)]
-        float32 = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
+        list_text = format_list(self._bases, [ListEntry("module", WHOLE_MODEL)], {})
         try:
-            self._reference = self._watch(FLOAT32, float32)
+            self._reference = self._make_run(FLOAT32, list_text)
         except RunFailedError as error:
-            if not error.was_widened:
+            if not error.was_widened and may_depend_on_dtype(error):
                 raise
+            if not error.was_widened:
+                raise RunFailedError(f"the training fails in float32, so no list was tried:\n{error}") from error
+            # it may have failed because it got float32 where the script asks for 16 bits: keep these 16 bits
             self._not_float32 = _last_line(error)
-            self._reference = self._watch(FLOAT32, float32)
+            self._reference = self._make_run(FLOAT32, list_text)
         if self._reference.run.not_widened:
             self._not_float32 = ", ".join(self._reference.run.not_widened)
         if self._not_float32:
             self.options.log(f"the run in float32 keeps 16 bits that the script itself makes: {self._not_float32}")
         if self.options.extends is None:
+            # the lists of the script; the last list of the run is the tuner's own
             self._bases = [self._spell(name, folder) for name in self._reference.run.lists[:-1]]
+        self._check_reference()
+        self._ranking = Ranking(self._reference, self.options.units)
+        steps = count_of(len(self._reference.of(CheckedStepRecord)), "step")
+        self.options.log(f"run {self._runs}: float32, {steps}")
+
+    def _check_reference(self) -> None:
+        """Raise SessionError if the run in float32 has no finite losses, no steps, or no gradients to compare with."""
         fault = explain_non_finite(self._reference)
         if fault:
             raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
-        taken = len(self._reference.of(CheckedStepRecord))
-        if not taken:
+        if not self._reference.of(CheckedStepRecord):
             raise SessionError("nothing to tune: the run ended before a step was taken")
-        unjudged, count = find_zero_gradients(self._reference)
-        if len(unjudged) == count:
+        with_zero_gradients, parameter_count = find_zero_gradients(self._reference)
+        if len(with_zero_gradients) == parameter_count:
             raise SessionError(
                 "nothing to tune: no parameter that an optimizer holds has a gradient other than zero. Check that the"
                 " optimizer was made from the parameters of the model that is trained"
             )
-        self._ranking = Ranking(self._reference, self.options.units)
-        self.options.log(f"run {self._runs}: float32, {count_of(taken, 'step')}")
 
-    def _watch(self, probe: str, text: str, **options: object) -> Recording:
-        """Make a run of the search with the list in `text`. Raises _EnoughRunsError if no more are allowed."""
+    def _make_run(self, probe: str, list_text: str, **options: object) -> Recording:
+        """Make a run of the search. Raises _EnoughRunsError if there were `max_runs` already."""
         if self._runs >= self.options.max_runs:
-            raise _EnoughRunsError
+            raise _EnoughRunsError("max_runs")
         self._runs += 1
-        return self._run(probe, text, steps=self.options.steps, **options)
+        return self._run(probe, list_text, steps=self.options.steps, **options)
 
-    def _run(self, probe: str, text: str, **options: object) -> Recording:
-        """Make a run with the list in `text`; without a list if it is empty."""
+    def _run(self, probe: str, list_text: str, **options: object) -> Recording:
+        """Make a run under a probe, with a list of this text; without a list if the text is empty.
+
+        `options`: arguments of the probe.
+        """
         lists: tuple[str, ...] = ()
-        if text:
-            write_file(self._file, text)
+        if list_text:
+            write_file(self._file, list_text)
             lists = (str(self._file),)
         settings = Settings(self.options.opt_level, lists)
         in_float32 = probe == FLOAT32 and not self._not_float32
@@ -144,31 +166,52 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_kept` passes. Each set of entries is tried only once."""
-        candidate = prune([*entries, *self._kept])
+        """Return whether a run with these entries and `_from_traces` passes. Each candidate is tried only once."""
+        candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
-            lower = self._ranking.find_scale_of_loss(self._loss_scale)
+            lower_scale = self._ranking.find_scale_of_loss(self._loss_scale)
             # The gradient of the loss itself is 1, so it overflows float16 at the default scale of 2**16. No list
             # helps against that: the first run is repeated at a lower scale.
-            if verdict.is_skipped and not self._trials and lower is not None:
-                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower:g}")
-                self._loss_scale = lower
+            is_first = not self._trials
+            if is_first and verdict.is_skipped and lower_scale is not None:
+                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower_scale:g}")
+                self._loss_scale = lower_scale
                 verdict = self._try(candidate)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self.options.log(str(trial))
+            self._check_errors()
         return self._trials[candidate].verdict.passed
 
+    def _check_errors(self) -> None:
+        """Once two runs end with the same error, try to keep everything in float32.
+
+        Raises _EnoughRunsError if that ends with the error, too: then no list helps.
+        """
+        has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
+        if not has_same_twice or self._has_tried_everything:
+            return
+        self._has_tried_everything = True
+        error, error_count = self._errors[-1], len(self._errors)
+        passes = self._passes(self._everything)
+        has_other_error = len(self._errors) > error_count and self._errors[-1] != error
+        if not passes and not has_other_error:
+            raise _EnoughRunsError(f"the same error with every list: {error}")
+
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Make a run with a candidate, and judge it. An error of the training fails: an overflow may cause it."""
+        """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass.
+
+        An overflow may be the cause of the error.
+        """
         try:
-            run = self._watch("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
+            run = self._make_run("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
             return judge(self._reference, run, self.options.tolerance)
         except _EnoughRunsError:
             raise
         except Exception as error:
-            return Verdict(False, math.inf, "", math.inf, _last_line(error))
+            self._errors.append(_last_line(error))
+            return Verdict(False, math.inf, "", math.inf, self._errors[-1])
 
     # ---- the search --------------------------------------------------------------------------------------------------
 
@@ -176,16 +219,17 @@ class Tuner:
         """Try candidates, trace the best one, and return the result, also after Ctrl-C or too many runs."""
         forced = self._ranking.find_forced()
         ranked = self._ranking.rank(forced)
+        self._everything = self._ranking.find_everything([*forced, *ranked])
         self._loss_scale = self._ranking.find_loss_scale(forced)
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
             # if all entries together do not pass, the last candidate keeps everything in float32
             if find_fewest(self._passes, forced, ranked) is None:
-                self._passes(self._ranking.find_everything([*forced, *ranked]))
+                self._passes(self._everything)
             traced = self._trace()
-        except _EnoughRunsError:
-            stopped = f"stopped after {self._runs} runs (max_runs)"
+        except _EnoughRunsError as enough:
+            stopped = f"stopped after {self._runs} runs ({enough})"
         except KeyboardInterrupt:
             stopped, is_interrupted = f"interrupted in run {self._runs}", True
         trials = tuple(self._trials.values())
@@ -204,29 +248,29 @@ class Tuner:
         return TuneResult(best.entries, trials, self._runs, is_reached, message, text, is_interrupted)
 
     def _choose_best(self) -> Trial | None:
-        """Return the best trial among those whose entries include `_kept`."""
+        """Return the best trial among those that cover the entries in `_from_traces`."""
         trials = self._trials.values()
-        return choose_best([trial for trial in trials if prune([*trial.entries, *self._kept]) == trial.entries])
+        return choose_best([trial for trial in trials if prune([*trial.entries, *self._from_traces]) == trial.entries])
 
     def _trace(self) -> Traced:
         """Trace more steps with the best list if it passes. If a fault needs more entries, try them and trace again."""
         # the search compares few steps, each from the first weights; later steps may overflow
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_TRACED_RUNS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
                 break
             traced = self._trace_once(best.entries)
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
-                return Traced(traced.text)  # the search assumed another loss scale, under which gradients fit
+                return Traced(traced.text)  # it may be due to the script's loss scale; the search has used a lower one
             needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
                 return traced  # there is no fault, or none against which more entries help
-            self._kept = [*self._kept, *needed]
-            self._passes(best.entries)
+            self._from_traces = [*self._from_traces, *needed]
+            self._passes(best.entries)  # makes a trial, which the next round may choose
         return Traced("not traced")
 
     def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
@@ -246,7 +290,7 @@ class Tuner:
 
     def _describe(self, best: Trial | None, stopped: str) -> str:
         """Return the result of the search in words. `stopped` says why it ended early; "" if it did not."""
-        taken = len(self._reference.of(CheckedStepRecord))
+        steps = count_of(len(self._reference.of(CheckedStepRecord)), "step")
         tolerance = f"a tolerance of {self.options.tolerance:g}"
         if best is not None and best.verdict.passed:
             message = f"nothing needs float32 at {tolerance}: {describe_worst(best.verdict)}"
@@ -270,18 +314,19 @@ class Tuner:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
             message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
-        message += f"; compared: {count_of(taken, 'step')} from the first weights"
-        unjudged, count = find_zero_gradients(self._reference)
-        if unjudged:
+        message += f"; compared: {steps} from the first weights"
+        with_zero_gradients, parameter_count = find_zero_gradients(self._reference)
+        if with_zero_gradients:
             message += (
-                f"; not judged: {len(unjudged)} of {count} parameters, such as {unjudged[0]}, whose gradients are"
-                " zero at these weights. Tune from trained weights to judge them"
+                f"; not judged: {len(with_zero_gradients)} of {parameter_count} parameters, such as"
+                f" {with_zero_gradients[0]}, whose gradients are zero at these weights. Tune from trained weights to"
+                " judge them"
             )
         return message
 
 
 class _EnoughRunsError(Exception):
-    """The budget of runs is spent."""
+    """The budget of runs is spent, or no further run would help. The text says which."""
 
 
 def _last_line(error: Exception) -> str:

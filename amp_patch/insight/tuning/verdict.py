@@ -1,4 +1,6 @@
-"""`Verdict`: whether the gradients of a run agree with float32 within a tolerance, its losses within a part of it."""
+"""`Verdict`: whether the gradients of a run agree with the run in float32 within a tolerance, and its losses within a
+fifth of that.
+"""
 
 import math
 from collections.abc import Iterator
@@ -17,13 +19,13 @@ LOSS_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a run is off.
+    """Whether a run agrees with the run in float32, and its largest errors.
 
     Attributes:
         passed: whether gradient errors are within the tolerance, and loss errors within `LOSS_SHARE` of it.
         worst: the largest relative error (L2) of a gradient; inf if a compared gradient is not finite or missing, or
             steps are missing or skipped.
-        parameter: the parameter of this gradient; "" without one.
+        parameter: the name of the parameter with this gradient; "" if there is none.
         loss_error: the largest relative error of a loss.
         fault: why the run did not pass, in words; "" if it did.
         is_skipped: whether it did not pass because it skipped a step for an overflow.
@@ -39,17 +41,17 @@ class Verdict:
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     """Compare a run with the run in float32, `reference`."""
-    wanted, taken = _steps_by_number(reference), _steps_by_number(run)
-    missing = [key for key in wanted if key not in taken]
+    reference_steps, steps = _steps_by_number(reference), _steps_by_number(run)
+    missing = [key for key in reference_steps if key not in steps]
     if missing:
-        fault = f"it took {len(wanted) - len(missing)} of {len(wanted)} steps"
+        fault = f"it took {len(reference_steps) - len(missing)} of {len(reference_steps)} steps"
         return Verdict(False, math.inf, "", math.inf, fault)
-    for key, step in wanted.items():
-        if taken[key].skipped and not step.skipped:
-            fault = f"step {step.step} was skipped for an overflow at loss scale {taken[key].loss_scale:g}"
+    for key, step in reference_steps.items():
+        if steps[key].skipped and not step.skipped:
+            fault = f"step {step.step} was skipped for an overflow at loss scale {steps[key].loss_scale:g}"
             return Verdict(False, math.inf, _first_non_finite_parameter(run, step), math.inf, fault, is_skipped=True)
-    loss_error = max((_compare_losses(step, taken[key]) for key, step in wanted.items()), default=0.0)
-    worst, parameter = max(_errors(reference, run), default=(0.0, ""))
+    loss_error = max((_compare_losses(step, steps[key]) for key, step in reference_steps.items()), default=0.0)
+    worst, parameter = max(_find_gradient_errors(reference, run), default=(0.0, ""))
     fault = ""
     if loss_error > tolerance * LOSS_SHARE:
         fault = f"a loss is off by {loss_error:.2g}, more than {tolerance * LOSS_SHARE:.2g}"
@@ -97,28 +99,28 @@ def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
     return ""
 
 
-def _compare_losses(wanted: CheckedStepRecord, taken: CheckedStepRecord) -> float:
+def _compare_losses(reference: CheckedStepRecord, step: CheckedStepRecord) -> float:
     """Return the largest relative error of a loss; inf if one is not finite, or the numbers of losses differ."""
-    if len(wanted.losses) != len(taken.losses):
+    if len(reference.losses) != len(step.losses):
         return math.inf
     largest = 0.0
-    for exact, loss in zip(wanted.losses, taken.losses, strict=True):
+    for exact, loss in zip(reference.losses, step.losses, strict=True):
         if not math.isfinite(loss):
             return math.inf
         largest = max(largest, abs(exact - loss) / max(abs(exact), 1e-30))
     return largest
 
 
-def _errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
-    """Yield the relative error of each gradient that is large enough, and the name of its parameter."""
+def _find_gradient_errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
+    """Yield the relative error of each gradient that is not too small (see `SMALL`), and the name of its parameter."""
     gradients = {(record.optimizer, record.step, record.parameter): record for record in run.of(SketchRecord)}
-    wanted = reference.of(SketchRecord)
-    largest: dict[tuple[int, int], float] = {}
-    for exact in wanted:
+    exact_gradients = reference.of(SketchRecord)
+    largest_norms: dict[tuple[int, int], float] = {}  # in each step, by optimizer and step
+    for exact in exact_gradients:
         key = exact.optimizer, exact.step
-        largest[key] = max(largest.get(key, 0.0), exact.norm)
-    for exact in wanted:
-        if exact.norm == 0.0 or exact.norm <= SMALL * largest[exact.optimizer, exact.step]:
+        largest_norms[key] = max(largest_norms.get(key, 0.0), exact.norm)
+    for exact in exact_gradients:
+        if exact.norm == 0.0 or exact.norm <= SMALL * largest_norms[exact.optimizer, exact.step]:
             continue
         error = math.inf
         gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))

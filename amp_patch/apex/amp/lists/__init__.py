@@ -1,6 +1,7 @@
-"""The op lists under Apex's names.
+"""Apex's op lists, such as `amp.lists.torch_overrides.FP16_FUNCS`, filled from the op list `lists/apex.yaml`.
 
-Scripts may edit these lists before they call `initialize` or `init`, which then registers the differences.
+Scripts may edit these Python lists before they call `initialize` or `init`. These calls then register each function
+whose list has changed, which overrides its rule in `lists/apex.yaml`.
 """
 
 from types import ModuleType
@@ -19,29 +20,28 @@ _RULES = {
 
 
 def _read_rules(module: ModuleType) -> dict[str, str]:
-    """Return the rule of each function that a module lists, by the name of the function."""
-    return {
-        (entry if isinstance(entry, str) else entry[0]): rule
-        for key, rule in _RULES.items()
-        for entry in vars(module).get(key, ())
-    }
+    """Return the rule of each function in the lists of a module, such as {"exp": "blacklist"}."""
+    rules: dict[str, str] = {}
+    for list_name, rule in _RULES.items():
+        for entry in vars(module).get(list_name, ()):
+            # entries of BANNED_FUNCS are tuples: (name, message)
+            name = entry if isinstance(entry, str) else entry[0]
+            rules[name] = rule
+    return rules
 
 
-_SHIPPED = {module.__name__: _read_rules(module) for module in _MODULES}
-_registered: list[Registration] = []
+_UNEDITED = {module.__name__: _read_rules(module) for module in _MODULES}
+_registered: list[Registration] = []  # by the last `register_edits`
 
 
 def register_edits() -> None:
     """Register the script's edits of these lists for the next session."""
-    edits = []
+    edits: list[Registration] = []
     for module in _MODULES:
-        shipped, present = _SHIPPED[module.__name__], _read_rules(module)
-        edited = [name for name in shipped.keys() | present.keys() if shipped.get(name) != present.get(name)]
-        # neutral: the script has removed the name from its list
-        edits += [
-            Registration(module.MODULE, name, present.get(name, "neutral"))
-            for name in sorted(edited)
-            if hasattr(module.MODULE, name)
-        ]
-    replace_registered(_registered, edits)
+        unedited, present = _UNEDITED[module.__name__], _read_rules(module)
+        for name in sorted(unedited.keys() | present.keys()):
+            if unedited.get(name) != present.get(name) and hasattr(module.MODULE, name):
+                # a function that the script has taken off its list gets the rule "neutral": it is not cast
+                edits.append(Registration(module.MODULE, name, present.get(name, "neutral")))
+    replace_registered(removed=_registered, added=edits)
     _registered[:] = edits
