@@ -321,6 +321,8 @@ class Session:
         for optimizer in optimizers:
             all_flags.append(self.bindings.get_optimizer(optimizer).flags)
         scaler = self.scaler(loss_id)
+        if self.policy.split_masters:
+            self.bindings.masters.free_memory()
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:

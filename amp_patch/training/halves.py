@@ -9,6 +9,7 @@ After an edit of a weight, the low half stays, so the value is off by at most ha
 0 with a negative low half can only be an edit. It joins to 0.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,14 +18,7 @@ from torch import Tensor
 from ..multi_tensor import copy_, group
 from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
-_HALF = 0x8000
-_UPPER = -0x10000
-"""The mask of the upper half of an int32."""
-
-_MAGNITUDE = 0x7FFFFFFF
-"""The mask of all bits of an int32 but the sign."""
-
-_BLOCK_ON_CPU = 2**17
+_BLOCK_ON_CPU = 2**16
 """Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
 
 _BLOCK = 2**24
@@ -33,7 +27,7 @@ _BLOCK = 2**24
 
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
     """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes. All are on one device,
-    except the weights. The low halves are dense.
+    except the weights. The low halves are dense. The values stay as they are, also if an interrupt ends the call.
     """
     with torch.inference_mode(False), torch.no_grad():
         for chosen in _choose_blocks(lows):
@@ -45,65 +39,64 @@ def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[T
             for value, weight, low in _cut(*block):
                 if room.shape != value.shape or room.stride() != value.stride():
                     room = torch.empty_like(value)  # taken once: fresh memory costs as much time as the kernels
-                _split_flat(room.copy_(value), low)
+                _split_flat(value, low, room)
                 weight.copy_(room)
 
 
-def join(weights: Sequence[Tensor], lows: Sequence[Tensor]) -> list[Tensor]:
+def join(weights: Sequence[Tensor], lows: Sequence[Tensor], room: Tensor | None = None) -> list[Tensor]:
     """Return the float32 values of weights and low halves, in the layout of the low halves.
 
-    Small values are views of one tensor. The low halves are dense and on one device.
+    The low halves are dense and on one device. `room`: a flat float32 tensor there, with an element for each of theirs.
+    The values are views of it. None: the values have memory of their own, except that small ones share some.
     """
     joined: list[Tensor] = []
+    start = 0
     with torch.inference_mode(False), torch.no_grad():
         for chosen in _choose_blocks(lows):
             block = _pick(weights, chosen), _pick(lows, chosen)
+            size = sum(low.numel() for low in block[1])
+            if room is None:
+                flat = torch.empty(size, dtype=torch.float32, device=block[1][0].device)
+            else:
+                flat = room[start : start + size]
+                start += size
+            values = _unflatten(flat, block[1])
+            joined += values
             if len(chosen) > 1:
-                joined += _join_small(*block)
+                copy_(group(values, block[0]))
+                _join_flat(flat, _flatten(block[1], block[1]))
                 continue
-            value = torch.empty_like(block[1][0], dtype=torch.float32)
-            room = torch.empty(0), torch.empty(0)
-            for part, weight, low in _cut([value], *block):
-                if room[0].shape != low.shape or room[0].stride() != low.stride():
-                    room = torch.empty_like(low, dtype=torch.int32), torch.empty_like(low, dtype=torch.int32)
-                _join_flat(part, weight, low, room)
-            joined.append(value)
+            for value, weight, low in _cut(values, *block):
+                _join_flat(value.copy_(weight), low)
     return joined
 
 
-def _split_flat(values: Tensor, low: Tensor) -> None:
-    """Write the low half of values, and replace the values by the weight in float32."""
-    values.nan_to_num_(torch.nan, torch.inf, -torch.inf)  # rounding could carry the bits of another NaN into the sign
-    bits = values.view(torch.int32)
+def _split_flat(values: Tensor, low: Tensor, rounded: Tensor) -> None:
+    """Write the low half of values to `low`, and the weight, in float32, to `rounded`."""
+    # rounding could carry the bits of another NaN into the sign
+    torch.nan_to_num(values, torch.nan, torch.inf, -torch.inf, out=rounded)
+    bits = rounded.view(torch.int32)
     low.copy_(bits)
-    bits.add_(_HALF).bitwise_and_(_UPPER)
+    bits.sub_(low)
 
 
-def _join_flat(values: Tensor, weight: Tensor, low: Tensor, room: tuple[Tensor, Tensor]) -> None:
-    """Write the values of a weight and a low half to `values`. `room`: two int32 tensors for temporary values."""
-    values.copy_(weight)
-    bits = values.view(torch.int32)
-    half, lowest = room
-    half.copy_(low)
-    # a low half of at least minus the magnitude of the weight leaves the sign bit alone
-    torch.bitwise_and(bits, _MAGNITUDE, out=lowest).neg_()
-    bits.add_(torch.maximum(half, lowest, out=half))
+def _join_flat(weight: Tensor, low: Tensor) -> None:
+    """Add the low half to a weight in float32, in place."""
+    bits = weight.view(torch.int32)
+    if weight.is_cpu:
+        bits.add_(low)
+        if math.isfinite(weight.sum().item()):
+            return
+        bits.sub_(low)  # the sum may be NaN because a weight of 0 has a negative low half
+    bits.add_(torch.maximum(low, low.mul(weight.bool())))
 
 
 def _split_small(values: list[Tensor], weights: list[Tensor], lows: list[Tensor]) -> None:
     flat = _flatten(values, lows)
     low = torch.empty_like(flat, dtype=torch.int16)
-    _split_flat(flat, low)
+    _split_flat(flat, low, flat)
     copy_(group(lows, _unflatten(low, lows)))
     copy_(group(weights, _unflatten(flat, lows)))
-
-
-def _join_small(weights: list[Tensor], lows: list[Tensor]) -> list[Tensor]:
-    low = _flatten(lows, lows)
-    flat = torch.empty_like(low, dtype=torch.float32)
-    room = torch.empty_like(low, dtype=torch.int32), torch.empty_like(low, dtype=torch.int32)
-    _join_flat(flat, _flatten([weight.to(low.device) for weight in weights], lows), low, room)
-    return _unflatten(flat, lows)
 
 
 def _choose_blocks(lows: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -121,7 +114,7 @@ def _choose_blocks(lows: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _pick(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
-    return [tensors[index].detach() for index in chosen]
+    return [tensors[index] for index in chosen]
 
 
 def _cut(*row: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

@@ -227,8 +227,14 @@ class Masters:
         return self._split.get(parameter) if index is None else self._masters.tensors[index]
 
     def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
-        """Give split masters their float32 values, until `copy_to_parameters`. See `open_masters`."""
-        open_masters(masters, is_private=is_private)
+        """Give split masters their float32 values, until `copy_to_parameters`.
+
+        `is_private`: nobody but an optimizer uses the values.
+        """
+        if is_private:
+            self._split.open_for_step(list(masters))
+        else:
+            open_masters(masters)
 
     def mark_updated(self, masters: Iterable[Tensor]) -> None:
         """Record that an optimizer changed these masters. Fused optimizers do not raise the version counter."""
@@ -261,6 +267,14 @@ class Masters:
         self.sync()
         self._copy_all()
 
+    def end_step(self, pairs: Collection[Pair]) -> None:
+        """Prepare the split masters in `pairs` for edits of the script, after a step or a skipped one."""
+        self._split.end_step([parameter for parameter, _ in pairs])
+
+    def free_memory(self) -> None:
+        """Let go of memory that split masters need only between steps and backward passes."""
+        self._split.sync(both_ways=False, frees_memory=True)
+
     def copy_from_parameters(self, *, warns: bool = False, rechecks: bool = True) -> None:
         """Copy edited parameters to their masters. Masters that were edited stay as they are.
 
@@ -285,13 +299,15 @@ class Masters:
         if loaded:
             self._copy_some(loaded)
 
-    def sync(self, *, rechecks: bool = True) -> None:
+    def sync(self, *, rechecks: bool = True, frees_memory: bool = False) -> None:
         """Copy each edited parameter to its master, and each edited master to its parameter.
 
-        `rechecks`: also compare the values of parameters that were edited before. Scripts often put the old weights
-        back in ways that no version counter shows.
+        Args:
+            rechecks: also compare the values of parameters that were edited before. Scripts often put the old weights
+                back in ways that no version counter shows.
+            frees_memory: see `SplitMasters.sync`.
         """
-        self._copy_edits(both_ways=True, rechecks=rechecks)
+        self._copy_edits(both_ways=True, rechecks=rechecks, frees_memory=frees_memory)
 
     def _copy_all(self) -> None:
         if self._split.masters:
@@ -313,12 +329,14 @@ class Masters:
         self._parameters.record(index)
         self._masters.record(index)
 
-    def _copy_edits(self, *, both_ways: bool, rechecks: bool) -> bool:
+    def _copy_edits(self, *, both_ways: bool, rechecks: bool, frees_memory: bool = False) -> bool:
         """Copy edited parameters to their masters, and with `both_ways`, edited masters to their parameters.
 
-        If a script has edited both, the master wins. Return whether masters were edited. `rechecks`: see `sync`.
+        If a script has edited both, the master wins. Return whether masters were edited. The arguments: see `sync`.
         """
-        are_split_edited = bool(self._split.masters) and self._split.sync(both_ways=both_ways)
+        are_split_edited = False
+        if self._split.masters:
+            are_split_edited = self._split.sync(both_ways=both_ways, frees_memory=frees_memory)
         edited_parameters = set(self._parameters.find_changed())
         edited_masters = set(self._masters.find_changed())
         if rechecks:

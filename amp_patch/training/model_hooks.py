@@ -285,7 +285,7 @@ class SyncMasters(SessionHook):
         if compiling.is_compiling():
             masters.is_compiled = True
         else:
-            masters.sync()
+            masters.sync(frees_memory=torch.is_grad_enabled())
 
 
 class PrepareStateDict(SessionHook):

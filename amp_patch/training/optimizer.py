@@ -321,6 +321,8 @@ class OptimizerBinding:
         finally:  # the log may raise GradientOverflowError, and the next pass must not add to these gradients
             if self._use_masters:
                 self._drop_gradients()
+            if self.groups.are_split:
+                self._masters.end_step(self.groups.pairs())
         return result
 
     def _decide(self, outcome: Outcome) -> StepDecision:

@@ -1,7 +1,7 @@
 """`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
 
-Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). To edit the parameter is
-to edit the upper half of the master. The master is then *closed*: an object of `ClosedMaster`, which gets its float32
+Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). An edit of the parameter
+is one of the master (see `LowHalf`). The master is then *closed*: an object of `ClosedMaster`, which gets its float32
 values when Python code first uses them, and is an ordinary `torch.nn.Parameter` again, *open*, until the next step. It
 is the same object all the time, so groups, optimizer states and scripts may hold it.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..multi_tensor import copy_, group
+from ..multi_tensor import copy_, eq, group, where
 from ..torch_private import get_storage_address, get_storage_uses, get_version, without_overrides
 from .halves import join, split_
 
@@ -88,10 +88,16 @@ class ClosedMaster(nn.Parameter):
 class LowHalf:
     """The low half of one split master, and how its master and parameter were when it was last opened or written.
 
+    If a script edits the parameter, the edited elements of the master are those in which the parameter differs from
+    `written`. They have the values of the parameter, and the others keep their low halves. Without `written`, which
+    would take 2 bytes of each element during the backward pass, the parameter is the upper half of all elements.
+
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
         gradient: the gradient of the closed master if it is not in float32 yet, else None. Its layout is that of `low`.
+        written: what the parameter was when the master was last written, or None.
+        has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master, so that nobody else can hold its values.
         is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
@@ -104,39 +110,61 @@ class LowHalf:
         self.gradient: Tensor | None = None
         nan = torch.full((), torch.nan, dtype=torch.float32, device=low.device)
         self.closed_data = nan.expand(low.size())
+        self.written: Tensor | None = None
+        self.has_edits = False
         self.is_private = False
         self.is_marked = False
         self._alias: Tensor | None = None  # of the values of the open master
+        self._version = 0
         self._parameter_alias: Tensor | None = None
-        self._versions = (0, 0)
+        self._parameter_version = 0
 
     def record(self, master: Tensor) -> None:
-        """Record the present state of an open master and its parameter."""
+        """Record the present state of an open master."""
         self.is_marked = self.is_private = False
-        self._alias, self._parameter_alias = master.detach(), self.parameter.detach()
-        self._versions = get_version(master), get_version(self.parameter)
+        self._alias, self._version = master.detach(), get_version(master)
+
+    def record_parameter(self) -> None:
+        """Record the present state of the parameter."""
+        self._parameter_alias, self._parameter_version = self.parameter.detach(), get_version(self.parameter)
 
     def forget(self) -> None:
         """Let go of the memory of the master, which counts as edited until it is closed or recorded."""
         self.is_marked = True
-        self._alias = self._parameter_alias = None
+        self._alias = None
+
+    def keep_written(self, written: Tensor) -> None:
+        """Keep a copy of the parameter, as it is now."""
+        self.record_parameter()
+        self.has_edits = False
+        self.written = written
+
+    def free_written(self) -> None:
+        """Let go of `written`. From now on, the parameter is the upper half, whoever has edited it."""
+        self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
         """Return whether the open master has changed since it was recorded."""
         if self.is_marked or self._alias is None:
             return True
-        has_moved = master.data_ptr() != self._alias.data_ptr()
-        return has_moved or get_version(master) != self._versions[0]
+        return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has changed since the open master was recorded."""
-        assert self._parameter_alias is not None
+        """Return whether the parameter has changed since it was recorded."""
+        if self._parameter_alias is None:
+            return False
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
-        return has_moved or get_version(self.parameter) != self._versions[1]
+        return has_moved or get_version(self.parameter) != self._parameter_version
 
     def is_joinable(self) -> bool:
         """Return whether the parameter still is an upper half: no script has cast it."""
         return self.parameter.dtype is torch.bfloat16
+
+    def put_edits(self, values: Tensor) -> None:
+        """Write the edited elements of the parameter to the values of its master, in place."""
+        assert self.written is not None
+        present = self.parameter.detach().to(values.device)
+        values.copy_(where(eq(present, self.written.to(values.device)), values, present.float()))
 
 
 def can_split(parameter: Tensor) -> bool:
@@ -187,10 +215,12 @@ def open_gradients(masters: Iterable[Tensor]) -> None:
             half.gradient = None
 
 
-def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None:
+def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: Tensor | None = None) -> None:
     """Give closed masters their float32 values and gradients. Masters that are open stay as they are.
 
-    `is_private`: nobody but an optimizer uses the values before they are written.
+    Args:
+        is_private: nobody but an optimizer uses the values before they are written.
+        room: memory for the values of private masters on a CPU. See `join`.
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
     masters = list(masters)
@@ -199,18 +229,33 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False) -> None
         if type(master) is ClosedMaster:
             by_device.setdefault(master.low_half.low.device, []).append(master)
     with without_overrides():
-        for group in by_device.values():
-            halves = [master.low_half for master in group]
-            values = join([half.parameter for half in halves], [half.low for half in halves])
-            opened: list[Tensor] = [*group]
+        for closed in by_device.values():
+            halves = [master.low_half for master in closed]
+            values = _make_values(halves, room)
+            opened: list[Tensor] = [*closed]
             for master, half, value in zip(opened, halves, values, strict=True):
                 master.data = value
                 if is_private:
                     half.is_private = half.is_marked = True
                 else:
                     half.record(master)
+                    if half.written is None:
+                        half.record_parameter()  # its edits are in the values
                 master.__class__ = nn.Parameter  # from here on, the float32 values count
                 del vars(master)["low_half"]
+
+
+def _make_values(halves: Sequence[LowHalf], room: Tensor | None = None) -> list[Tensor]:
+    """Return the float32 values of masters on one device."""
+    uppers = [half.parameter if half.written is None else half.written for half in halves]
+    values = join(uppers, [half.low for half in halves], room if halves[0].low.is_cpu else None)
+    with torch.inference_mode(False), torch.no_grad():
+        for half, value in zip(halves, values, strict=True):
+            if half.has_edits:
+                half.put_edits(value)
+            elif half.written is None and not half.is_joinable():
+                value.copy_(half.parameter)
+    return values
 
 
 def _close(rows: Iterable[tuple[Tensor, LowHalf]]) -> None:
@@ -245,6 +290,7 @@ class SplitMasters:
 
     def __init__(self) -> None:
         self.masters: dict[int, tuple[Tensor, LowHalf]] = {}
+        self._room: Tensor | None = None  # memory on the CPU for the open masters of a step
 
     def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
         """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
@@ -257,6 +303,7 @@ class SplitMasters:
         master = nn.Parameter(torch.empty((), dtype=torch.float32, device=low.device), parameter.requires_grad)
         _close([(master, half)])
         self.masters[id(parameter)] = master, half
+        _expect_edits([half])
         return master
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -276,19 +323,44 @@ class SplitMasters:
         if found is not None:
             found[1].is_marked = True
 
+    def open_for_step(self, masters: Sequence[Tensor]) -> None:
+        """Open masters whose values nobody but an optimizer uses before they are written.
+
+        On a CPU, they take the memory of those that were open before them in the step, because fresh memory costs as
+        much time as the kernels.
+        """
+        size = 0
+        with without_overrides():
+            for master in masters:
+                if type(master) is ClosedMaster and master.is_cpu:
+                    size += master.numel()
+        if self._room is not None and (size > self._room.numel() or _is_shared(self._room)):
+            self._room = None  # before there is another
+        if self._room is None:
+            self._room = torch.empty(size, dtype=torch.float32, device="cpu")
+        open_masters(masters, is_private=True, room=self._room)
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Free the memory of the step, and keep copies of parameters with closed masters: see `LowHalf.written`."""
+        self._room = None
+        _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
+
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict.
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. The
+        copies of parameters that a step has written are made by `end_step`, when the gradients are gone.
         """
-        opened: list[tuple[Tensor, LowHalf]] = []
-        for found in self._find(parameters):
-            if type(found[0]) is not ClosedMaster:
-                opened.append(found)
-        if not opened:
-            return
+        rows = self._find(parameters)
+        opened = [row for row in rows if type(row[0]) is not ClosedMaster]
+        if opened:
+            self._write(opened)
+        _expect_edits([half for _, half in rows if not half.is_private])
+
+    def _write(self, opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         for _, half in opened:
             half.is_marked = True  # an interrupt may leave the halves half written
+            half.has_edits, half.written = False, None
         with torch.inference_mode(False), torch.no_grad():
             for device in {half.low.device for _, half in opened}:
                 rows = [row for row in opened if row[1].low.device == device and row[1].is_joinable()]
@@ -301,20 +373,30 @@ class SplitMasters:
                     half.parameter.copy_(master)
             _close_unused(opened)
 
-    def sync(self, *, both_ways: bool) -> bool:
-        """Let open masters take over edits of their parameters. With `both_ways`, also write edited masters.
+    def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
+        """Let edits of parameters count. With `both_ways`, also write edited masters.
 
-        If a script has edited both, the master wins. Closed masters need nothing: their parameters are a part of them.
-        Return whether masters were edited.
+        If a script has edited both, the master wins. Return whether masters were edited. `frees_memory`: let go of
+        `LowHalf.written` where the parameter was not edited, because a backward pass may follow.
         """
         edited: list[Tensor] = []
+        outdated: list[tuple[Tensor, LowHalf]] = []
         for master, half in self.masters.values():
             if type(master) is ClosedMaster:
-                continue
-            if half.is_master_edited(master):
+                if half.written is None:
+                    continue
+                if half.is_parameter_edited():
+                    half.has_edits = True  # first, or an interrupt would lose the edit
+                    half.record_parameter()
+                elif frees_memory and not half.has_edits:
+                    half.free_written()
+            elif half.is_master_edited(master):
                 edited.append(half.parameter)
             elif half.is_parameter_edited():
-                _take_over(master, half)
+                _take_over(master, half)  # the script may hold the values
+                outdated.append((master, half))
+        if outdated:
+            _close_unused(outdated)
         if both_ways and edited:
             self.write(edited)
         return bool(edited)
@@ -333,13 +415,23 @@ class SplitMasters:
         return [self.masters[id(parameter)] for parameter in parameters if id(parameter) in self.masters]
 
 
+def _expect_edits(halves: Iterable[LowHalf]) -> None:
+    """Keep copies of the parameters, where there are none."""
+    unkept = [half for half in halves if half.written is None]
+    copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
+    copy_(group(copies, [half.parameter for half in unkept]))
+    for half, copied in zip(unkept, copies, strict=True):
+        half.is_private = False
+        half.keep_written(copied)
+
+
 def _take_over(master: Tensor, half: LowHalf) -> None:
-    """Copy an edited parameter, with the low half, to its open master."""
+    """Copy the edits of a parameter to its open master."""
+    half.has_edits = half.written is not None
+    (values,) = _make_values([half])
     with torch.inference_mode(False), torch.no_grad():
-        values = half.parameter
-        if half.is_joinable():
-            (values,) = join([half.parameter], [half.low])
         master.copy_(values)
+    half.record_parameter()
     half.record(master)
 
 
@@ -351,13 +443,22 @@ def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
         if not (half.is_private and half.is_joinable()):
             half.forget()
             by_storage.setdefault(get_storage_address(master), []).append((master, half))
-    lone = torch.empty(())
-    own_uses = get_storage_uses(get_storage_address(lone)) - 1  # torch itself may count once more
     for address, rows in by_storage.items():
-        is_used = get_storage_uses(address) > len(rows) + own_uses
+        is_used = get_storage_uses(address) > len(rows) + _get_own_uses()
         for master, half in rows:
             if is_used or not half.is_joinable():
                 half.record(master)
             else:
                 closable.append((master, half))
     _close(closable)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether other tensors use the memory of a tensor."""
+    return get_storage_uses(get_storage_address(tensor)) > 1 + _get_own_uses()
+
+
+def _get_own_uses() -> int:
+    """Return how many uses of a storage torch itself counts besides those of tensors."""
+    lone = torch.empty(())
+    return get_storage_uses(get_storage_address(lone)) - 1

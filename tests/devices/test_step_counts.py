@@ -2,7 +2,7 @@
 
 `tools/generate_launches_page.py` counts the table.
 
-Guards: training/unscaling, training/step_log, docs/launches.md, tools/generate_launches_page.py.
+Guards: training/unscaling, training/step_log, training/halves, docs/launches.md, tools/generate_launches_page.py.
 """
 
 import contextlib
@@ -46,6 +46,13 @@ def test_the_page_is_what_is_counted():
 def test_a_step_has_fewer_launches_than_autocast(name, kind):
     found = {level: launches.ratio(name, level, kind) for level in MOST[name]}
     assert all(found[level] <= most for level, most in MOST[name].items()), found
+
+
+@pytest.mark.parametrize("name", ["gpt-64", "resnet-8"])
+def test_split_masters_add_few_launches(name):
+    split, whole = launches.count(name, "O5+split", FUSED), launches.count(name, "O5", FUSED)
+    assert split.total <= 1.1 * whole.total
+    assert split.waits == (0, 0, 0)
 
 
 @pytest.mark.parametrize("way", ["one loss", "four micro-batches", "two losses", "clipping"])

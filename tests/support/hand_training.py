@@ -356,6 +356,7 @@ class ByHand:
         self.masters: dict[int, Tensor] = {}
         self.pushed: dict[int, Tensor] = {}  # each master when it was copied to its parameter
         self.known: dict[int, tuple[Tensor, Tensor, int]] = {}  # each master when it was last looked at
+        self.is_split = False
         self.full: dict[int, Tensor] = {}  # parameters before they were cast
         self.window: Any = None  # what gradients are scaled by now, and its number
         self.scale_of_gradients = 1.0
@@ -373,7 +374,9 @@ class ByHand:
         max_loss_scale: float = 2.0**24,
         compute: str = "native",
         verbosity: int = 0,
+        split_masters: bool = False,
     ) -> None:
+        self.is_split = split_masters
         self.scalers = [Scaler(loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
         self.casts.level, self.casts.compute = opt_level, compute
         self.models, self.optimizers = list(models), list(optimizers)
@@ -419,8 +422,7 @@ class ByHand:
             master = value.clone().requires_grad_()
             self.masters[id(parameter)] = master
             self.pairs[id(parameter)] = parameter, master
-            self.pushed[id(parameter)] = master.detach().clone()
-            self.look_at(id(parameter), master)
+            self.push([(parameter, master)])
         return self.masters[id(parameter)]
 
     def reset(self) -> None:
@@ -710,9 +712,16 @@ class ByHand:
     @torch.no_grad()
     def push(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         for parameter, master in pairs:
-            parameter.copy_(master)
+            parameter.copy_(self.round(parameter, master))
             self.pushed[id(parameter)] = master.detach().clone()
             self.look_at(id(parameter), master)
+
+    def round(self, parameter: Tensor, master: Tensor) -> Tensor:
+        """A master in 16 bits: ties to even, or with split masters, away from zero."""
+        if not self.is_split or parameter.dtype is not torch.bfloat16:
+            return master.to(parameter.dtype)
+        bits = master.detach().view(torch.int32)
+        return ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
 
     def look_at(self, key: int, master: Tensor) -> None:
         self.known[key] = master.detach().clone(), master.detach(), master._version
@@ -729,12 +738,12 @@ class ByHand:
         """
         for key, (parameter, master) in self.pairs.items():
             if self.is_written(key, master):
-                parameter.copy_(master)
+                parameter.copy_(self.round(parameter, master))
                 self.pushed[key] = master.detach().clone()
             else:
                 pushed = self.pushed[key]
-                edited = torch.where(parameter == master.to(parameter.dtype), master, parameter.float())
-                master.copy_(torch.where(parameter == pushed.to(parameter.dtype), pushed, edited))
+                edited = torch.where(parameter == self.round(parameter, master), master, parameter.float())
+                master.copy_(torch.where(parameter == self.round(parameter, pushed), pushed, edited))
             self.look_at(key, master)
 
 

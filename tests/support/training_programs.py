@@ -89,6 +89,7 @@ class Draft:
 
     Attributes:
         random: where choices come from.
+        splits: where it is chosen whether masters are split.
         level, is_dynamic, losses: the level, whether steps can be skipped, and how many loss scalers there are.
         models: the kind of each, by its name, which is the same.
         optimizers: names of the models whose parameters each holds, by its name.
@@ -99,6 +100,7 @@ class Draft:
 
     def __init__(self, source: random.Random) -> None:
         self.random = source
+        self.splits = random.Random(repr(source.getstate()))
         self.models: list[str] = []
         self.optimizers: dict[str, list[str]] = {}
         self.construction: list[tuple[str, str]] = []
@@ -114,6 +116,8 @@ class Draft:
         count = self.random.choice([1, 1, 2])
         self.models = self.random.sample(list(MODELS), count)
         self.sources = {model: self.random.choice(MODELS[model]) for model in self.models}
+        if "split_masters" in self.options:  # edits in a forward pass leave the low half of a master
+            self.sources = {model: MODELS[model][0] for model in self.models}
         self.losses = self.random.choice([1, 2, 2])
         layouts = ["own", "own", "joint", "halves", "common", "groups", "each"]
         self.layout = self.random.choice(layouts)
@@ -124,6 +128,8 @@ class Draft:
         self.level = self.random.choice(LEVELS)
         self.is_dynamic = self.is_likely(0.75 if self.level in ("O1", "O2") else 0.4)
         self.options = {"opt_level": repr(self.level), "compute": self.random.choice(['"native"', '"float32"'])}
+        if self.level == "O5" and self.splits.random() < 0.5:
+            self.options["split_masters"] = "True"
         if not self.is_dynamic:
             self.options["loss_scale"] = self.random.choice(["1.0", "128.0", "1.0"])
         elif self.is_likely(0.3):

@@ -1,6 +1,6 @@
-"""DistributedDataParallel on two ranks broadcasts the masters of the first rank, bit by bit.
+"""DistributedDataParallel on two ranks broadcasts the masters of the first rank, bit by bit; split masters, too.
 
-Guards: training/gradient_patches, torch_distributed, session/torch_patches.
+Guards: training/gradient_patches, training/split_masters, torch_distributed, session/torch_patches.
 """
 
 import pytest
@@ -16,11 +16,11 @@ from amp_patch.apex.parallel import Reducer
 pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
 
-def make(level, seed):
+def make(level, seed, split_masters=False):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, split_masters=split_masters)
     return model, optimizer
 
 
@@ -41,9 +41,9 @@ def train(wrapped, optimizer, steps, seed):
         optimizer.zero_grad()
 
 
-def wrap_ones_own(rank, level, how):
+def wrap_ones_own(rank, level, how, split_masters):
     """Float32 weights before and after DDP was made (or the like), of models that differ between the ranks."""
-    model, optimizer = make(level, seed=rank if how != "second DDP" else 0)
+    model, optimizer = make(level, rank if how != "second DDP" else 0, split_masters)
     if how == "loaded":
         checkpoint = {key: value + 1e-4 for key, value in model.state_dict().items()}
         if rank == 0:
@@ -70,9 +70,10 @@ def wrap_ones_own(rank, level, how):
 HOWS = ["as made", "loaded", "loaded and evaluated", "edited", "second DDP", "Reducer"]
 
 
+@pytest.mark.parametrize("split_masters", [False, True], ids=["float32", "split"])
 @pytest.mark.parametrize("how", HOWS)
-def test_all_ranks_get_the_masters_of_the_first(ranks, how):
-    (expected, first), (_, second) = ranks(wrap_ones_own, "O5", how)
+def test_all_ranks_get_the_masters_of_the_first(ranks, how, split_masters):
+    (expected, first), (_, second) = ranks(wrap_ones_own, "O5", how, split_masters)
     if expected is None:
         expected = [torch.full_like(first[0], 0.5), *first[1:]]
     for want, one, other in zip(expected, first, second, strict=True):

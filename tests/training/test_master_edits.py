@@ -1,7 +1,7 @@
 """An edit of 16-bit parameters between steps reaches the masters of the elements that it changes, and no others; an
-edit that is taken back, or changes nothing, costs a master none of its low bits.
+edit that is taken back, or changes nothing, costs a master none of its low bits. So it is with split masters.
 
-Guards: training/masters, training/model_hooks.
+Guards: training/masters, training/split_masters, training/model_hooks.
 """
 
 import copy
@@ -14,15 +14,19 @@ from training import backward
 
 import amp_patch as amp
 
-LOWS = {"O2": torch.float16, "O5": torch.bfloat16}
-LEVELS = {low: level for level, low in LOWS.items()}
+LEVELS = {
+    "O2": {"opt_level": "O2"},
+    "O5": {"opt_level": "O5"},
+    "O5 split": {"opt_level": "O5", "split_masters": True},
+}
+LOWS = {"O2": torch.float16, "O5": torch.bfloat16, "O5 split": torch.bfloat16}
 STEPS = 12
 LR = 2.0**-14  # so small that a step moves a 16-bit weight by less than its spacing
 BATCH = [[0, 1, 2], [3, 4, 0]]
 TARGETS = [1, 2]
 
 
-@pytest.fixture(params=LOWS)
+@pytest.fixture(params=LEVELS)
 def level(request):
     return request.param
 
@@ -46,8 +50,9 @@ def loss_of(model):
 def start(level, max_norm=None):
     torch.manual_seed(0)
     model = Words(max_norm)
+    model.level = LEVELS[level]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    return amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    return amp.initialize(model, optimizer, **LEVELS[level], loss_scale=1.0, verbosity=0)
 
 
 def train(level, touch=lambda model: None, max_norm=None):
@@ -61,6 +66,11 @@ def train(level, touch=lambda model: None, max_norm=None):
     masters = list(amp.master_params(optimizer))
     amp.reset()
     return masters
+
+
+def spacing(level):
+    """The relative spacing of bfloat16 if the lower half of a master stays when a script edits the weight in a pass."""
+    return 2.0**-7 if level.get("split_masters") else 0.0
 
 
 @torch.no_grad()
@@ -89,7 +99,8 @@ def attack_in_place(model):
             parameter.add_(0.5)
     loss_of(model)
     moved = model.state_dict()["last.bias"]
-    assert torch.equal(moved, model.last.bias.float())
+    rtol = spacing(model.level) / 2  # a forward pass with gradients lies behind
+    torch.testing.assert_close(moved, model.last.bias.float(), rtol=rtol, atol=0)
     with torch.no_grad():
         for parameter, backup in zip(model.parameters(), backups, strict=True):
             parameter.copy_(backup)
@@ -117,8 +128,8 @@ def train_a_step(model, optimizer):
 
 def adopt_another(model, optimizer):
     other = nn.Linear(2, 2)
-    level = LEVELS[model.last.weight.dtype]
-    amp.initialize(other, torch.optim.SGD(other.parameters(), lr=LR), opt_level=level, loss_scale=1.0, verbosity=0)
+    optimizer = torch.optim.SGD(other.parameters(), lr=LR)
+    amp.initialize(other, optimizer, **model.level, loss_scale=1.0, verbosity=0)
 
 
 def refresh(model, optimizer):
@@ -235,7 +246,7 @@ def test_an_embedding_bounds_the_rows_that_are_too_long_and_trains_the_others(le
     bounded, free = tables
     for row in range(5):
         if is_long[row]:
-            assert float(bounded[row].norm()) <= 1.51
+            assert float(bounded[row].norm()) <= 1.51 + spacing(LEVELS[level])
         else:
             assert torch.equal(bounded[row], free[row])
 
@@ -299,7 +310,7 @@ def test_float32_gradients_from_before_initialize_stay_float32(level):
     model = nn.Linear(2, 2, bias=False)
     model.weight.grad = torch.full((2, 2), 1e6 + 1)  # more than float16 holds, and more digits than bfloat16
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.initialize(model, optimizer, **LEVELS[level], verbosity=0)
     assert [master.grad.tolist() for master in amp.master_params(optimizer)] == [[[1e6 + 1] * 2] * 2]
     amp.reset()
     assert model.weight.grad.tolist() == [[1e6 + 1] * 2] * 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import IS_SIM
+from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from training import backward
 
@@ -385,20 +386,93 @@ def test_an_optimizer_with_a_step_of_its_own_keeps_float32_masters(capsys):
     assert_equal(read(optimizer), masters)
 
 
-def test_an_edit_of_a_parameter_is_an_edit_of_its_master():
-    """The edited elements of the master round to the parameter; the others keep all their bits."""
+@torch.no_grad()
+def edit(weight):
+    weight[0].clamp_(-0.1, 0.1)
+    weight[1].zero_()
+
+
+def test_an_edit_in_a_pass_leaves_the_low_half():
+    """Between a forward pass and the step, the master rounds to the edited weight, and the others keep all bits. What
+    is put back is the old master.
+    """
     model, optimizer = start(adam)
     train(model, optimizer, 2)
-    weight, before = model[0].weight, read(optimizer)[0]
-    with torch.no_grad():
-        weight[0].clamp_(-0.1, 0.1)
-        weight[1].zero_()
-    expected = weight.detach().clone()
+    weight, before = model[0].weight, read(optimizer)
+    amp.refresh()  # the masters are in use no longer
+    kept = weight.detach().clone()
     loss_of(model)
+    edit(weight)
     master = read(optimizer)[0]
-    assert torch.equal(round_away(master), expected)
-    assert torch.equal(master[2:], before[2:])
+    assert torch.equal(round_away(master), weight)
+    assert torch.equal(master[2:], before[0][2:])
     assert bool((master[1].abs() < 1e-40).all())
+    with torch.no_grad():
+        weight.copy_(kept)
+    loss_of(model)
+    assert_equal(read(optimizer), before)
+
+
+def skip(model, optimizer):
+    backward(loss_of(model) * float("inf"), optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def step_without_gradients(model, optimizer):
+    loss_of(model)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def step_another(model, optimizer):
+    another = nn.Linear(2, 2)
+    its_optimizer = adam(another.parameters())
+    amp.initialize(another, its_optimizer, opt_level="O5", split_masters=True, loss_scale="dynamic", verbosity=0)
+    its_optimizer.step()
+
+
+def evaluate(model, optimizer):
+    with torch.no_grad():
+        loss_of(model)
+
+
+@pytest.mark.parametrize("then", [skip, step_without_gradients, step_another, evaluate], ids=lambda then: then.__name__)
+def test_edits_after_a_step_reach_single_elements(then):
+    model, optimizer = start(adam, loss_scale="dynamic")
+    train(model, optimizer, 2)
+    then(model, optimizer)
+    expected = read(optimizer)
+    amp.refresh()
+    rounded = model[0].weight.detach().clone()
+    edit(model[0].weight)
+    is_edited = model[0].weight != rounded
+    expected[0][is_edited] = model[0].weight.detach().float()[is_edited]
+    loss_of(model)
+    assert_equal(read(optimizer), expected)
+
+
+OWN_FILES = tuple(f"training/{name}.py" for name in ("split_masters", "halves", "step_parts"))
+
+
+def test_after_an_interrupt_at_any_line_of_a_step_each_weight_is_that_before_or_after(monkeypatch):
+    for limit in ("_PART_ON_CPU", "_PART"):
+        monkeypatch.setattr(step_parts, limit, 20)
+
+    def get_weights(act):
+        model, optimizer = start(adam)
+        train(model, optimizer, 1)
+        backward(loss_of(model), optimizer)
+        answer = act(optimizer.step)
+        amp.reset()
+        return answer, [parameter.detach() for parameter in model.parameters()]
+
+    count, after = get_weights(lambda step: count_lines(step, places=OWN_FILES))
+    _, before = get_weights(lambda step: None)
+    for position in choose(count, 12, seed="split"):
+        _, found = get_weights(lambda step, position=position: interrupted_at(position, step, places=OWN_FILES))
+        for weight, old, new in zip(found, before, after, strict=True):
+            assert torch.equal(weight, old) or torch.equal(weight, new), position
 
 
 def test_an_interrupted_step_leaves_whole_groups_after_reset(monkeypatch):
