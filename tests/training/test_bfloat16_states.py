@@ -16,7 +16,7 @@ from torch import nn
 from training import backward
 
 import amp_patch as amp
-from amp_patch.training import StochasticRounding, step_parts, stochastic_rounding
+from amp_patch.training import StochasticRounding, bfloat16_states, step_parts, stochastic_rounding
 
 
 def from_bits(bits):
@@ -365,6 +365,16 @@ def test_a_damaged_state_is_refused(entry):
     saved = amp.state_dict()
     with pytest.raises(amp.errors.CheckpointError, match="stochastic rounding"):
         amp.load_state_dict({**saved, "stochastic_rounding": entry})
+
+
+def test_a_step_that_a_graph_captures_is_refused(monkeypatch):
+    model, optimizer = start(adam)
+    train(model, optimizer, 1)
+    before = read(optimizer)
+    monkeypatch.setattr(bfloat16_states, "is_capturing", lambda: True)
+    with pytest.raises(amp.errors.OptimizerError, match="same random numbers"):
+        train(model, optimizer, 1)
+    assert_equal(read(optimizer), before)
 
 
 def test_an_interrupted_step_leaves_states_to_go_on_with(monkeypatch):
