@@ -64,8 +64,8 @@ class Bfloat16States:
         """Go on to the random numbers of the next step. Raises OptimizerError while a CUDA graph is being captured."""
         if is_capturing():
             raise OptimizerError(
-                'a CUDA graph cannot capture step() with optimizer_state_type="bfloat16": each replay would round with the'
-                " same random numbers. Call step() outside of the graph, or leave optimizer_state_type out."
+                'a CUDA graph cannot capture step() with optimizer_state_type="bfloat16": each replay would round with'
+                " the same random numbers. Call step() outside of the graph, or leave optimizer_state_type out."
             )
         self._rounding.begin_step()
         self._number()
