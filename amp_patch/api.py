@@ -400,7 +400,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """
     if "replace" in options:
         raise ArgumentTypeError("scope takes no `replace`: to close another session, call amp.reset() first")
-    _current.check_that_none_is_open()
+    _current.check_that_none_is_in_use()
     was_disabled = _current.state.is_disabled
     returned = initialize(models, optimizers, **options)
     opened_session = _current.state.session

@@ -76,8 +76,8 @@ def is_opaque(tensor: Tensor) -> bool:
 
     Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
     (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,
-    are not opaque. Nor are tensors of torch's own classes, with two exceptions: a DTensor whose local tensor is opaque,
-    and semi-structured sparse tensors, which cannot be cast.
+    are not opaque. Nor are tensors of torch's own classes, unless they are DTensors whose local tensor is opaque, or
+    semi-structured sparse tensors, which cannot be cast.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:

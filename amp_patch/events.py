@@ -55,7 +55,9 @@ watchers: list[Watcher] = []
 
 
 class _EventCount:
-    """The number of events so far that watchers were told of, as an object that other modules can import."""
+    """The number of events so far that watchers were told of. Modules that import `event_count` see later values, as
+    they would not if it were a plain number.
+    """
 
     value = 0
 

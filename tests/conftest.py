@@ -27,7 +27,7 @@ torch.set_num_threads(1)  # the tensors are tiny, and a process runs on each cor
 # people's packages, and of ours those that hold originals on purpose, which sessions would say they cannot exchange.
 LARGE_PACKAGES = {"_pytest", "hypothesis", "joblib", "matplotlib", "PIL", "pygments", "rich", "scipy", "sklearn"}
 OWN = {"list_error_cases", "list_errors", "constructs", "torch_state"}
-OF_USERS = search.PASSED_OVER
+OF_USERS = search.SKIPPED_PACKAGES
 PASSED_OVER = OF_USERS | LARGE_PACKAGES | OWN
 PASSED_OVER_BY_CLIENTS = PASSED_OVER
 HOLDING_ORIGINALS = {
@@ -57,13 +57,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if IS_SIM_MISSING:
         pytest.skip(WHY_NOT)
     if "clients" in item.path.parts:
-        search.PASSED_OVER = PASSED_OVER_BY_CLIENTS
+        search.SKIPPED_PACKAGES = PASSED_OVER_BY_CLIENTS
         return
     if item.get_closest_marker("searches_all"):
-        search.PASSED_OVER = OF_USERS
+        search.SKIPPED_PACKAGES = OF_USERS
         return
     own = item.module.__name__.partition(".")[0]
-    search.PASSED_OVER = PASSED_OVER - ({own} - HOLDING_ORIGINALS)
+    search.SKIPPED_PACKAGES = PASSED_OVER - ({own} - HOLDING_ORIGINALS)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from ..config import make_policy as make_policy
 from ..session import Session as Session
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers
-from ..session import current, find_lists_to_lay_over
+from ..session import current, find_command_lists
 from ..training import LossBlock, loss_scaler, unscaling
 
 LossScaler = loss_scaler.LossScaler
@@ -108,7 +108,7 @@ def open_session(
         replace: whether to open a new session even if the session in force has this policy.
         accept_low: whether models may have 16-bit parameters already.
     """
-    lists = (*policy.lists, *find_lists_to_lay_over(policy))
+    lists = (*policy.lists, *find_command_lists(policy))
     earlier_session = current.state.session
     session = current.initialize(
         dataclasses.replace(policy, lists=lists),

@@ -1,7 +1,7 @@
 """`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
 
-torch's attention is one autograd node without a double backward. Here it is one, too (`_LowAttention`), unless a
-function transform, tracer or compiler records the call.
+torch's attention is one autograd node, which saves its operands and has no double backward. In eager code, attention in
+float32 is one node, too: `_LowAttention`, which saves its operands in 16 bits.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..dtypes import PLAIN_CLASSES, is_opaque
 from ..torch_private import chooses_flash_attention, flash_attention, flash_attention_backward
-from .compiling import is_recorded
+from .compiling import is_eager_autograd
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Attention:
     enable_gqa: bool = False
 
     def can_use_float32(self, low: torch.dtype, max_scores: int) -> bool:
-        """Return whether `compute_in_float32` supports this call and is faster.
+        """Return whether `compute_in_float32` supports this call, and is faster than a 16-bit kernel.
 
         All operands must be plain 4-dim tensors of dtype `low` on a CPU, with the same head size; queries and keys must
         have the same number of heads. There may be at most `max_scores` scores (queries times keys) for each head, no
@@ -48,19 +48,21 @@ class Attention:
             if operand.__class__ not in PLAIN_CLASSES and is_opaque(operand):
                 return False
         query_shape, key_shape = self.query.shape, self.key.shape  # (batch, heads, length, head size)
-        # torch uses another kernel if these differ
-        is_same_heads = query_shape[1] == key_shape[1] and query_shape[3] == key_shape[3] == self.value.shape[3]
-        return is_same_heads and query_shape[2] * key_shape[2] <= max_scores
+        same_heads = query_shape[1] == key_shape[1]
+        same_head_size = query_shape[3] == key_shape[3] == self.value.shape[3]
+        if not (same_heads and same_head_size):  # torch uses another kernel
+            return False
+        return query_shape[2] * key_shape[2] <= max_scores
 
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        If torch would use its flash kernel for the 16-bit operands, this saves the same for backward as that kernel:
-        the operands and the result, in 16 bits. Otherwise torch's function saves float32 values.
+        If torch would use its flash kernel for the 16-bit operands, this saves for backward what that kernel saves: the
+        operands and the result, in 16 bits. Otherwise `original` saves float32 values.
         """
         query, key, value = self.query, self.key, self.value
         options = (self.attn_mask, self.dropout_p, self.is_causal)
-        if is_recorded() and chooses_flash_attention(query, key, value, *options, scale=self.scale):
+        if is_eager_autograd() and chooses_flash_attention(query, key, value, *options, scale=self.scale):
             kernel_options = {"is_causal": self.is_causal, "scale": self.scale}
             additive_mask = None
             if self.attn_mask is not None:

@@ -1,9 +1,10 @@
-"""`Autocast`: the regions of `torch.autocast`, for a session whose lists act inside them.
+"""`Autocast`: lets a session cast inside the regions of `torch.autocast` only.
 
-The state stays in torch: whether autocast is enabled in a thread, and in which dtype. So torch's own functions report
-this state as they do without amp_patch, and nested regions, decorators, checkpoints, autograd's threads and
-`torch.set_autocast_enabled` need no code here. If torch's own rule decides about an op, torch casts it. An op with a
-rule of the session's lists casts by that rule, and runs with autocast disabled.
+torch itself keeps the state: whether autocast is enabled in a thread, and in which dtype. So nested regions,
+decorators, checkpoints, autograd's threads and `torch.set_autocast_enabled` need no code here.
+
+If the session's lists keep torch's own rule for an op, torch casts its arguments. If they have another rule, a patch of
+the op casts the arguments by that rule, and then runs the op with autocast disabled.
 """
 
 import functools
@@ -23,9 +24,9 @@ class Autocast:
 
     Args:
         device_type: such as "cuda".
-        low: only regions of this dtype count; others are left to torch. None: all regions count, for a session that
-            casts nothing.
-        torch_lists: the lists of torch's own rules, or None if there are none for the device type.
+        low: the session casts only in regions of this dtype. None: in regions of any dtype, for a session that only
+            observes.
+        torch_lists: the lists of torch.autocast's own rules, or None if there are none for the device type.
     """
 
     def __init__(self, device_type: str, low: torch.dtype | None, torch_lists: op_lists.OpLists | None) -> None:
@@ -57,7 +58,8 @@ class Autocast:
         torch.set_autocast_enabled(self.device_type, True)
 
     def run_without(self, original: Callable[..., Any], switch: "Switch | ModuleRulesSwitch") -> Callable[..., Any]:
-        """Return a function that runs `original` with autocast disabled while the casts of a switch are active."""
+        """Return a function that runs `original` with autocast disabled, if ops cast by `switch` in this thread."""
+        # the patch of an op that casts nothing here may call this function, too: torch then has to cast
         is_often_off = isinstance(switch, ModuleRulesSwitch)
 
         @functools.wraps(original)
@@ -79,11 +81,11 @@ class Autocast:
 
 
 class ModuleRulesSwitch:
-    """The switch for ops that torch casts by itself. It is on only in regions of the session, such as the region of a
-    module rule. Outside of them, torch casts these ops.
+    """The switch for patched ops that torch casts by its own rules. They cast only in `Region`s of the session, such as
+    the region of a module rule. Outside of these, torch casts them.
     """
 
-    regions = 1  # not 0, so wrappers ask for the mode in every call
+    regions = 1  # not 0, so that ops call `mode_here` each time
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
@@ -94,7 +96,7 @@ class ModuleRulesSwitch:
         return self._switch.on and self._switch.has_regions()
 
     def mode_here(self) -> Mode:
-        """Return how casts act in this thread now: OFF where the lists decide, because torch follows the same rules."""
+        """Return how these ops cast in this thread now. Where the lists decide, it is OFF: torch has the same rules."""
         mode = self._switch.mode_here()
         return Mode.OFF if mode is Mode.BY_LISTS else mode
 
@@ -103,5 +105,5 @@ class ModuleRulesSwitch:
         return self._switch.region(mode)
 
     def is_on_here(self) -> bool:
-        """Return whether casts are active in this thread now."""
+        """Return whether these ops cast in this thread now."""
         return self.mode_here() is not Mode.OFF

@@ -1,9 +1,9 @@
 """Makes patches work with torch.compile.
 
-* Dynamo builds its tables of functions from names, at its first use. So `prime` builds them before patches are
-  installed.
-* Dynamo guards patched functions, but not patched Tensor methods. So `forget_compiled_code` drops compiled code
-  whenever patches change.
+* At its first use, Dynamo builds tables of the functions that torch's names hold then. So `prime` builds them before
+  patches are installed.
+* Dynamo compiles a function again if a patched function of torch changes, but not if a patched Tensor method changes.
+  So `forget_compiled_code` drops compiled code whenever patches change.
 * The on-disk cache finds code by its graph, which looks the same with and without casts. So `tag_cache_key` adds a tag
   to its keys.
 """
@@ -35,10 +35,11 @@ from ..torch_private import (
 )
 
 is_at_work = is_tracing_graph
-"""Returns whether Dynamo is at work, also while it runs a function of this package untraced."""
+"""Returns whether Dynamo is tracing in this thread. Also True in a function that Dynamo calls instead of tracing it."""
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
-"""The first returns whether this code is being compiled or exported in any way, the second whether Dynamo traces it."""
+"""`is_compiling` returns whether this code is being compiled or exported in any way, `is_dynamo_compiling` whether
+Dynamo traces this very code."""
 
 
 def is_traced() -> bool:
@@ -46,8 +47,10 @@ def is_traced() -> bool:
     return is_dynamo_compiling() or bool(get_tracing_state()) or is_compiling() or has_proxies()
 
 
-def is_recorded() -> bool:
-    """Return whether gradients are enabled here, and no function transform, tracer or compiler is active."""
+def is_eager_autograd() -> bool:
+    """Return whether only autograd records ops here: gradients are enabled, and no function transform, tracer or
+    compiler is active.
+    """
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
@@ -87,11 +90,11 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------
 
-# Code that is compiled inside a region must not run outside it, nor the other way round. Dynamo cannot trace how a
-# thread's region is found, and does not guard patched Tensor methods. But it guards the autocast state of the thread
-# for every device type. So while a region is open, we set the autocast state of an idle device type: one that torch
-# still lists, but no longer runs on. Its autocast dtype stands for the mode. Dynamo of torch 2.6 does not guard this
-# state, but guards the dispatch keys of the thread: there, two unused keys stand for the mode.
+# Code that was compiled inside a region (`mode.Region`) must not run outside it, nor the other way round: Dynamo must
+# guard the mode of the thread. It cannot guard our own state, but it guards the autocast state of the thread for every
+# device type. So we store the mode in the autocast state of an idle device type, one that torch still lists, but no
+# longer runs on: its autocast is enabled while a region is open, with a dtype that stands for the mode. Dynamo of torch
+# 2.6 does not guard this state, but guards the dispatch keys of the thread: there, two unused keys stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
@@ -114,7 +117,8 @@ if _IDLE_DEVICE is None:
 
 
 def show_region(mode_name: str) -> None:
-    """Make code that Dynamo compiles in this thread run in the mode of that name only. BY_LISTS clears the flag.
+    """Store the name of this thread's mode where Dynamo guards it, so that code which Dynamo compiles now runs in this
+    mode only. "BY_LISTS" clears the state, as outside of regions.
 
     The body must not use names of torch's modules: Dynamo would trace such a frame, and find that it changes guarded
     state.

@@ -5,9 +5,9 @@ With `compute="float32"`, all products are computed in this way; with `compute="
 instructions for 16-bit products. On an x86 CPU with such instructions, "auto" computes short attention in this way,
 because that is faster than torch's 16-bit kernels.
 
-The casts are ordinary casts that autograd records. So gradients are rounded when they leave a product, as with a 16-bit
-kernel, and whatever supports casts (compilers, function transforms, double backward, checkpoints) supports these. For
-backward, autograd saves the float32 operands; only short attention saves 16-bit values where it can (see `Attention`).
+Operands and results are rounded by ordinary casts, which autograd records. So the gradients that a product gives are
+rounded, too, as with a 16-bit kernel, and compilers, function transforms, double backward and checkpoints work as with
+any casts. For backward, autograd saves the float32 operands. Only short attention saves 16-bit values (`Attention`).
 """
 
 import sys
@@ -30,7 +30,7 @@ from .replacement import WITHOUT_OVERRIDES, OpFunction, PrepareCall, PreparedCal
 from .tensor_cast import cast_arguments, cast_nested, make_plain_cast, tensors_in
 from .weight_cache import WeightCache
 
-# keyword arguments that decide the dtype of the result
+# the keyword arguments that decide the dtype of the result
 _RESULT_OPTIONS = frozenset({"out", "dtype", "out_dtype"})
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -41,13 +41,13 @@ class Float32Products:
     Args:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed in float32.
-        cache: the cache of rounded weights, or None.
+        cache: the cache of weights that are rounded to the low dtype and stored in float32, or None.
         max_scores: compute only attention in float32, if it has at most this many scores (queries times keys) for each
             head. None: compute every product in float32.
 
     Attributes:
-        switch: on while the session is in force. It is not the switch of the casts, because 16-bit values are
-            multiplied in float32 also in regions without casts.
+        switch: on while the session is in force. `OpCasts` has another switch: where it is off, as in
+            `amp.disable_casts()`, products of 16-bit values are still computed in float32.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class Float32Products:
         self.device_type = device_type
         self.max_scores = max_scores
         self._replacements = Replacements()
-        self._thread = threading.local()  # its `frame` is the frame of the product that this thread computes
+        # `frame`: the Python frame in which this thread computes a product; not set, or None, outside of products
+        self._thread = threading.local()
         self._to_low = make_plain_cast(low, device_type)
         self._to_float32 = make_plain_cast(torch.float32, device_type)
         self._round_weight: TensorCast = self._round
@@ -76,12 +77,12 @@ class Float32Products:
             return name == _ATTENTION
         return op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
-    def let_go(self) -> None:
-        """Drop all replacements."""
+    def drop_replacements(self) -> None:
+        """Forget all replacements."""
         self._replacements.clear()
 
     def _round(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as float32, rounded to the low dtype. A tensor that cannot be cast is returned unchanged."""
+        """Return a tensor rounded to the low dtype, as float32. A tensor that cannot be cast is returned unchanged."""
         rounded = self._to_low(tensor)
         if rounded.dtype is self.low:
             return self._to_float32(rounded)
@@ -98,15 +99,15 @@ class Float32Products:
     # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product and each op without a 16-bit kernel. Leave out the names in `taken`, pairs of
-        an owner's id and a name, which are patched otherwise.
+        """Yield a patch for each product, and for each op that has no 16-bit kernel on CPUs. Leave out names that other
+        patches replace: `taken` holds the id of the owner and the name, such as `(id(torch), "matmul")`.
         """
         for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._replace_unlisted)
 
     def _replace_unlisted(self, original: OpFunction) -> OpFunction:
-        """Return the replacement of a product that no list names, the same one for every name of it."""
+        """Return the replacement of a product that no list names: the same for all names of the product."""
 
         def make() -> OpFunction:
             public = PublicOp(getattr(original, "__name__", ""), original)
@@ -117,9 +118,11 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its operands have the low dtype.
 
-        A call runs as it was written if it names `out` or a dtype, or if an operand is opaque, on another type of
-        device, or of another floating or complex dtype. So does a call of a product with a single operand: an einsum of
-        one operand multiplies nothing, and may return a view. With `max_scores`, see `_run_short_attention`.
+        A call runs as it was written if it names `out` or a dtype. So does a call with an operand that is opaque, on
+        another type of device, or of another floating or complex dtype, and a call of a product with a single operand:
+        an einsum of one operand multiplies nothing, and may return a view.
+
+        With `max_scores`, the op is attention: see `_run_short_attention`.
         """
         if self.max_scores is not None:
             return self._run_short_attention(original, self.max_scores, public)
@@ -150,8 +153,8 @@ class Float32Products:
         return replace(original, prepare, self.switch, public, torch.float32)
 
     def _run_short_attention(self, original: OpFunction, max_scores: int, public: PublicOp) -> OpFunction:
-        """Return a function that computes short attention in float32: see `Attention.can_use_float32`, and for the
-        values that it saves for backward `Attention.compute_in_float32`.
+        """Return a function that computes attention in float32 if `Attention.can_use_float32`, and otherwise calls
+        `original`.
         """
         low = self.low
 
@@ -171,8 +174,8 @@ class Float32Products:
         """Return a function that applies `cast` to every tensor, converts low tensors to float32, calls `original`, and
         rounds the result.
 
-        Products that `original` itself calls run unchanged. One of them may be `original` once more, because
-        torch.export calls an op again by its public name.
+        If `original` itself calls products by their patched names, these run unchanged: their operands and results must
+        not be rounded. torch.export calls `original` itself again by its public name.
         """
         low, to_float32, thread = self.low, self._to_float32, self._thread
 
@@ -188,7 +191,8 @@ class Float32Products:
                 operands, kwargs = cast_arguments(args, kwargs, convert)
                 return self._round_result(original(*operands, **kwargs))
             outer = getattr(thread, "frame", None)
-            if outer is not None and is_running(outer):  # not a frame that an interrupt has ended before its `finally`
+            # A frame that is not running was ended by a Ctrl-C before its `finally`, and does not count.
+            if outer is not None and is_running(outer):
                 return original(*args, **kwargs)
             thread.frame = sys._getframe()
             try:
@@ -218,15 +222,16 @@ class Float32Products:
     def round_operands(
         self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
-        """Return the `prepare` of a whitelisted product: round all tensors, compute in float32, and round the result.
+        """Return the `prepare` of a whitelisted product: it has all tensors rounded to the low dtype, the product
+        computed in float32, and the result rounded (`_make_compute` with `to_operand`).
 
-        Some calls get tensors in the low dtype, and go to `low_op`: a call with an opaque operand, which does not
-        support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
+        Some calls get tensors in the low dtype instead, and go to `low_op`: a call with an opaque operand, which does
+        not support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
 
         Args:
             original: the op as torch computes it.
-            low_op: the op that computes 16-bit operands in float32.
-            in_region: prepares a call of the op in a region.
+            low_op: the result of `run_low_in_float32` for this op.
+            in_region: prepares a call in a region of mode LOW or FLOAT32: `OpCasts._in_region`.
         """
         to_low = make_plain_cast(self.low, self.device_type, takes_opaque=True)
         compute = self._make_compute(original, self.to_operand)
@@ -236,25 +241,25 @@ class Float32Products:
                 return low_op, args, kwargs
             if mode is not Mode.BY_LISTS:
                 return in_region(low_op, args, kwargs, mode)
-            count, has_opaque = 0, False
+            operand_count, has_opaque = 0, False
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor):
-                    count += 1
+                    operand_count += 1
                     has_opaque |= value.__class__ not in PLAIN_CLASSES and is_opaque(value)
                 elif value.__class__ is list or value.__class__ is tuple:
                     for tensor in tensors_in(value):
-                        count += 1
+                        operand_count += 1
                         has_opaque |= tensor.__class__ not in PLAIN_CLASSES and is_opaque(tensor)
             # a call with one tensor multiplies nothing
-            if count < 2 or has_opaque or "out_dtype" in kwargs:
+            if operand_count < 2 or has_opaque or "out_dtype" in kwargs:
                 return (low_op, *cast_arguments(args, kwargs, to_low))
             return compute, args, kwargs
 
         return prepare
 
     def to_operand(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the low dtype. Return a parameter as a float32 tensor, rounded to the low dtype: the cache
-        holds it in this form, so that it needs no second cast.
+        """Return a tensor in the low dtype. A parameter is rounded to the low dtype, but returned in float32: the cache
+        holds it in this form, which needs no second cast.
         """
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)

@@ -1,7 +1,7 @@
-"""Finds the dtype of a call under the rules by which ops run in a dtype that their arguments decide.
+"""Finds the dtype of a call of an op whose rule lets the arguments decide: `promote`, `match` and the like.
 
-A *dtype finder* takes the arguments of a call, and returns the dtype that all tensors in them are cast to. It returns
-None for a call that runs as it was written: torch's own promotion, or its own error, then applies.
+A *dtype finder* takes the arguments of a call, and returns the dtype to which all tensors in them are cast. It returns
+None for a call without casts: torch then promotes dtypes, or raises an error, as usual.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
 
 
 def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return float32 if the tensors among the arguments have several dtypes, all castable.
+    """Return float32 if the arguments are tensors of several castable dtypes, else None.
 
-    float16 beside bfloat16 gives float32, as torch promotes. float64, float8 and complex leave the choice to torch.
-    Tensors in lists have no say.
+    float16 with bfloat16 gives float32, too, as torch promotes. With a float64, float8 or complex tensor, the result is
+    None. Tensors in lists are not looked at.
     """
     dtypes = set()
     for value in (*args, *kwargs.values()):
@@ -34,19 +34,19 @@ def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype |
 
 
 def follow_first(device_type: str) -> DtypeFinder:
-    """Return a finder of the dtype of the first argument, to which an op in place writes."""
+    """Return a finder of the dtype of the first argument: an in-place op writes to it."""
     return _follow(0, "input", device_type, None)
 
 
 def follow_argument(function: Any, name: str, device_type: str, location: str) -> DtypeFinder:
-    """Return a finder of the dtype of the argument `name` of a function.
+    """Return a finder of the dtype of the argument `name` of a function. Raises OpListError if the function has no such
+    argument.
 
-    Calls raise OpListError if the argument is no tensor, or a tensor of integers beside others of several dtypes.
+    The finder raises OpListError if the argument of a call is no tensor. It also does if the argument is a tensor of
+    integers, and the other tensors have several castable dtypes.
 
     Args:
-        location: the place of the entry, for errors.
-
-    Raises OpListError, with the place of the entry, if the function has no such argument.
+        location: the place of the list entry, such as "my.yaml:3:5", for errors.
     """
     try:
         position = op_arguments.find_position(function, name)
@@ -70,9 +70,10 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
 def _follow(
     position: int | None, name: str, device_type: str, refuse: Callable[[Any, Sequence[Any]], None] | None
 ) -> DtypeFinder:
-    """Return a finder of the dtype of one argument: none if the call leaves it out, or if it is never cast.
+    """Return a finder of the dtype of one argument. It returns None if a call leaves the argument out, or if the tensor
+    is on another type of device.
 
-    `refuse` gets the argument and all values of a call in which it is given, and has no castable dtype.
+    `refuse` is called with the argument and all values of a call, if the argument has no castable dtype.
     """
 
     def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:

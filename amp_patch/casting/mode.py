@@ -1,7 +1,10 @@
-"""`Switch`: says whether the casts of a session are active in the calling thread, and in which mode.
+"""`Switch`: says whether patched ops cast their arguments in the calling thread, and in which mode.
 
-Patches are process-wide. A region belongs to the thread that opened it. Each patched op reads two plain attributes,
-`on` and `regions`. It reads thread-local state only while some thread has a region open.
+Patches replace torch's functions for the whole process. But a thread can change how they cast: `amp.disable_casts()`,
+and each call of a module that has a rule of its own, opens a *region* in the calling thread, and closes it at its end.
+
+A patched op reads two plain attributes of its switch in each call: `on` and `regions`. It looks up the regions of its
+own thread, which is slower, only while some thread has a region open.
 """
 
 import contextlib
@@ -21,44 +24,44 @@ from .compiling import is_dynamo_compiling
 
 
 class Mode(Enum):
-    """How ops cast their arguments in a region."""
+    """How patched ops cast their arguments."""
 
-    OFF = "as plain torch"
+    OFF = "no op casts, as in plain torch"
     BY_LISTS = "as the op lists say"
     LOW = "whitelisted and blacklisted ops in the low dtype, other ops as the op lists say"
     FLOAT32 = "whitelisted and blacklisted ops in float32, other ops as the op lists say"
 
 
-_MODES = {mode.name: mode for mode in Mode}
+_MODE_OF_NAME = {mode.name: mode for mode in Mode}
 
 
 class AutocastRegions(Protocol):
-    """The regions of `torch.autocast` in which a switch is active. `Autocast` implements this."""
+    """The `with torch.autocast(...)` blocks to which a session limits its casts. `Autocast` implements this."""
 
     def is_here(self) -> bool:
-        """Return whether this thread is in such a region."""
+        """Return whether this thread is in such a block."""
 
     def pause(self) -> bool:
-        """Disable autocast in this thread, if this is such a region. Return whether it is."""
+        """Disable torch.autocast in this thread, if it is in such a block. Return whether it is."""
 
     def resume(self) -> None:
-        """Enable autocast again."""
+        """Enable torch.autocast in this thread again."""
 
 
 class Region(contextlib.ContextDecorator):
     """The part of one thread's run in which a mode applies: from `open` to `close`, or a `with` block.
 
     Args:
-        owner: identifies the region for `Switch.close_for_module`.
-        frame: the frame of a call. Once that call is over, also by an exception, the region is *stale*, and must be
-            closed. None for a region that lasts until `close`.
-        pauses: if the mode is FLOAT32, disable autocast while the region is open, so that torch casts no unlisted op.
-        is_active: whether casts are active where the region opens. Blocks of torch.autocast inside the region decide
-            for themselves.
+        owner: the object that opens the region for a call of a module; `Switch.close_for_module` looks for it.
+        frame: the Python frame of that call. When the call is over and the region is still open, as after a Ctrl-C, the
+            region is *stale*: `Switch.close_stale` closes it. None for a region that lasts until `close`.
+        pauses_autocast: if the mode is FLOAT32, disable torch.autocast while the region is open. Otherwise torch would
+            still cast the arguments of ops that no list names.
+        was_active: whether ops cast their arguments just before the region opens.
 
     Attributes:
-        depth: the number of blocks of torch.autocast around the region.
-        has_paused: whether the region has disabled autocast, which was enabled before.
+        autocast_depth: the number of torch.autocast blocks around the region.
+        has_paused_autocast: whether the region has disabled torch.autocast. `close` enables it again.
     """
 
     def __init__(
@@ -68,35 +71,35 @@ class Region(contextlib.ContextDecorator):
         *,
         owner: object = None,
         frame: types.FrameType | None = None,
-        pauses: bool = True,
-        is_active: bool = True,
+        pauses_autocast: bool = True,
+        was_active: bool = True,
     ) -> None:
         self.mode = mode
         self.owner = owner
         self.frame = frame
-        self.pauses = pauses
-        self.is_active = is_active
-        self.depth = 0
-        self.has_paused = False
+        self.pauses_autocast = pauses_autocast
+        self.was_active = was_active
+        self.autocast_depth = 0
+        self.has_paused_autocast = False
         self._switch = switch
 
     def open(self) -> None:
-        """Open the region in this thread, inside the regions that are open there."""
+        """Open the region in this thread. It becomes the innermost region of the thread."""
         if is_dynamo_compiling():
             compiling.warn_of_break()
         autocast = self._switch.autocast
-        if autocast is not None and self.pauses and self.mode is Mode.FLOAT32:
-            self.has_paused = autocast.pause()
+        if autocast is not None and self.pauses_autocast and self.mode is Mode.FLOAT32:
+            self.has_paused_autocast = autocast.pause()
         self._switch._push(self)
 
     def close(self) -> None:
-        """Close the region, in the thread that opened it. Harmless twice.
+        """Close the region, in the thread that opened it. A second call does nothing.
 
         It need not be the innermost region, because a generator may leave its `with` block at any time.
         """
         try:
             self._switch._remove(self)
-        except BaseException:  # an interrupt, after which the removal has to be completed
+        except BaseException:  # a Ctrl-C during `_remove`: complete the removal
             self._switch._remove(self)
             raise
 
@@ -114,30 +117,31 @@ class _ThreadRegions(threading.local):
 
 
 class Switch:
-    """Says whether the casts of a session are active, and how. It is on from `turn_on` to `turn_off`. In the child of a
+    """Says whether patched ops cast their arguments, and how. It is on from `turn_on` to `turn_off`. In the child of a
     fork, it is off.
 
-    Every region opens with `Region.open` and closes with `Region.close`. `open_for_module` and `close_for_module` find
-    the region for the call of a module. `close_stale` closes regions that an interrupt left open.
+    Outside all regions, ops cast as the op lists say. Inside a region, they cast in the mode of the innermost region of
+    the calling thread.
 
     Args:
-        autocast: outside of our own regions, casts are active only in these regions. None: they are active everywhere.
+        autocast: outside all regions, ops cast only in these torch.autocast blocks. None: they cast everywhere.
 
     Attributes:
-        on: whether casts may be active at all.
-        regions: the number of open regions of all threads, plus 1 with `autocast`. At 0, all threads cast by the lists.
+        on: whether any op may cast.
+        regions: the number of open regions of all threads. With `autocast` it is 1 more, so never 0. While it is 0, ops
+            cast as the op lists say in every thread, and need not call `mode_here`.
     """
 
-    __slots__ = ("__weakref__", "_get_name", "_local", "_lock", "_open", "autocast", "on", "regions")
+    __slots__ = ("__weakref__", "_get_mode_name", "_local", "_lock", "_open", "autocast", "on", "regions")
 
     def __init__(self, autocast: AutocastRegions | None = None) -> None:
         self.autocast = autocast
         self.on = False
         self.regions = 0 if autocast is None else 1
-        self._open: list[Region] = []  # of all threads, in the order in which they were opened
+        self._open: list[Region] = []  # the open regions of all threads, in the order in which they were opened
         self._local = _ThreadRegions()
         self._lock = threading.RLock()
-        self._get_name = compiling.assume_constant(_name_getter(weakref.ref(self)))
+        self._get_mode_name = compiling.assume_constant(_make_mode_name_getter(weakref.ref(self)))
         _switches[:] = [*(reference for reference in _switches if reference() is not None), weakref.ref(self)]
 
     def __deepcopy__(self, memo: Any) -> "Switch":
@@ -147,18 +151,18 @@ class Switch:
         return Switch, ()  # a loaded model belongs to no session: its switch is off
 
     def turn_on(self) -> None:
-        """Make casts active."""
+        """Let ops cast from now on."""
         self.on = True
 
     def turn_off(self) -> None:
-        """Make every wrapper of this session call its original from now on, also wrappers that cannot be removed.
+        """Let no op cast from now on, and close the regions of this thread.
 
-        Closes the regions of this thread. Does not enable autocast again, because the blocks of torch.autocast around
-        the regions may be over.
+        Closing a region here does not enable torch.autocast again, because the torch.autocast block in which the region
+        was opened may be over.
         """
         self.on = False
         for region in reversed(self._local.regions):
-            region.has_paused = False
+            region.has_paused_autocast = False
             region.close()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
@@ -168,32 +172,33 @@ class Switch:
         return bool(self._open)
 
     def is_on_here(self) -> bool:
-        """Return whether casts are active in this thread now."""
+        """Return whether ops cast their arguments in this thread now."""
         return self.mode_here() is not Mode.OFF
 
     def mode_here(self) -> Mode:
-        """Return how casts act in this thread now."""
+        """Return how ops cast in this thread now."""
         if not self.on:
             return Mode.OFF
         if not self.regions:
             return Mode.BY_LISTS
-        if is_dynamo_compiling():  # Dynamo cannot trace thread-locals
-            return _MODES[self._get_name()]
+        if is_dynamo_compiling():  # Dynamo cannot trace thread-locals: it calls `_get_mode_name` while it traces
+            return _MODE_OF_NAME[self._get_mode_name()]
         if not self._open:
             return self._mode_outside()
         return self._find_mode()
 
     def _mode_outside(self) -> Mode:
-        """Return how casts act in this thread outside all regions."""
+        """Return how ops cast in this thread outside all regions."""
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
-        """Return how casts act in this thread, by the open regions of all threads."""
+        """Return how ops cast in this thread, while some thread has a region open."""
         innermost = self._find_innermost()
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
-        # A thread of the autograd engine runs backward code for the thread that called backward(), which is not known.
-        # Use the region that was opened last.
+        # A thread of the autograd engine (a dummy thread, because Python did not start it) has no regions of its own.
+        # It should use those of the thread that called backward(), but torch does not tell which thread that was. So it
+        # uses the region that was opened last in any thread.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:
@@ -208,11 +213,15 @@ class Switch:
         return regions[-1] if regions else None
 
     def _is_in_force(self, region: Region) -> bool:
-        """Return whether a region applies here. In a block `autocast(enabled=False)` inside the region, it does not."""
+        """Return whether the mode of a region applies here.
+
+        It does not inside a block `with torch.autocast(..., enabled=False)` that the region contains.
+        """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # autocast is disabled here: by the region itself, which has paused it, or by a block inside the region
-        return region.is_active and region.depth == get_autocast_depth()
+        # torch.autocast is disabled here. If no block has begun since the region opened, and torch.autocast was enabled
+        # then, the region itself has paused it.
+        return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:
         """Return the mode of the innermost region of this thread, or None outside of all regions."""
@@ -225,46 +234,43 @@ class Switch:
         return innermost is not None and innermost.mode is mode
 
     def is_autocast_here(self) -> bool:
-        """Return whether torch.autocast is enabled in this thread, or paused by a region."""
+        """Return whether torch.autocast is enabled in this thread, or would be if no region had paused it."""
         if self.autocast is None or self.autocast.is_here():
             return self.autocast is not None
         depth = get_autocast_depth()
-        return any(region.has_paused and region.depth == depth for region in self._local.regions)
+        return any(region.has_paused_autocast and region.autocast_depth == depth for region in self._local.regions)
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
-    def region(self, mode: Mode, *, pauses: bool = True) -> Region:
-        """Return a region, not yet open, in which the casts of this thread act as `mode` says. See `Region`."""
-        return Region(self, mode, pauses=pauses)
+    def region(self, mode: Mode, *, pauses_autocast: bool = True) -> Region:
+        """Return a region of this mode that is not open yet. See `Region` for the arguments."""
+        return Region(self, mode, pauses_autocast=pauses_autocast)
 
     @contextlib.contextmanager
     def outside_regions(self) -> Iterator[None]:
-        """Context manager: inside the block, no region is open in this thread but those that the block opens."""
+        """Context manager: while the block runs, this thread behaves as if its regions were closed."""
         regions = self._local.regions
         self._local.regions = []
-        self._hide(regions)
+        with self._lock:
+            self._open = [region for region in self._open if region not in regions]
+            self._count_regions()
         try:
             yield
         finally:
             self._local.regions = regions
             with self._lock:
                 self._open += regions
-                self.regions = len(self._open) + (self.autocast is not None)
-
-    def _hide(self, regions: list[Region]) -> None:
-        with self._lock:
-            self._open = [region for region in self._open if region not in regions]
-            self.regions = len(self._open) + (self.autocast is not None)
+                self._count_regions()
 
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
-        """Open a region for the forward of a module: in the given mode, or without casts if the outer region has none.
+        """Open a region for the forward of a module: in the given mode, or in OFF if the region around it is OFF.
 
-        Return whether to cast the inputs: casts are active, and the region changes the mode. Return False if the region
-        for this call is open already.
+        Return whether the caller must cast the inputs of the module. It must not if ops cast nothing here, if the
+        region around has the same mode, or if this call has its region already.
 
         Args:
-            owner: identifies the region for `close_for_module`.
-            frame: the frame of the forward's call. By default the caller's caller: torch's frame of the module call, if
+            owner: the object that will call `close_for_module`.
+            frame: the frame of the module's call. By default the caller of the caller: torch's `Module._call_impl`, if
                 a forward pre-hook calls this.
         """
         if is_dynamo_compiling():
@@ -282,14 +288,15 @@ class Switch:
                 frame = sys._getframe(2)
             for region in regions:
                 if region.owner is owner and region.frame is frame:
-                    return False  # `RegionHooks.catch_up` or `join` has opened it before torch called the pre-hook
+                    # A session that opens while the module is called has opened the region before the pre-hook runs.
+                    return False
             is_change = outer is not mode
-            Region(self, mode, owner=owner, frame=frame, pauses=is_change, is_active=is_active).open()
+            Region(self, mode, owner=owner, frame=frame, pauses_autocast=is_change, was_active=is_active).open()
             return is_active and is_change
 
     def close_for_module(self, owner: object, frame: types.FrameType | None = None) -> None:
-        """Close the innermost region of an owner in this thread, if there is one. With `frame`, close it only if it is
-        the region of that call.
+        """Close the innermost region that `owner` has opened in this thread, if there is one. With `frame`, close it
+        only if it belongs to the call with that frame.
         """
         with self._lock:
             for region in reversed(self._local.regions):
@@ -299,26 +306,27 @@ class Switch:
                     return
 
     def close_stale(self) -> None:
-        """Close regions that an interrupt left open: after an interrupt, `torch.nn.Module` calls no forward hooks.
+        """Close regions whose call is over. A Ctrl-C leaves them open, because `torch.nn.Module` then calls no forward
+        hook, which would close them.
 
-        A takeover calls this whenever a block of torch.autocast begins. If as many blocks are open now as when the
-        region was opened, they are the same blocks, and closing the region enables autocast in them again. If not,
-        these blocks are over, and have restored autocast themselves.
+        If the region has paused torch.autocast, enable it again only in the block in which the region was opened. If
+        the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
+        that follows torch.autocast calls this whenever a block begins, so that a new block is not taken for the old.
         """
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):
-            if regions[-1].has_paused and get_autocast_depth() != regions[-1].depth:
-                regions[-1].has_paused = False
+            if regions[-1].has_paused_autocast and get_autocast_depth() != regions[-1].autocast_depth:
+                regions[-1].has_paused_autocast = False
             regions[-1].close()
 
     def _push(self, region: Region) -> None:
         """Make a region the innermost region of this thread. Only `Region.open` calls this."""
         if self.autocast is not None:
-            region.depth = get_autocast_depth()
+            region.autocast_depth = get_autocast_depth()
         self._local.regions.append(region)
         with self._lock:  # Dynamo stops tracing here: in autograd functions, it would fail at the next lines
             self._open.append(region)
-            self.regions = len(self._open) + (self.autocast is not None)
+            self._count_regions()
         compiling.show_region(region.mode._name_)
 
     def _remove(self, region: Region) -> None:
@@ -326,7 +334,7 @@ class Switch:
         regions = self._local.regions
         if region in regions:
             regions.remove(region)
-            if region.has_paused and self.autocast is not None:
+            if region.has_paused_autocast and self.autocast is not None:
                 self.autocast.resume()
         innermost = Mode.BY_LISTS
         if regions:
@@ -335,7 +343,11 @@ class Switch:
         with self._lock:
             if region in self._open:
                 self._open.remove(region)
-            self.regions = len(self._open) + (self.autocast is not None)
+            self._count_regions()
+
+    def _count_regions(self) -> None:
+        """Set `regions`. The caller holds the lock."""
+        self.regions = len(self._open) + (self.autocast is not None)
 
 
 _switches: "list[weakref.ref[Switch]]" = []
@@ -343,20 +355,22 @@ _switches: "list[weakref.ref[Switch]]" = []
 code would be lost."""
 
 
-def _name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
-    """Return a function that returns the name of the mode in this thread, and that does not keep the switch alive."""
+def _make_mode_name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
+    """Return a function that returns the name of the mode in this thread, such as "LOW". It does not keep the switch
+    alive, although Dynamo's compiled code holds it.
+    """
 
-    def get_name() -> str:
+    def get_mode_name() -> str:
         switch = reference()
         if switch is None:
             return Mode.OFF.name
         return switch._find_mode().name
 
-    return get_name
+    return get_mode_name
 
 
 def _turn_off_in_child() -> None:
-    """Turn off all switches in a forked child. A session ends at a fork."""
+    """Turn off all switches in a forked child, because a session does not continue there."""
     for reference in _switches:
         switch = reference()
         if switch is not None:

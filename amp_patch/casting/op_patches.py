@@ -1,6 +1,8 @@
-"""Plans the patches of ops: one for each listed spelling and registration. `DeferredOps` patches ops whose package is
-imported later. This module also makes the replacements of torch's functions around ops, such as checkpoints and
-tracers.
+"""Plans the patches of ops: one for each *spelling* of a listed op (`torch.exp`, `Tensor.exp`, ...), and one for each
+function that the user registered.
+
+`DeferredOps` patches ops whose package is imported later. The functions at the end make replacements of torch's
+functions that run, record or compile ops, such as checkpoints and tracers.
 """
 
 import contextlib
@@ -44,8 +46,9 @@ class Registration(NamedTuple):
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
     """Yield a patch for each listed spelling and for each registration. A registration overrides the lists.
 
-    Under torch.autocast, ops with torch's own rule get no patch, or the patch by `OpCasts.by_torch`. Other patches keep
-    torch from casting ops that it lists, but the session's lists do not.
+    In a session that casts inside torch.autocast regions, an op to which torch's own rule applies is patched only if
+    there is an `OpCasts.by_torch`. An op that torch would cast, but the session's lists do not name, gets a patch that
+    keeps torch from casting it.
     """
     decided = {(id(known.owner), known.name) for known in registered}  # names that need no other patch
     for spelling in oplists.spellings:
@@ -53,7 +56,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
             yield plan_spelling(spelling, spelling.owner, chosen)
     for known in registered:
-        if known.rule != OpRule.NEUTRAL:  # neutral: the user has taken the function off its list: it is not patched
+        if known.rule != OpRule.NEUTRAL:  # the user has taken a neutral function off its list: it needs no patch
             yield plan_op(known.owner, known.name, known.rule, casts, like=known.like)
     if casts.autocast is not None and casts.autocast.torch_lists is not None:
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
@@ -63,13 +66,13 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
                 yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 
 
-# a module with patched functions, and another that holds the same functions
+# pairs of a module whose functions are patched, and a second module that holds the same functions
 _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch, and a second one for functions that torch.fx and nested tensors look up in another module, and
-    for what flex_attention calls.
+    """Yield each patch. If a second module holds the same function, where torch.fx and nested tensors look it up, yield
+    a patch of it there, too. After a patch of flex_attention, yield patches of the functions that it calls.
     """
     for patch in planned:
         yield patch
@@ -84,18 +87,18 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
-    """Return the replacement of a function that flex_attention calls: the rule of `patch`, which replaces
-    flex_attention, holds.
+    """Return the replacement of a function that flex_attention calls. `patch`: the patch of flex_attention, whose rule
+    the replacement applies.
 
-    Scripts compile flex_attention when they are imported. Such a function holds torch's own flex_attention, but finds
-    what that calls by name.
+    Scripts call `torch.compile(flex_attention)` when they are imported, so a patch of flex_attention comes too late for
+    them. But the functions that it calls are looked up by name in each call.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
     call.__module__ = FLEX_ATTENTION  # a function of torch
-    # All of them begin with query, key and value, which `like` may name.
+    # A rule `match` may name query, key or value: with them, the arguments of all these functions begin.
     call.__signature__ = inspect.signature(getattr(patch.owner, patch.name))  # type: ignore[attr-defined]
     return patch.factory(call)
 
@@ -117,8 +120,8 @@ def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = ""
 
 
 class DeferredOps:
-    """The listed ops of one session whose packages are not imported yet. It patches each op when the op's package is
-    imported, until `close`.
+    """The listed ops of one session whose packages are not imported yet. From `open` to `close`, it patches each op
+    when the op's package is imported.
 
     Args:
         oplists: the lists of the session.
@@ -148,7 +151,7 @@ class DeferredOps:
         return len(self._spellings)
 
     def open(self) -> None:
-        """Watch for the packages that are not imported yet, and warn of functions that the script lacks."""
+        """Watch for imports of the packages. Warn of listed functions that the script itself does not define yet."""
         for spelling in tuple(self._spellings):
             if spelling.owner_name == "__main__":
                 location, name = spelling.entry.location, spelling.name
@@ -200,8 +203,8 @@ class DeferredOps:
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Return its replacement, by the id of the original. For an op that is left alone, the dictionary
-        is empty.
+        """Patch an op. Return its replacement, by the id of the original, or an empty dictionary if the op needs no
+        patch.
         """
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
@@ -209,7 +212,7 @@ class DeferredOps:
         held = vars(owner).get(name)
         for original, replacement in self._patcher.functions():
             if replacement is held:
-                # the module has imported a patched function under this name: restore it, or it would be wrapped twice
+                # the module has imported a patched function under this name: without this, it would be patched twice
                 setattr(owner, name, original)
         self._patcher.install(with_second_places([plan_spelling(spelling, owner, casts)]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
@@ -222,8 +225,9 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
     """Return a checkpoint function that recomputes in the mode of the forward, whatever region backward runs in."""
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The first run of `replayed` is the forward, and stores its mode. It cannot be read here, because `original`
-        # may enter the region of `WholeScript` first. But Dynamo cannot trace a function that stores something.
+        # The first run of `replayed` is the forward, and stores its mode. The mode cannot be read here already, because
+        # `original` may first enter the region that `native` puts around a whole script. But Dynamo cannot trace a
+        # function that stores something, so under Dynamo it is read here.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -240,16 +244,16 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
 
 
 def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
-    """Return a function of torch that runs without casts, because it is written in Python, and computes the result of
-    one op from others.
+    """Return a replacement that runs a function of torch without casts. It is for a function that torch has written in
+    Python as a series of ops, but which counts as one op.
     """
     return run_in_region(original, Mode.OFF, switch)
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
-    """Yield patches of user-defined autograd functions and modules with `torch.amp.custom_fwd(cast_inputs=...)`, and of
-    the decorators, for functions that are defined later. The inputs of such a function are cast to its `cast_inputs`,
-    and its body runs without casts, as under torch.autocast.
+    """Yield patches of autograd functions and modules whose `forward` is decorated with
+    `torch.amp.custom_fwd(cast_inputs=...)`. As under torch.autocast, their inputs are cast to `cast_inputs`, and their
+    bodies run without casts. Also patch the decorators, for functions that are defined later.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
@@ -282,8 +286,8 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class that defines a static method of `kind`; None if torch or no class defines it, or if it is not
-    static.
+    """Return the class among the bases of `kind` that defines a static method. Return None if there is none, if it is
+    torch.autograd.Function itself, or if the method is not static.
     """
     for owner in kind.__mro__:
         if name in vars(owner):
@@ -293,7 +297,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are defined during the session, and that cast only during it."""
+    """Return a `custom_fwd` for functions that are defined during the session. They cast inputs only during it."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -308,6 +312,8 @@ def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def _decorate_backward(original: Callable[..., Any], switch: Switch | ModuleRulesSwitch) -> Callable[..., Any]:
+    """Return a `custom_bwd` for functions that are defined during the session."""
+
     def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         def decorate(bwd: Any) -> Any:
             decorated = original(bwd, device_type=device_type)
@@ -347,14 +353,14 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` that lets recurrent layers take an input in another dtype than their weights.
-    The patched op casts both later.
+    """Return a `check_input` of recurrent layers that accepts an input in another dtype than the weights, because the
+    patched op casts both later. It still checks shapes.
     """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
         weight = get_first_weight(module)
         if weight is not None and {input.dtype, weight.dtype} <= CASTABLE and casts.switch.is_on_here():
-            # check a stand-in with the same shape and the expected dtype
+            # torch checks an empty tensor with the same shape and the expected dtype
             input = torch.empty_like(input, dtype=weight.dtype, device="meta")
         original(module, input, batch_sizes)
 
@@ -362,8 +368,8 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """Return a `torch.jit.script` that runs without patches, because it compiles the functions that it finds, and must
-    find torch's own.
+    """Return a `torch.jit.script` that runs without patches: it compiles the functions that it finds under torch's
+    names, and can compile only torch's own.
     """
 
     def script(*args: Any, **kwargs: Any) -> Any:
@@ -374,7 +380,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache, because a tracer would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache: it would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():
@@ -384,7 +390,7 @@ def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Cal
 
 
 def invalidate_too(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a function that clears torch's cache of weights, and invalidates ours."""
+    """Return a `torch.clear_autocast_cache` that also drops the copies in `cache`."""
 
     def clear_autocast_cache() -> None:
         original()

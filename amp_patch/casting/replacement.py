@@ -1,9 +1,10 @@
-"""`replace` makes the replacement of an op: a plain function, which has the same form for every rule.
+"""`replace` makes the replacement of an op: a plain function that casts the arguments and calls torch's function.
 
-An argument with `__torch_function__`, or a TorchFunctionMode, may handle a call itself (an *override*). Such code gets
-the function that was called, and compares it with a public name (`func is F.linear`) or looks it up in a table. Public
-names hold the replacements. So overrides get the replacement, before any argument is cast. When they call it with
-overrides disabled, it casts. Casts therefore happen after overrides, as in torch.autocast.
+An argument whose class has `__torch_function__`, or a TorchFunctionMode, may handle a call itself: an *override*. It
+gets the function that was called, and compares it with a public name (`func is F.linear`) or looks it up in a table.
+While an op is patched, its public name holds the replacement. So an override must get the replacement, and not torch's
+function. It gets the arguments before they are cast. If it then calls the replacement under
+`torch._C.DisableTorchFunction()`, that casts them. So casts happen after overrides, as in torch.autocast.
 """
 
 import functools
@@ -27,10 +28,11 @@ PreparedCall = tuple[OpFunction, Sequence[Any], dict[str, Any]]
 """A function, its positional arguments and its keyword arguments."""
 
 PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
-"""Returns the call to make in place of an op called with these arguments, in that mode. The mode is never OFF."""
+"""Takes the arguments of a call of an op, and the mode: any but OFF. Returns the call to make instead, usually the same
+function with cast arguments."""
 
-NEVER = object()
-"""The `no_cast_dtype` of `replace` for an op whose `prepare` has to see every call."""
+NEVER_SKIP = object()
+"""The `skip_dtype` of `replace` for an op whose `prepare` has to see every call."""
 
 
 def replace(
@@ -38,24 +40,26 @@ def replace(
     prepare: PrepareCall,
     switch: Switch | ModuleRulesSwitch,
     public: "PublicOp",
-    no_cast_dtype: object,
+    skip_dtype: object,
 ) -> OpFunction:
     """Return the replacement of `original`.
 
+    It calls an override if there is one, and `original` while ops cast nothing here. Otherwise it makes the call that
+    `prepare` returns.
+
     Args:
-        prepare: called if casts are active, unless `no_cast_dtype` shows that nothing has to be cast.
-        switch: says whether casts are active.
-        public: the op as overrides see it.
-        no_cast_dtype: outside regions, `original` is called without `prepare` if all tensors of a call have this dtype
-            and none is in a list. None: it is enough that all have the same dtype. `NEVER`: every call is prepared.
+        switch: says whether ops cast in the calling thread, and in which mode.
+        public: finds and calls overrides.
+        skip_dtype: in mode BY_LISTS, call `original` without `prepare` if all tensors of a call have this dtype and
+            none is in a list. None: if they all have the same dtype, whichever it is. NEVER_SKIP: never.
     """
     has_overrides, off, by_lists = public.has_overrides, Mode.OFF, Mode.BY_LISTS
-    may_skip = no_cast_dtype is not NEVER
+    may_skip = skip_dtype is not NEVER_SKIP
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values()) if kwargs else args
         if has_overrides(values) and not is_dynamo_compiling():
-            return public.hand_over(args, kwargs)
+            return public.call_override(args, kwargs)  # Dynamo finds overrides by itself
         if not switch.on:
             return original(*args, **kwargs)
         mode = by_lists
@@ -64,7 +68,7 @@ def replace(
             if mode is off:
                 return original(*args, **kwargs)
         if may_skip and mode is by_lists:
-            expected = no_cast_dtype
+            expected = skip_dtype
             for value in values:
                 if isinstance(value, Tensor):
                     if value.dtype is not expected:
@@ -73,7 +77,7 @@ def replace(
                         expected = value.dtype
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
                     break  # a list whose first item is an int is a shape or the like, and holds no tensors
-            else:  # no `break`: nothing has to be cast
+            else:  # there was no `break`, so nothing has to be cast
                 return original(*args, **kwargs)
         function, args, kwargs = prepare(args, kwargs, mode)  # type: ignore[assignment]
         return function(*args, **kwargs)
@@ -92,7 +96,9 @@ def run_in_region(original: OpFunction, mode: Mode, switch: Switch | ModuleRules
 
 
 class Replacements:
-    """Keeps one replacement for each original and rule, because torch has some functions under several names."""
+    """Keeps one replacement for each original and rule. torch has some functions under several names, such as
+    `torch.conv2d` and `F.conv2d`, and scripts may compare them with `is`.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], tuple[OpFunction, OpFunction]] = {}
@@ -105,57 +111,61 @@ class Replacements:
         return self._made[key][1]
 
     def clear(self) -> None:
-        """Drop all references, so that replacements that nothing else holds are freed at once."""
+        """Forget all replacements. Those that nothing else holds are freed at once."""
         self._made.clear()
 
 
 class PublicOp:
-    """One op as overrides see it: by its public name, which holds the replacement.
+    """Finds the override of a call of one op, and calls it with the function that the op's public name holds.
 
     Args:
-        name: the name of the op. Methods such as `__pow__` return NotImplemented if no argument handles the call.
+        name: the name of the op. An operator method such as `__pow__` returns NotImplemented if no override handles the
+            call, so that Python tries `__rpow__` of the other operand.
         original: torch's function. None for a function that is not torch's, and so has no overrides.
         takes_lists: whether the op takes lists of tensors, which may have overrides, too.
 
     Attributes:
-        has_overrides: takes the arguments as a tuple or list, and returns whether one of them, or a mode, may handle
-            the call. Not used while Dynamo traces, because Dynamo handles overrides itself.
+        has_overrides: takes the values of all arguments, and returns whether one of them, or a TorchFunctionMode, may
+            handle the call.
     """
 
-    __slots__ = ("_dispatcher", "_function", "_is_operator", "has_overrides")
+    __slots__ = ("_get_replacement", "_is_operator", "_original_if_dispatching", "has_overrides")
 
     def __init__(self, name: str, original: OpFunction | None, *, takes_lists: bool = False) -> None:
-        self._function: Callable[[], OpFunction | None] = lambda: None
+        self._get_replacement: Callable[[], OpFunction | None] = lambda: None
         self._is_operator = name.startswith("__")
-        self._dispatcher = original if original is not None and _dispatches_by_name(original) else None
+        self._original_if_dispatching: OpFunction | None = None
         self.has_overrides: Callable[[Sequence[Any]], bool] = _have_no_overrides
         if original is not None:
             self.has_overrides = _have_overrides_in_lists if takes_lists or name in _TAKE_LISTS else has_torch_function
+            if _calls_overrides(original):
+                self._original_if_dispatching = original
 
     def set_replacement(self, function: OpFunction) -> OpFunction:
         """Set the replacement, which overrides get, and return it."""
         # a weak reference, because the replacement holds this object
-        self._function = weakref.ref(function)
+        self._get_replacement = weakref.ref(function)
         return function
 
-    def hand_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let the arguments or a mode handle the call."""
-        if self._dispatcher is not None:
-            return self._dispatcher(*args, **kwargs)
+    def call_override(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let `__torch_function__` of an argument, or a TorchFunctionMode, handle the call."""
+        if self._original_if_dispatching is not None:
+            return self._original_if_dispatching(*args, **kwargs)
+        values = _flatten((*args, *kwargs.values()))
         try:
-            return handle_torch_function(self._function(), _flatten((*args, *kwargs.values())), *args, **kwargs)  # type: ignore[arg-type]
+            return handle_torch_function(self._get_replacement(), values, *args, **kwargs)  # type: ignore[arg-type]
         except TypeError:
             if self._is_operator:
                 return NotImplemented
             raise
 
 
-def _dispatches_by_name(original: OpFunction) -> bool:
-    """Return whether torch's function itself passes the replacement to overrides, because it looks up its own public
-    name.
+def _calls_overrides(original: OpFunction) -> bool:
+    """Return whether `original` calls overrides itself, with the function that its public name holds: the replacement.
 
-    Methods in C and undecorated functions in Python do so. `hand_over` simply calls them: torch then decides how the
-    arguments are passed, and which of several names is used (`Tensor.matmul` for `@`).
+    Methods of Tensor in C do, and undecorated functions in Python: F.relu calls `handle_torch_function(relu, ...)`,
+    where `relu` is a global of its module, which is patched. `call_override` leaves the call to them. So torch decides
+    how the arguments are passed, and under which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names
@@ -163,18 +173,38 @@ def _dispatches_by_name(original: OpFunction) -> bool:
 
 
 def supports_overrides(original: OpFunction) -> bool:
-    """Return whether a function of torch lets its arguments handle the call.
+    """Return whether torch calls overrides for this function of torch.
 
-    Python functions that do not, such as grouped_mm and flex_attention, call other functions, which do.
+    It does for all but a few Python functions, such as grouped_mm and flex_attention: only the functions that these
+    call have overrides.
     """
     if type(original) is not types.FunctionType or hasattr(original, "__wrapped__"):
         return True
-    # F.max_pool2d is a closure, which chooses between two functions by `return_indices`
-    is_choice = original.__closure__ is not None and original.__module__ in PYTHON_OP_MODULES
-    return is_choice or "handle_torch_function" in original.__code__.co_names
+    # F.max_pool2d is a closure, which calls one of two functions, depending on `return_indices`
+    chooses_function = original.__closure__ is not None and original.__module__ in PYTHON_OP_MODULES
+    return chooses_function or "handle_torch_function" in original.__code__.co_names
 
 
-# ops that take lists of tensors
+def is_of_torch(original: OpFunction) -> bool:
+    """Return whether torch defines a function or method."""
+    module = getattr(original, "__module__", None)
+    if module is None:  # as for methods of tensors in C
+        return issubclass(Tensor, getattr(original, "__objclass__", ()))
+    return bool(module.partition(".")[0] == "torch")
+
+
+def find_inplace_position(original: OpFunction) -> int | None:
+    """Return the position of the parameter `inplace`, such as 1 for `F.relu`, or None if the function has none."""
+    code = getattr(getattr(original, "__wrapped__", original), "__code__", None)
+    if code is None:
+        return None
+    names = code.co_varnames[: code.co_argcount]
+    if "inplace" not in names:
+        return None
+    return int(names.index("inplace"))
+
+
+# the names of ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
     | {"__setitem__"}
@@ -183,19 +213,20 @@ _TAKE_LISTS = frozenset(
 
 
 def _have_overrides_in_lists(values: Sequence[Any]) -> bool:
-    """Return whether one of the values, or of the items of lists and tuples among them, has an override."""
+    """Return whether one of the values has an override, or an item of a list or tuple among them."""
     for value in values:
         if (value.__class__ is list or value.__class__ is tuple) and has_torch_function(value):
             return True
     return has_torch_function(values)
 
 
-# False for any arguments, without a Python frame. Dynamo of torch 2.6 could not call a bound method of a builtin here.
+# `None is values` is False for any values, and takes no Python frame. Dynamo of torch 2.6 could not call a bound method
+# of a builtin here, such as `().__contains__`.
 _have_no_overrides: Callable[[Sequence[Any]], bool] = functools.partial(operator.is_, None)
 
 
 WITHOUT_OVERRIDES = PublicOp("", None)
-"""For functions that are not torch's, or that are called after overrides."""
+"""For functions that are not torch's, and for functions that only a replacement calls, after overrides."""
 
 
 def _flatten(values: Iterable[Any]) -> Iterator[Any]:

@@ -24,15 +24,16 @@ def get_conversion(dtype: torch.dtype) -> TensorCast:
 
 def make_device_test(device_type: str) -> Callable[[Tensor], bool]:
     """Return a function that returns whether a tensor is on a device of this type."""
-    # attrgetter takes no Python frame. `device.type` is text, and making that takes a tenth of the time of a cast.
+    # attrgetter takes no Python frame. Reading `device.type`, a string, takes a tenth of the time of a cast.
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")
     return lambda tensor: tensor.device.type == device_type
 
 
 def is_compressed(tensor: Tensor) -> bool:
-    """Return whether a tensor is compressed sparse (such as CSR), float32 and on a CPU. Whitelisted ops on it run in
-    float32, because torch has no 16-bit products of such tensors on CPUs.
+    """Return whether a tensor is compressed sparse (such as CSR), float32 and on a CPU.
+
+    torch has no 16-bit products of such tensors on CPUs, so whitelisted ops on them run in float32.
     """
     return tensor.is_cpu and tensor.layout in _COMPRESSED and tensor.dtype is torch.float32
 
@@ -42,12 +43,12 @@ def make_plain_cast(
 ) -> TensorCast:
     """Return a function that casts castable tensors on one type of device to `dtype`, and returns others as they are.
 
-    If a tensor has that dtype already, its conversion method is not called, because a tracer would record the call.
+    A tensor that has that dtype already is returned without a call of torch, because a tracer would record the call.
 
     Args:
-        is_for_kernels: 16-bit kernels get the result. Compressed sparse tensors on a CPU are then left as they are (see
-            `is_compressed`).
-        takes_opaque: also cast opaque tensors, by their own method, as torch.autocast does for ops in the low dtype.
+        is_for_kernels: the result goes to 16-bit kernels. Tensors for which there are none are returned as they are
+            (see `is_compressed`).
+        takes_opaque: also cast opaque tensors, by their own methods, as torch.autocast does for ops in the low dtype.
     """
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     checks_layout, strided = is_for_kernels and on_cpu, torch.strided
@@ -60,7 +61,7 @@ def make_plain_cast(
         is_plain = tensor.__class__ in PLAIN_CLASSES  # reading attributes of a subclass may run its own, slow code
         if not is_plain and not takes_opaque and is_opaque(tensor):
             return tensor
-        # `device.type` comes last, because it is slow: see `make_device_test`
+        # `device.type` only for other devices than CPUs and CUDA, because it is slow: see `make_device_test`
         if not (tensor.is_cpu if on_cpu else tensor.is_cuda if on_cuda else tensor.device.type == device_type):
             return tensor
         if is_plain and checks_layout and tensor.layout is not strided and is_compressed(tensor):
@@ -86,7 +87,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def cast_nested(value: Any, cast: TensorCast) -> Any:
     """Cast a tensor, or the tensors in a list or tuple, also in nested ones. Return any other value as it is.
 
-    A list in which nothing changes is itself returned, because the op may write to it.
+    If no item of a list changes, the list itself is returned, because the op may write to it.
     """
     if isinstance(value, Tensor):
         return cast(value)
@@ -101,7 +102,7 @@ def cast_nested(value: Any, cast: TensorCast) -> Any:
 def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCast) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a call with all tensors in them cast.
 
-    For speed, the loops test the arguments themselves: `cast_nested` takes a frame, and most arguments need no cast.
+    `cast_nested` could do all of this, but would take a Python frame for each argument.
     """
     cast_args = list(args)
     for index, value in enumerate(args):
@@ -124,13 +125,16 @@ def cast_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cast: TensorCa
 def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
-    Lists, tuples, named tuples, sets, dataclasses and mappings keep their class. Lists, mappings and dataclasses are
-    copied, and the copy is filled. Other containers are made by calling their class with the cast items. If that fails,
-    a set or a tuple is returned as it is, and the error of an immutable mapping is raised. A generator becomes a
-    generator of cast values. All other objects, such as modules, arrays and text, are returned as they are.
+    It looks into lists, tuples, named tuples, sets, dataclasses and mappings, and into those inside them. A container
+    in which no tensor changes is returned itself, so that a model can still fill a container of its caller. Otherwise:
 
-    If no tensor in a container changes, the container itself is returned, so a model can still fill a container of its
-    caller. With another `kind`, objects of that class are replaced instead of tensors.
+    * A list, mutable mapping or dataclass is copied, and the copy gets the cast items.
+    * For a tuple, set or immutable mapping, its class is called with the cast items. If that fails, a tuple or set is
+      returned as it is, and the error of a mapping is raised.
+    * A generator becomes a generator of cast items.
+
+    All other objects, such as modules, arrays and text, are returned as they are. With another `kind`, objects of that
+    class are replaced instead of tensors.
     """
     if isinstance(value, kind):
         return cast(value)
@@ -164,7 +168,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
             result = kind._make(items)
         else:
             result = kind(items)
-        # a class that takes other arguments may make another container of the items
+        # a class with another constructor may have made something else of the items
         holds_items = type(result) is kind and sorted(map(id, result)) == sorted(map(id, items))
     except Exception:  # the class may be the user's, and may raise anything
         return value
@@ -176,7 +180,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
 def _find_changed(
     values: Mapping[Any, Any], cast: Callable[[Any], Any], kind: type | tuple[type, ...]
 ) -> dict[Any, Any]:
-    """Return the results of a cast for the values that it changes, by their keys."""
+    """Return the cast values of a mapping, by their keys. Values that the cast does not change are left out."""
     changed = {}
     for key, value in values.items():
         result = cast_tree(value, cast, kind)
@@ -197,7 +201,7 @@ def _cast_mapping(
         # such as types.MappingProxyType, which can be filled only when it is made
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     result = copy.copy(value)
-    if not isinstance(value, dict):  # such as UserDict: its items are in a dict that the copy shares with the original
+    if not isinstance(value, dict):  # such as UserDict, whose copy shares the dict of its items with the original
         for name, inner in vars(result).items():
             if isinstance(inner, MutableMapping):
                 setattr(result, name, copy.copy(inner))

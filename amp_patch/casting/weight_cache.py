@@ -3,17 +3,23 @@
 A copy is `p.to(low)` with gradients enabled. The autograd node of a cast saves nothing, so the copy carries gradients
 to the parameter in any number of forward and backward passes.
 
-A forward pass must never use old weights. Version counters do not show every edit (fused optimizers do not raise them),
-and addresses are reused. So a copy is used only while its *entry* is *valid*. The entry holds the memory that the copy
-was made from, so that its address is not reused, and each use compares the signature and the dtype. Optimizer steps,
-both ends of an outermost forward without gradients, the exit of `scale_loss`, and `refresh` invalidate entries. Code
-that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets a copy.
+A forward pass must never use old weights. So a copy belongs to an *entry*, and is used only while the entry is *valid*:
 
-On a GPU, launching a kernel takes longer than running it. So copies that no graph holds are *refreshed* in place, all
-in one `torch._foreach_copy_`. A copy that a live graph holds is replaced by a new one. On a CPU, copies are dropped
-instead: a new copy is in the CPU's own caches, and with refreshed copies a step of a small transformer took 5 % longer.
-They are dropped when an outermost `scale_loss` block begins. From then on only the graph holds them, so the backward
-pass frees them one by one.
+* Events after which weights may be different invalidate entries: optimizer steps, both ends of an outermost forward
+  without gradients, the exit of `scale_loss`, and `refresh`. Version counters alone do not show every edit, because
+  fused optimizers do not raise them.
+* Each use compares the parameter with the `Signature` that it had when it was copied. The entry holds the memory of the
+  parameter, so that no other tensor can get its address.
+
+Code that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets a copy.
+
+What happens to a copy whose entry is not valid any more depends on the device:
+
+* On a GPU, launching a kernel takes longer than running it. So copies that no autograd graph holds are *refreshed* in
+  place, all of them in one `torch._foreach_copy_`. A copy that a live graph holds is replaced by a new one.
+* On a CPU, copies are dropped. A new copy is in the CPU's own caches: with refreshed copies, a step of a small
+  transformer took 5 % longer. They are dropped when an outermost `scale_loss` block begins. From then on only the graph
+  holds them, so the backward pass frees them one by one.
 """
 
 import contextlib
@@ -42,7 +48,7 @@ Signature = tuple[int, int, bool, torch.Size, tuple[int, ...]]
 """The state in which a parameter was copied: version, address, requires_grad, shape and strides."""
 
 ValidEntry = tuple[Tensor, Signature, object]
-"""The copy, and the signature and the memory of the parameter. While the memory is held, its address is not reused."""
+"""The copy, the signature of the parameter, and an object that keeps the memory of the parameter alive."""
 
 SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""
@@ -58,12 +64,12 @@ class _Entry:
 
     Attributes:
         copy: the tensor that ops get. Its grad_fn leads to the parameter.
-        alias: the memory of the copy without the grad_fn; a refresh writes to it.
-        source: an alias of the parameter's memory, which keeps the address from being reused.
-        identity: device and signature of the parameter, without the version. Optimizer steps do not change it. If it
-            changed, as by `Tensor.set_`, the graph of the copy would not fit the parameter.
-        memory: the address of the copy's storage.
-        idle_uses: the reference counts of the copy and its storage while no graph needs them.
+        alias: a detached alias of the copy; a refresh writes to it.
+        source: a detached alias of the parameter. It keeps the parameter's memory alive.
+        identity: the device of the parameter, and its signature without the version. Optimizer steps do not change it.
+            After another change, as by `Tensor.set_`, the graph of the copy would not fit the parameter.
+        storage_address: the address of the copy's C++ storage.
+        idle_uses: the reference counts of the copy and its storage while no graph holds them.
     """
 
     parameter: Tensor
@@ -71,15 +77,15 @@ class _Entry:
     alias: Tensor
     source: Tensor
     identity: tuple[object, ...]
-    memory: int
+    storage_address: int
     idle_uses: tuple[int, int] = (0, 0)
 
     def count_uses(self) -> tuple[int, int]:
-        """Return the reference counts of the copy and its storage: a graph saves the tensor itself or a view of it."""
-        return get_tensor_uses(self.copy), get_storage_uses(self.memory)
+        """Return the reference counts of the copy and its storage: a graph holds the copy itself or a view of it."""
+        return get_tensor_uses(self.copy), get_storage_uses(self.storage_address)
 
-    def may_be_written(self) -> bool:
-        """Return whether no graph needs the values of the copy, and the parameter is the same tensor as before."""
+    def may_be_refreshed(self) -> bool:
+        """Return whether no graph holds the copy, and the parameter has the same identity as before."""
         return (
             self.parameter.dtype is torch.float32
             and _is_cacheable(self.parameter)
@@ -109,12 +115,12 @@ class WeightCache:
         device_type: decides whether copies are refreshed in place, or dropped.
         is_rounded: whether copies are float32 tensors, rounded to the low dtype. Such copies are not refreshed, because
             that would take two casts.
-        smallest: parameters with fewer elements get a copy only at their third use. The gradients of the first two uses
-            are added in float32; the gradients of uses of a copy are added in the low dtype, as under torch.autocast.
+        smallest: parameters with fewer elements get a copy only at their third use: see `PLAIN_USES`. (Autograd adds
+            up the gradients of plain casts in float32, and those of a copy in the low dtype, as under torch.autocast.)
 
     Attributes:
         valid: the valid entries, by the id of the parameter.
-        owned: the parameters given to `own`, by their id.
+        owned: the parameters that may have a copy, by their id.
     """
 
     def __init__(
@@ -136,7 +142,7 @@ class WeightCache:
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
-        """Cache copies of these parameters from now on. Parameters that are not float32 still take plain casts."""
+        """Let these parameters have copies from now on. Only float32 parameters get one."""
         for parameter in parameters:
             self.owned[id(parameter)] = parameter
 
@@ -155,8 +161,8 @@ class WeightCache:
         self.invalidate_all()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: with a valid entry if there is one, else with
-        `plain_cast`, whose result is stored if the tensor may have an entry.
+        """Return the function that casts a tensor to the low dtype. It returns the copy of a valid entry if there is
+        one. Otherwise it calls `plain_cast`, and stores the result if the tensor may have an entry.
         """
         valid, owned, float32 = self.valid, self.owned, torch.float32
         smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
@@ -193,6 +199,7 @@ class WeightCache:
         return to_low
 
     def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
+        """Refresh all copies, and return the copy of this parameter. If it has none, make and store one."""
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)
@@ -216,13 +223,15 @@ class WeightCache:
         self._entries.pop(key, None)
 
     def _refresh(self) -> None:
-        """Make every entry valid, with one kernel for each device. Drop entries whose copy must not be written."""
+        """Copy all parameters to their copies again, with one kernel for each device, so that all entries are valid.
+        Drop entries whose copy must not be written.
+        """
         refreshed: list[_Entry] = []
         for key in list(self._entries):  # a garbage collection in this loop may remove entries
             entry = self._entries.get(key)
             if entry is None or key in self.valid:
                 continue
-            if entry.may_be_written():
+            if entry.may_be_refreshed():
                 refreshed.append(entry)
             else:
                 self._drop(key)
@@ -232,7 +241,9 @@ class WeightCache:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Neither use nor make copies in the block, in any thread: a tracer must record casts and not their results."""
+        """Context manager: no thread uses or makes copies while the block runs. A tracer must record casts, and not
+        their results.
+        """
         before, self._is_bypassed = self._is_bypassed, True
         self.invalidate_all()
         try:
@@ -264,10 +275,11 @@ class RegionCache(WeightCache):
     """The copies of a session under `torch.autocast`. Each leaf that requires gradients may have one, while torch's own
     cache of weights is enabled.
 
-    Unmodified scripts edit weights in ways that change no version counter (`p.data.add_`). torch's cache is
-    nevertheless right, because it keeps nothing under `cache_enabled=False`, and drops everything when a thread leaves
-    its outermost region. So each use here asks torch first whether its cache is enabled. `valid` stays empty, because
-    the fast paths of ops, which read `valid` directly, would not ask.
+    An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's own cache
+    returns no old copies then, because it drops all copies when a thread leaves its outermost region, and keeps none
+    under `cache_enabled=False`. This cache does the same: `torch.clear_autocast_cache` is patched to drop its copies,
+    and each use asks torch whether its cache is enabled. The fast paths of ops, which read `valid` themselves, would
+    not ask. So `valid` stays empty, and copies are in `_copies`.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:

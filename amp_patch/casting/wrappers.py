@@ -1,8 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-For each rule, a method returns a function that prepares one call: it casts the arguments, and says which function to
-call with them. As under torch.autocast, no arguments are cast in a call with `out=`, nor in a call of a blacklisted op
-that names a dtype.
+The method of a rule, such as `_whitelist`, returns the function `prepare` of an op. For each call of the op, `prepare`
+returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call with
+`out=`, nor in a call of a blacklisted op that names a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,14 @@ from .float32_products import Float32Products
 from .followed import DtypeFinder, find_widest, follow_argument, follow_first
 from .mode import Mode, Switch
 from .replacement import (
-    NEVER,
+    NEVER_SKIP,
     OpFunction,
     PrepareCall,
     PreparedCall,
     PublicOp,
     Replacements,
+    find_inplace_position,
+    is_of_torch,
     replace,
     run_in_region,
     supports_overrides,
@@ -45,12 +47,12 @@ from .weight_cache import ValidEntry, WeightCache
 # Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg", "linear_cross_entropy", "multi_head_attention_forward"})
 
-# The ops that models call most, with (input, weight, bias, ...).
+# The ops that models call most. Their parameters are (input, weight, bias, ...).
 _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
 
-# The classes of an index that names a view, tested by identity: bool, a subclass of int, is not among them.
+# The classes of an index that selects a view, as in `x[0]` and `x[1:]`. bool, a subclass of int, is not among them.
 _VIEW_INDEXES = (int, slice, type(None), type(Ellipsis))
 
 _BY_LISTS = Mode.BY_LISTS
@@ -68,8 +70,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-05,
 ) -> Tensor:
-    """Do as F.layer_norm, which calls `torch.layer_norm` by its public name. That is listed, too, so the arguments of
-    each call would be cast twice.
+    """F.layer_norm, but without patched code in it. F.layer_norm calls `torch.layer_norm` by its public name, which is
+    patched, too, and would cast the arguments again.
     """
     return _LAYER_NORM_KERNEL(input, normalized_shape, weight, bias, eps)
 
@@ -78,13 +80,13 @@ class OpCasts:
     """Makes the replacements for one session.
 
     Args:
-        switch: says whether casts are active.
+        switch: says whether ops cast in the calling thread, and in which mode.
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
-        cache: the cache of low-precision weights, or None to cast weights at each use.
-        in_float32: computes products, or some of them, in float32. None leaves all to the kernels of the low dtype.
-        casts_inside: also run the bodies of listed functions that are not torch's by their rule.
-        autocast: the regions of torch.autocast in which casts are active, or None if they are active everywhere.
+        cache: the cache of weights in the low dtype, or None to cast weights at each use.
+        in_float32: computes products, or only attention, in float32. None: the kernels of the low dtype compute all.
+        casts_inside: if a list names a function that is not torch's, let the ops in its body follow its rule, too.
+        autocast: the torch.autocast blocks in which ops cast. None: they cast everywhere.
     """
 
     def __init__(
@@ -105,22 +107,20 @@ class OpCasts:
         self.casts_inside = casts_inside
         self.autocast = autocast
         self.by_torch: OpCasts | None = None
-        """Makes the replacements of ops that torch.autocast casts by itself. None leaves these ops alone. See
-        `choose`.
-        """
+        """Makes the replacements of ops that torch.autocast casts by itself. None: these ops are not replaced."""
         self._rounds_operands = in_float32 is not None and in_float32.covers_all
         self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds_operands, takes_opaque=True)
         self.to_float = make_plain_cast(torch.float32, device_type)
-        self._plain_to_low = self.to_low
-        self._valid: Mapping[int, ValidEntry] = _NO_ENTRIES
-        self._owned: Mapping[int, Tensor] = _NO_ENTRIES
+        self._plain_to_low = self.to_low  # without the cache
+        self._cached_copies: Mapping[int, ValidEntry] = _NO_ENTRIES  # `valid` and `owned` of the cache, by id
+        self._cached_weights: Mapping[int, Tensor] = _NO_ENTRIES
         if cache is not None and not self._rounds_operands:  # a cache of rounded copies belongs to `in_float32`
             self.to_low = cache.make_cast(self._plain_to_low)
-            self._valid, self._owned = cache.valid, cache.owned
+            self._cached_copies, self._cached_weights = cache.valid, cache.owned
         self._replacements = Replacements()
 
     def choose(self, entry: op_lists.OpEntry) -> "OpCasts | None":
-        """Return the OpCasts that makes the replacements for an entry, or None if its ops are left alone."""
+        """Return the OpCasts that replaces the ops of a list entry, or None if they are not replaced."""
         if self.autocast is not None and self.autocast.is_torch_rule(entry):
             return self.by_torch
         return self
@@ -138,25 +138,27 @@ class OpCasts:
         place = location or "registered"
         return self._replacements.get(f"{rule} {like}", original, lambda: self._wrap(chosen, like, place, original))
 
-    def let_go(self) -> None:
-        """Drop all references to replacements."""
+    def drop_replacements(self) -> None:
+        """Forget all replacements."""
         self._replacements.clear()
         if self.by_torch is not None:
-            self.by_torch.let_go()
+            self.by_torch.drop_replacements()
 
     def _wrap(self, rule: OpRule, like: str, location: str, original: OpFunction) -> OpFunction:
-        is_of_torch = _is_of_torch(original)
+        is_torch_op = is_of_torch(original)
         # A name identifies only functions of torch: a user's function of the same name may take any arguments.
-        name = getattr(original, "__name__", "") if is_of_torch else ""
-        overridable = original if is_of_torch and supports_overrides(original) else None
+        name = getattr(original, "__name__", "") if is_torch_op else ""
+        overridable = original if is_torch_op and supports_overrides(original) else None
         public = PublicOp(name, overridable, takes_lists=rule.takes_sequence)
-        if self.casts_inside and not is_of_torch and rule.runs_in:
-            return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER)
+        if self.casts_inside and not is_torch_op and rule.runs_in:
+            return replace(original, self._cast_inside(rule, original), self.switch, public, NEVER_SKIP)
         find_dtype = self._make_dtype_finder(rule, original, like, location)
         return public.set_replacement(self._replace(rule, original, name, public, find_dtype))
 
     def _make_dtype_finder(self, rule: OpRule, original: OpFunction, like: str, location: str) -> DtypeFinder | None:
-        """Return the dtype finder of a rule under which the arguments decide; None for other rules."""
+        """Return the dtype finder (see `followed`) of a rule under which the arguments decide the dtype. Return None
+        for any other rule.
+        """
         if rule is OpRule.MATCH:
             return follow_argument(original, like, self.device_type, location)
         if rule is OpRule.MATCH_SELF:
@@ -168,31 +170,34 @@ class OpCasts:
     def _replace(
         self, rule: OpRule, original: OpFunction, name: str, public: PublicOp, find_dtype: DtypeFinder | None
     ) -> OpFunction:
-        """Return the replacement for one of torch's functions, or a user's function whose body is left alone."""
-        op = original  # the function that replacements call, which the lines below wrap
+        """Return the replacement for one of torch's functions, or for a user's function in whose body ops follow their
+        own rules.
+        """
+        # First wrap `original` in all that must happen after the casts, as `op`. Then wrap `op` in the casts.
+        op = original
         if self.autocast is not None:
             op = self.autocast.run_without(op, self.switch)
         if self.in_float32 is not None and self.in_float32.covers(name):
             kernel, op = op, self.in_float32.run_low_in_float32(op)
             if rule is OpRule.WHITELIST and self._rounds_operands and op_lists.is_product(name):
                 prepare = self.in_float32.round_operands(kernel, op, self._in_region)
-                return replace(op, prepare, self.switch, public, NEVER)
+                return replace(op, prepare, self.switch, public, NEVER_SKIP)
         if rule is OpRule.BLACKLIST and op is _LAYER_NORM:
             op = layer_norm
         if rule is OpRule.BLACKLIST and name in _COMPOSED:
             op = run_in_region(op, Mode.OFF, self.switch)
         if find_dtype is not None:
-            prepare = self._follow(op, find_dtype, in_sequence=rule.takes_sequence)
+            prepare = self._cast_to_found(op, find_dtype, in_sequence=rule.takes_sequence)
             general = replace(op, prepare, self.switch, public, None)
         else:
-            # each rule's method, and its `no_cast_dtype` (see `replace`)
-            make_prepare, no_cast_dtype = {
+            # `skip_dtype`: if all tensors of a call have this dtype, `replace` does not call `prepare`
+            make_prepare, skip_dtype = {
                 OpRule.WHITELIST: (self._whitelist, self.low),
                 OpRule.BLACKLIST: (self._blacklist, torch.float32),
                 OpRule.BANNED: (self._banned, torch.float32),
                 OpRule.NEUTRAL: (_prepare_nothing, None),
             }[rule]
-            general = replace(op, make_prepare(op), self.switch, public, no_cast_dtype)
+            general = replace(op, make_prepare(op), self.switch, public, skip_dtype)
         if rule is OpRule.WHITELIST and name in _WEIGHTED:
             return self._replace_weighted(op, general)
         if rule in (OpRule.MATCH_SELF, OpRule.NEUTRAL) and name == "__setitem__":
@@ -201,22 +206,26 @@ class OpCasts:
 
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
 
-    # For speed, the loops of `_whitelist` and `_blacklist` cast plain tensors themselves: calling a cast function takes
-    # one more Python frame for each tensor. Other tensors go to the cast functions, which test for every special case.
-    # While Dynamo traces or a dispatch mode is active (`is_fast` is False), all tensors do.
+    # For speed, the loops of `_whitelist` and `_blacklist` cast ordinary tensors with `convert`, a method in C. The
+    # functions `to_low` and `to_float` test for every special case, and take a Python frame for each tensor. While
+    # Dynamo traces or a dispatch mode is active (`is_fast` is False), they cast all tensors.
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
-        """Run in the low dtype. A call with `inplace=True` runs as it was written: after a cast, it would change the
-        copy. So does a call that names another `out_dtype`, which the kernel would refuse.
+        """Run in the low dtype.
+
+        A call with `inplace=True` runs as it was written: after a cast, it would change the copy. So does a call that
+        names another `out_dtype`, because the kernel would refuse low arguments.
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
-        get_entry, owned = self._valid.get, self._owned
-        # under torch.autocast, `RegionCache` may hold a copy of any leaf that requires a gradient
+        get_entry, cached_weights = self._cached_copies.get, self._cached_weights
+        # under torch.autocast, `to_low` may hold a copy of any leaf that requires a gradient
         may_cache_leaves = self.autocast is not None
-        is_on_device, position = make_device_test(self.device_type), _position_of_inplace(original)
+        is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            if position is not None and (kwargs.get("inplace") or (len(args) > position and args[position])):
+            if inplace_position is not None and (
+                kwargs.get("inplace") or (len(args) > inplace_position and args[inplace_position])
+            ):
                 return original, args, kwargs
             if mode is not _BY_LISTS:
                 return self._in_region(original, args, kwargs, mode)
@@ -232,6 +241,7 @@ class OpCasts:
                     if is_fast:
                         entry = get_entry(id(value))
                         if entry is not None and given_dtype is float32:
+                            # a weight: its copy is `entry[0]`, if it still has the signature `entry[1]`
                             address, strides = value.data_ptr(), value.stride()
                             if entry[1] == (value._version, address, value.requires_grad, value.shape, strides):
                                 values[index] = entry[0]
@@ -240,7 +250,7 @@ class OpCasts:
                             value.__class__ in PLAIN_CLASSES
                             and is_on_device(value)
                             and value.layout is strided
-                            and id(value) not in owned
+                            and id(value) not in cached_weights
                             and not (may_cache_leaves and value.requires_grad and value.is_leaf)
                         ):
                             values[index] = convert(value)
@@ -260,10 +270,12 @@ class OpCasts:
     def _blacklist(self, original: OpFunction) -> PrepareCall:
         """Run in float32, unless the call names a dtype. A call with `inplace=True` runs as it was written, too."""
         to_float, convert = self.to_float, get_conversion(float32)
-        is_on_device, position = make_device_test(self.device_type), _position_of_inplace(original)
+        is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:
-            if position is not None and (kwargs.get("inplace") or (len(args) > position and args[position])):
+            if inplace_position is not None and (
+                kwargs.get("inplace") or (len(args) > inplace_position and args[inplace_position])
+            ):
                 return original, args, kwargs
             if mode is not _BY_LISTS:
                 return self._in_region(original, args, kwargs, mode)
@@ -296,11 +308,12 @@ class OpCasts:
     def _in_region(
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
-        """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32, which overrides both
-        lists.
+        """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. Its mode decides the
+        dtype, and not the list.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
-        if kwargs.get("out") is not None or (kwargs.get("out_dtype") or target) is not target:
+        result_dtype = kwargs.get("out_dtype") or target
+        if kwargs.get("out") is not None or result_dtype is not target:
             return original, args, kwargs
         if mode is Mode.FLOAT32:
             return (original, *cast_arguments(args, kwargs, self.to_float))
@@ -320,8 +333,8 @@ class OpCasts:
         """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
         the same dtype.
 
-        Each body follows its own rule, also if such functions call each other, and in any region but one without casts.
-        A call that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
+        If such a function calls another, each follows its own rule. In a region of mode LOW or FLOAT32, too. A call
+        that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -343,11 +356,11 @@ class OpCasts:
     def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
         """Return a faster replacement for whitelisted ops with (input, weight, bias, ...).
 
-        It handles the usual calls in one frame, and looks up weight and bias in the cache itself. All other calls go to
-        `general`, the replacement by `replace`, which gives the same results.
+        It looks up weight and bias in the cache itself, and leaves unusual calls to `general`, the replacement that
+        `replace` made. Both give the same results.
         """
         switch, low = self.switch, self.low
-        plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._valid.get
+        plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._cached_copies.get
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             count = len(args)
@@ -356,7 +369,7 @@ class OpCasts:
                 or count < 2
                 or has_torch_function(args)
                 or is_dynamo_compiling()
-                or count_dispatch_modes()  # `general` finds out which modes only observe
+                or count_dispatch_modes()  # `general` takes copies from the cache if these modes only watch
                 or not switch.on
                 or (switch.regions and switch.mode_here() is not _BY_LISTS)
             ):
@@ -390,10 +403,10 @@ class OpCasts:
 
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
-    def _follow(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
-        """Run in the dtype that `find_dtype` finds: all tensors are cast to it. See `followed`.
+    def _cast_to_found(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
+        """Cast all tensors to the dtype that `find_dtype` finds in a call.
 
-        `in_sequence`: the arguments are the items of a sequence, which is the first argument: torch calls it `tensors`.
+        `in_sequence`: the tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
         """
         casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
         device_type = self.device_type
@@ -406,7 +419,7 @@ class OpCasts:
             if in_sequence:
                 given, named = args[0] if args else kwargs.get("tensors"), _NO_NAMES
                 if given.__class__ is not list and given.__class__ is not tuple:
-                    return original, args, kwargs
+                    return original, args, kwargs  # torch raises an error
             target = find_dtype(given, named)
             if target is None:
                 return original, args, kwargs
@@ -453,11 +466,11 @@ class OpCasts:
 
 
 def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
-    """Return a replacement of `x[index] = values`, which scripts call often. It leaves the usual calls to torch, and
-    the others to `general`, the replacement by `replace`.
+    """Return a faster replacement of `x[index] = values`. It calls torch's own function if nothing has to be cast, and
+    otherwise `general`, the replacement that `replace` made.
 
-    An index of numbers and slices names a view, to which torch copies in any dtype. If an argument has an override,
-    torch passes it the public function, as `general` does.
+    An index of numbers and slices selects a view, to which torch copies values of any dtype. If an argument has an
+    override, torch's function calls it.
     """
 
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
@@ -478,22 +491,3 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
 def _prepare_nothing(original: OpFunction) -> PrepareCall:
     """Run the op as it was called."""
     return lambda args, kwargs, mode: (original, args, kwargs)
-
-
-def _is_of_torch(original: OpFunction) -> bool:
-    """Return whether torch defines a function or method."""
-    module = getattr(original, "__module__", None)
-    if module is None:  # as for methods of tensors in C
-        return issubclass(Tensor, getattr(original, "__objclass__", ()))
-    return bool(module.partition(".")[0] == "torch")
-
-
-def _position_of_inplace(original: OpFunction) -> int | None:
-    """Return the position of the parameter `inplace`, or None if the function has none."""
-    code = getattr(getattr(original, "__wrapped__", original), "__code__", None)
-    if code is None:
-        return None
-    names = code.co_varnames[: code.co_argcount]
-    if "inplace" not in names:
-        return None
-    return int(names.index("inplace"))

@@ -1,4 +1,7 @@
-"""Module rules: they run all whitelisted and blacklisted ops in a part of a model in the low dtype, or in float32.
+"""Module rules: they run a part of a model in the low dtype, or in float32.
+
+Inputs are cast where they enter the part. At O1 and O4, all whitelisted and blacklisted ops in it run in this dtype. At
+the levels that cast the model, the weights of the part have it.
 
 docs/lists.md describes the key `modules` of list files. A rule chooses modules by name or by class, and covers these
 modules and everything inside them. If several rules cover a module, the last one counts; rules of later files come
@@ -138,7 +141,7 @@ def _translate(glob: str) -> str:
 def _find_problem(chooser: str) -> str | None:
     """Return the text of an error if a value of `type` is no module class, and cannot become one later, else None."""
     if not TYPE_NAME.fullmatch(chooser):
-        return f"{chooser!r} is not a class with its module; {_find_remedy(chooser)}"
+        return f"{chooser!r} does not say in which Python module the class is; {_find_remedy(chooser)}"
     names = _split(chooser)
     value = _find_value(names)
     if isinstance(value, type) and issubclass(value, nn.Module):
@@ -183,7 +186,7 @@ def _may_be_defined_later(names: list[str]) -> bool:
         check_import_may_define(names)
     except OpListError:
         return False
-    # torch.LayerNorm stays undefined: of its own attributes, torch imports later only modules, and a class is none
+    # A name directly in torch, such as torch.LayerNorm, stays undefined: later imports add only submodules to torch.
     return names[0] != "torch" or len(names) > 2
 
 

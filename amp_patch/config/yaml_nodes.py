@@ -279,7 +279,8 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     is_escape = "escape" in problem
     is_list_item = "simple key" in context and lines[first].lstrip().startswith("-")
     if start and (is_escape or is_list_item):
-        mark = start  # these faults are where the value begins, not where the parser gave up
+        # A list item without a space is wrong where it begins. For an escape, the two parsers give different columns.
+        mark = start
     line, column = _to_position(mark)
     message = f"{context} {problem}".strip()
     for words, remedy in _REMEDIES:

@@ -19,7 +19,7 @@ _ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, 
 """The trials, the one with the best edit first."""
 
 _FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
-"""A call that raises in its backward pass is most often a loss, which is better in float32."""
+"""The trials to prefer for a call whose backward pass raised: it is most often a loss, which is better in float32."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class CallSite:
 
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
-    """Yield the edits of the script, the best first. Each repairs the call without the others."""
+    """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each one repairs the
+    call without the others.
+    """
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
     tensors = [tensor for _, tensor in call.operands]
@@ -74,7 +76,7 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
         return
     if not place.site:
         return
-    # Casts to a wider dtype would pass this dtype on to the 16-bit layers after the call.
+    # A cast to a wider dtype gives a result in that dtype, which the 16-bit layers after the call would not accept.
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
         yield from _keep_low(low, spelling, place)
     if place.called_from is not None:

@@ -42,6 +42,9 @@ _PACKAGES = tuple(
 )
 """Folders of installed packages."""
 
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
+"""The folder of amp_patch."""
+
 _CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
 _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
 """The kinds of nodes in a condition that can be evaluated a second time, since it calls nothing."""
@@ -210,7 +213,7 @@ class FailingCall:
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
         forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
-        is_reached: whether lists act where it runs; None: not known.
+        is_reached: whether an entry of a list would change how it runs; None if that is not known.
         is_check: whether it is no call, but the condition of an `assert`, or of the `if` around a `raise`.
         stand_in: the operand that stands for the result of another call; None for none.
     """
@@ -228,10 +231,12 @@ class FailingCall:
 
 
 def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCall]:
-    """Yield the calls that may have raised: the op that torch dispatched, then the calls of `within` from inside out.
+    """Yield the calls that may have raised an exception, the most likely first:
 
-    An argument that is itself the result of a call cannot be read. Therefore the call in the user's line comes once
-    more, at last, with a stand-in for such arguments: a tensor in the dtype of the latest result.
+    1. the op that torch's dispatcher ran, if a dispatch mode of this package was handling it;
+    2. the Python calls in the frames of `Levels.within`, from the innermost to the user's line;
+    3. the call in the user's line once more, if an argument of it is itself the result of a call, as in `f(g(x))`. The
+       frames do not hold such a result, so a tensor in the dtype of the latest result stands in for it.
     """
     within = levels.within()
     for level in reversed(levels.all):
@@ -241,7 +246,7 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
                 yield call
                 break
     for level in reversed(within):
-        if level.file.startswith(os.path.dirname(os.path.dirname(__file__))):  # a frame of this package
+        if level.file.startswith(_OWN_FOLDER):
             continue
         call = _read_call(level)
         if call is not None:

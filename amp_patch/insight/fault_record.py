@@ -1,7 +1,7 @@
 """`FaultRecord`: a value that does not fit into its dtype, with its cause, its effect and its fix.
 
-A recording stores the fields of all parts of a fault side by side. A field declared with `absent(value)` that is None
-is stored as `value`.
+A fault consists of parts: `Origin`, `Evidence`, `Effect` and `Fix`. A recording stores the fields of all parts side by
+side. If a field is declared with `absent(value)`, its None is stored as `value`.
 """
 
 import math
@@ -13,7 +13,7 @@ from . import display
 from .json_values import absent, flatten, is_stored
 
 CASTS = ("_to_copy", "copy_")
-"""Ops of torch that cast."""
+"""The names of torch's ops that cast."""
 
 
 class Word(StrEnum):

@@ -26,7 +26,7 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the report of a traced run: its first fault, and a line for each further one; or how many steps had none.
+    """Return the report of a traced run: its first fault in full and the next few in short, or how many steps had none.
 
     Quiet losses, exceptions and misuses follow.
     """
@@ -56,7 +56,8 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     text = f"no fault: {steps} skipped as the dynamic loss scale came down from {scale}"
     if first.fix.summed is not None:
         text += (
-            f"\nthe loss is about {first.fix.summed:.3g} times the mean of its terms; with the mean, a larger one fits"
+            f"\nthe loss is about {first.fix.summed:.3g} times the mean of its terms; if the script takes the mean,"
+            " a larger loss scale fits"
         )
     if is_all:
         text += "\nevery step was skipped, so none was checked completely: run more steps"
@@ -64,7 +65,7 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
 
 
 def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
-    """Return a line for each fault after the first, without repetition."""
+    """Return a line for each different fault after the first, five at most, and one that counts the others."""
     lines: list[str] = []
     for fault in faults:
         where = f"{fault.phase}, {_describe_call(fault)}" if fault.origin.aten else str(fault.phase)

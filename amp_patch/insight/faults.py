@@ -6,7 +6,7 @@ through the storages that ops write, so that each fault is reported once.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +38,10 @@ from .tensors import (
     storage_of,
     tensors_in,
 )
-from .written import Written
-
-TRAIL = 6
-"""The number of ops before a fault that its record names."""
+from .written import Written, find_trail, shorten_node
 
 _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scaled_dot_product_")
-"""Ops that are given -inf on purpose. They give NaN if a whole row is -inf."""
+"""Ops to which scripts pass masks with -inf. They return NaN if a whole row is -inf."""
 
 
 class _Input(NamedTuple):
@@ -192,12 +189,12 @@ class FaultFinder:
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
-    def enter_let_in(self, tensors: Iterable[Tensor]) -> None:
-        """Enter faults for values that came in, seemed to be masks, and have reached these tensors."""
+    def enter_mask_faults(self, tensors: Iterable[Tensor]) -> None:
+        """Enter faults for inputs that seemed to be masks, but whose inf or NaN has reached these tensors."""
         for tensor in tensors:
             known = self.storages.find(tensor)
-            if known is not None and known.let_in is not None and not known.is_known:
-                self._enter(known, known.let_in)
+            if known is not None and known.mask_fault is not None and not known.is_known:
+                self._enter(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
         """Return the record of an output. Note its magnitude, if it is a 16-bit output of the forward pass."""
@@ -242,33 +239,40 @@ class FaultFinder:
             self._check_zeros(output, call, self._underflow)
 
     def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
-        """Find out where an output that does not fit comes from, and enter a fault if it is seen here first."""
+        """Find out where an inf or NaN in an output comes from. Enter a fault if no fault explains it yet."""
         inputs = _read_inputs(output.op)
-        bad = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
-        known = [self.storages.find_at(given.storage, given.tensor.nbytes) for given in bad]
-        explained = [written for written in known if written is not None and written.is_known]
+        bad_inputs = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
+        # for each of them, the record of the op that wrote it, or None
+        sources = [self.storages.find_at(given.storage, given.tensor.nbytes) for given in bad_inputs]
+
+        # 1. A fault that was entered before explains an input, and so the output.
+        explained = [source for source in sources if source is not None and source.is_known]
         if explained:
             output.written.explain_by(explained)
             return
         if call is None or self._is_accepted(output, call):
             return
-        # An input that no op made is a stranger. One that looks like a mask is kept as `let_in`: if it reaches the loss
-        # or becomes NaN, it was none.
-        strangers = [given for given, source in zip(bad, known, strict=True) if not _is_from_op(source)]
-        for given in strangers:
-            if not self._is_mask(given):
-                self._enter_stranger(output, call, given)
+
+        # 2. An input came in: no op that was seen made its inf or NaN. If it may be a mask, no fault is entered yet.
+        pairs = list(zip(bad_inputs, sources, strict=True))
+        for given, source in pairs:
+            if not _is_from_op(source) and not self._is_mask(given):
+                self._enter_came_in(output, call, given)
                 return
-        self._inherit_let_in(output, call, list(zip(bad, known, strict=True)))
-        is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad)
-        let_in = output.written.let_in
-        if is_nan_made_here and let_in is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
-            self._enter(output.written, let_in)
-        elif is_nan_made_here or not bad:
+        self._inherit_mask_fault(output, call, pairs)
+
+        # 3. The op itself made NaN, or an inf from finite inputs. NaN from a mask shows that the mask was none.
+        is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
+        mask_fault = output.written.mask_fault
+        if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
+            self._enter(output.written, mask_fault)
+        elif is_nan_made_here or not bad_inputs:
             self._enter_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
-        """Return whether an op is ignored, or, in a forward pass, has the inf or NaN that it gives as an argument."""
+        """Return whether the inf or NaN of an op is no fault: the user ignores the op, or the script has passed inf or
+        NaN to it as a number, as in `masked_fill(mask, -inf)`.
+        """
         if self._is_ignored(output.op, call):
             return True
         return call.phase != "backward" and _has_such_number(output.op, output.written.largest)
@@ -283,39 +287,39 @@ class FaultFinder:
         infinite = given.tensor[~given.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _inherit_let_in(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
-        """Note the fault that an output belongs to if the masks among its inputs turn out to be none."""
+    def _inherit_mask_fault(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
+        """Keep the fault to enter for an output if a mask among its inputs turns out to be none."""
         for given, source in bad:
             if source is None or not _is_from_op(source):
-                output.written.let_in = self._make_let_in(output, call, given)
-            elif source.let_in is not None:
-                output.written.let_in = source.let_in
+                output.written.mask_fault = self._make_came_in(output, call, given)
+            elif source.mask_fault is not None:
+                output.written.mask_fault = source.mask_fault
 
-    def _enter_stranger(self, output: _Output, call: OpCall, stranger: _Input) -> None:
-        """Enter a fault for an input that no op made. The float32 master of a weight may be finite."""
-        source = Written(self._find_name(stranger.storage), "", math.inf, ())
-        self.storages.put(stranger.storage, source)
+    def _enter_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
+        """Enter a fault for an input whose inf or NaN no op made. The float32 master of a weight may be finite."""
+        source = Written(self._find_name(given.storage), "", math.inf, ())
+        self.storages.put(given.storage, source)
         source.explain_by_fault(len(self.faults))
         output.written.explain_by([source])
         in_float32 = None
-        master = self._find_master(stranger.storage)
-        if master is not None and master.shape == stranger.tensor.shape and is_finite(master):
+        master = self._find_master(given.storage)
+        if master is not None and master.shape == given.tensor.shape and is_finite(master):
             # The rest of the step is computed as if the weight had been its float32 master.
-            self.repair.begin(stranger.tensor, master, [output.written])
+            self.repair.begin(given.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
-        self._enter(source, self._make_let_in(output, call, stranger, in_float32))
+        self._enter(source, self._make_came_in(output, call, given, in_float32))
 
-    def _make_let_in(
-        self, output: _Output, call: OpCall, stranger: _Input, in_float32: float | None = None
+    def _make_came_in(
+        self, output: _Output, call: OpCall, given: _Input, in_float32: float | None = None
     ) -> FaultRecord:
         return self._make(
             output,
             call,
-            [stranger],
-            name_value(has_nan(stranger.tensor)),
+            [given],
+            name_value(has_nan(given.tensor)),
             in_float32=in_float32,
-            parameter=self._find_name(stranger.storage),
+            parameter=self._find_name(given.storage),
             came_in=True,
         )
 
@@ -420,7 +424,7 @@ class FaultFinder:
             region=RegionKind(call.region) if call.region else None,
             site=call.site.place or None,
             aten=output.op.overload.name,
-            node=_shorten_node(written.node) or None,
+            node=shorten_node(written.node) or None,
             given=tuple(short(given.tensor.dtype) for given in inputs),
             out=short(tensor.dtype),
             share=share,
@@ -431,7 +435,7 @@ class FaultFinder:
             largest=max((read_largest_number(given.tensor) for given in inputs), default=0.0),
             in_float32=in_float32,
             loss_scale=1.0 if is_unscaled else self._get_scale(),
-            trail=tuple(_trail(written)),
+            trail=tuple(find_trail(written)),
             is_of_rounding=is_of_rounding,
             lost=lost,
         )
@@ -440,7 +444,7 @@ class FaultFinder:
 
 
 def _is_from_op(source: Written | None) -> bool:
-    """Return whether an op that was seen made a value that does not fit. `source` is the record of its storage."""
+    """Return whether an op that was seen wrote a value that does not fit. `source`: the record of its storage."""
     return source is not None and not math.isfinite(source.largest)
 
 
@@ -473,27 +477,7 @@ def none_if_inf(largest: float) -> float | None:
     return None if math.isinf(largest) else largest
 
 
-def _by_fit(value: float) -> float:
-    """Return a magnitude as a key to sort by: NaN is as large as inf."""
-    return math.inf if math.isnan(value) else value
-
-
 def _has_such_number(op: Op, largest: float) -> bool:
     """Return whether an op was given inf and gives inf, or NaN and NaN. NaN from inf is a mistake of the script."""
     is_alike = math.isnan if math.isnan(largest) else math.isinf
     return any(isinstance(value, float) and is_alike(value) for value in (*op.args, *op.kwargs.values()))
-
-
-def _shorten_node(node: str) -> str:
-    """Return the name of an autograd node without its namespace; of a Function of the user, its class."""
-    return node.rpartition("::")[2]
-
-
-def _trail(written: Written) -> Iterator[tuple[str, float]]:
-    """Yield the ops that led to a value, the latest first: of several inputs, the one of the largest magnitude."""
-    for _ in range(TRAIL):
-        if not written.parents:
-            return
-        written = max(written.parents, key=lambda parent: _by_fit(parent.largest))
-        node = _shorten_node(written.node)
-        yield f"{written.op} in {node}" if node else written.op, written.largest

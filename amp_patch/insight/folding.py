@@ -1,4 +1,7 @@
-"""`Folding`: folds equal calls into one record that counts them, so memory grows with lines of code, not with calls."""
+"""`Folding`: folds equal calls of a step into one record that counts them.
+
+So memory grows with the lines of code and the recorded steps, not with the calls.
+"""
 
 import threading
 from dataclasses import dataclass, field, replace
@@ -24,10 +27,10 @@ class OpCall:
         sources: addresses of the tensors that are not in this dtype, and so have to be cast.
         copied: addresses of the tensors that were cast.
         cast_dtypes: pairs of the dtypes from and to which tensors were cast.
-        widened: the call that cast 16-bit arguments to float32, and whose result this call has used: itself, or an
-            earlier one, after which only unlisted ops ran. None if there is none.
+        widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
+            an earlier call that did, if only ops on no list ran between. None if there is neither.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast of the script to a dtype that its line names, not to the dtype of a tensor.
+        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`.
         constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 

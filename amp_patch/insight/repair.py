@@ -1,9 +1,11 @@
-"""`Repair`: the rest of a step as it would be if the values that do not fit had been computed in float32.
+"""`Repair`: computes the rest of a step as if the values that do not fit had been computed in float32.
 
-A remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a *twin*:
-the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
-fit in 16 bits either, the op has to run in float32, too. If a gradient does not fit, the op of the forward pass
-whose gradient it is has to run in float32, since the output of this op has the dtype of the gradient.
+So a remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a
+*twin*: the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result
+does not fit into 16 bits either, the op has to run in float32, too.
+
+If a gradient does not fit, there are two remedies: a smaller loss scale, or to run the op of the forward pass whose
+gradient it is in float32, because a gradient has the dtype of the output of that op.
 """
 
 import math
@@ -30,13 +32,13 @@ class Needs(NamedTuple):
 
     Attributes:
         culprits: the ops that have to run in float32.
-        scale: the largest loss scale, a power of two, under which the gradients fit that `culprits` do not repair; None
-            if the scale does not matter. It is below 1 only if there are no culprits.
-        is_scale_enough: whether this scale is enough without the culprits.
+        scale: the largest loss scale, a power of two, under which all gradients fit once `culprits` run in float32.
+            None if the scale does not matter. It is below 1 only if there are no culprits.
+        is_scale_enough: whether all gradients fit under this scale even without the culprits.
         fitting: the largest loss scale under which all gradients fit without the culprits; None if all fit already, or
             if values of the forward pass do not fit.
-        scale_of_zeros: the smallest loss scale under which no more of the gradients is zero than is allowed, but not
-            above `scale`; None if the present one is enough.
+        scale_of_zeros: the smallest loss scale under which the share of gradients that are zero is as small as allowed,
+            but not above `scale`; None if the present scale is large enough.
     """
 
     culprits: list[Culprit]
@@ -56,7 +58,7 @@ class Repair:
 
     Attributes:
         made: the results of the ops of the forward pass, in order.
-        rounding: ops whose rounding made a later result not fit. Their lines round in other modules, too.
+        rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op whose result float32 does not hold either, and its line; "" without one.
         beyond_backward: the same for the backward pass, where a later op may mask the result.
     """
@@ -69,11 +71,13 @@ class Repair:
         self._is_scaled = is_scaled
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
-        self._gradients: list[tuple[Written, float]] = []  # those that do not fit: see `fit_gradient`
-        self._scale_of_others = math.inf  # the largest scale under which gradients fit that no forward op repairs
+        # For each gradient that does not fit: the 16-bit op of the forward pass that would repair it in float32, and
+        # the largest loss scale under which it fits without that.
+        self._repairable: list[tuple[Written, float]] = []
+        self._scale_of_others = math.inf  # the largest scale under which the gradients fit that no such op repairs
         self._scale: float | None = None  # the smallest scale that `_lower_scale` has returned, of those not below 1
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
-        self._scale_of_zeros: float | None = None
+        self._scale_of_zeros: float | None = None  # the smallest scale under which few enough gradients are zero
         self.made: list[Written] = []
         self.rounding: list[Culprit] = []
         self.beyond = ""
@@ -96,16 +100,23 @@ class Repair:
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Begin at a fault: an output, its values in float32, and the results that have to be float32 for these."""
+        """Begin at a fault.
+
+        Args:
+            output: the result that does not fit.
+            exact: its values in float32, which become its twin. None if they are not known.
+            wanted: the results that have to be float32 so that the output has these values.
+        """
         self._wanted.update(wanted)
         if exact is not None and exact.shape == output.shape:
             self._twins.put(output, exact)
 
     def follow(self, op: Op, call: OpCall | None, made: Sequence[Written], forward: Written | None) -> None:
-        """Compute an op with twins, and note the needs of its results.
+        """If inputs of an op have twins, compute it with the twins, and note what its results need in order to fit.
 
-        `made` has the records of its outputs. `forward` is the op of the forward pass whose gradient it computes, or
-        None.
+        Args:
+            made: the records of its outputs.
+            forward: the op of the forward pass whose gradient it computes, or None.
         """
         given = self._find_given_twins(op)
         outputs = op.floating_results()
@@ -136,10 +147,12 @@ class Repair:
     def _follow_forward(
         self, op: Op, call: OpCall, given: Sequence[_Pair], outputs: Sequence[_Pair], made: Sequence[Written]
     ) -> None:
-        is_given_low = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in given)
-        is_low = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in outputs)
+        """Note an op of the forward pass if its result, or an input, does not fit into 16 bits."""
+        is_input_too_large = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in given)
+        is_output_too_large = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in outputs)
         for written in made:
-            if (is_low and written.is_low) or (is_given_low and written.is_held_low):
+            # if an input is float32 from now on, only an op that casts it back to 16 bits needs a change
+            if (is_output_too_large and written.is_low) or (is_input_too_large and written.is_held_low):
                 self._wanted.add(written)
         if not self.beyond and self._goes_beyond(op, outputs):
             self.beyond = f"{call.op} at {call.site.place}"
@@ -188,7 +201,7 @@ class Repair:
         elif forward is None or not forward.is_low:
             return
         if forward is not None and forward.is_low:
-            self._gradients.append((forward, fitting))
+            self._repairable.append((forward, fitting))
         else:
             self._scale_of_others = min(self._scale_of_others, fitting)
 
@@ -217,26 +230,29 @@ class Repair:
             self._lower_scale(tensor, exact)
 
     def find_needs(self) -> Needs:
-        """Return the needs of the step.
+        """Return the changes that make the values of the step fit.
 
-        Ops whose gradients do not fit run in float32, unless a product is among them: float32 makes products slow, so a
-        smaller scale is better, if there is one.
+        The remedy for gradients that do not fit is float32 for ops of the forward pass. But if one of these ops is a
+        product, which is slow in float32, the remedy is a smaller scale, where a scale of 1 or more is small enough.
         """
-        forward = find_culprits(self.made, self._wanted)
-        unscalable = {written for written, fitting in self._gradients if fitting < 1}
-        is_scale_enough = self._scale is not None and not forward and not unscalable and self._scale_of_others >= 1
-        culprits = find_culprits(self.made, self._wanted | {written for written, _ in self._gradients})
-        scale = self._scale
-        if any(_is_product(culprit) for culprit in culprits if culprit not in forward):
-            culprits = find_culprits(self.made, self._wanted | unscalable)
-        elif not is_scale_enough:
-            scale = None
-        if self._scale_of_others < 1 and not culprits:  # only a scale below 1 is left to advise
+        of_forward = find_culprits(self.made, self._wanted)  # ops whose own results do not fit
+        all_culprits = find_culprits(self.made, self._wanted | {written for written, _ in self._repairable})
+        # ops whose gradients fit under no scale of 1 or more
+        beyond_scales = {written for written, fitting in self._repairable if fitting < 1}
+        is_scale_enough = (
+            self._scale is not None and not of_forward and not beyond_scales and self._scale_of_others >= 1
+        )
+        needs_slow_product = any(_is_product(culprit) for culprit in all_culprits if culprit not in of_forward)
+        if needs_slow_product:
+            culprits, scale = find_culprits(self.made, self._wanted | beyond_scales), self._scale
+        else:
+            culprits, scale = all_culprits, self._scale if is_scale_enough else None
+        if self._scale_of_others < 1 and not culprits:  # no other remedy is left than a scale below 1
             scale, is_scale_enough = self._scale_of_others, True
         scale_of_zeros = self._scale_of_zeros
         if scale_of_zeros is not None and scale is not None:
             scale_of_zeros = min(scale_of_zeros, scale)
-        fitting = None if forward or math.isinf(self._fitting) else self._fitting
+        fitting = None if of_forward or math.isinf(self._fitting) else self._fitting
         return Needs(culprits, scale, is_scale_enough, fitting, scale_of_zeros)
 
 
@@ -245,7 +261,7 @@ def _is_product(culprit: Culprit) -> bool:
 
 
 def _is_too_large(pair: _Pair) -> bool:
-    """Return whether the twin of a tensor is too large for its dtype; for float16, if the dtype has not 16 bits."""
+    """Return whether the twin of a tensor is too large for the tensor's dtype (for float16, if that is a wider one)."""
     tensor, twin = pair
     limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit

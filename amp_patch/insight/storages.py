@@ -58,7 +58,10 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Note an op in bulk, whose values are not read: the faults of its inputs explain all its tensors now."""
+        """Note an op on lists of tensors, or one that is not of aten (`Overload.is_in_bulk`). Its values are not read.
+
+        From now on, the faults of its inputs explain all its tensors. Without such faults, their records are dropped.
+        """
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
         # Its inputs, too: optimizers and foreach ops write into them.
@@ -75,7 +78,7 @@ class Storages:
         self._written.pop(storage_of(tensor), None)
 
     def end_step(self) -> None:
-        """Forget the storages of the step, except for those that do not fit, which stay for one more step.
+        """Forget the storages of the step, except for those whose values a fault explains: they stay for one more step.
 
         A script may look at gradients and losses after the step has ended.
         """
@@ -86,7 +89,7 @@ class Storages:
             written.is_old, written.parents, written.faults = True, (), frozenset()
 
     def is_scaled(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of the backward pass carries the loss scale, as far as is known."""
+        """Return whether a tensor of the backward pass carries the loss scale. True for one without a record."""
         known = self.find(tensor)
         return known is None or is_of_scaled(known)
 

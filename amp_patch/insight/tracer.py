@@ -133,7 +133,7 @@ class Tracer(Recorder):
             self._loss.last = size
         else:
             self._seen.is_loss_bad = True
-            self._finder.enter_let_in([loss])
+            self._finder.enter_mask_faults([loss])
         self._seen.reaching_loss |= self._finder.storages.find_faults([loss])
         self._seen.summed = max(self._seen.summed, self._finder.storages.find_summed(loss))
 

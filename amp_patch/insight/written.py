@@ -1,6 +1,7 @@
 """`Written`: the record of the op that wrote a storage last, and of the inputs of this op."""
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,9 @@ from ..dtypes import LOW_DTYPES
 from .fault_record import FaultRecord
 from .folding import OpCall
 from .ops import Op
+
+TRAIL = 6
+"""The number of ops before a fault that its record names."""
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})
 """Ops that take no operands of different dtypes."""
@@ -47,7 +51,7 @@ class Written:
         largest: the largest magnitude of the result; inf or NaN if it holds one.
         parents: the records of the inputs.
         faults: numbers of the faults that explain why it does not fit.
-        is_known: whether it does not fit and `faults` explain that.
+        is_known: whether it does not fit, and a fault that was entered explains why.
         is_old: whether it was written in the step before.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
@@ -55,7 +59,7 @@ class Written:
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        let_in: the fault to enter if a mask that this result comes from turns out to be none; None without a mask.
+        mask_fault: if an input that seemed to be a mask made this result inf or NaN: the fault to enter if it was none.
     """
 
     op: str
@@ -71,7 +75,7 @@ class Written:
     is_held_low: bool = True
     is_scaled: bool = False
     summed: float = 1.0
-    let_in: FaultRecord | None = None
+    mask_fault: FaultRecord | None = None
 
     def explain_by(self, sources: "Sequence[Written]") -> None:
         """Note that a value that does not fit comes from inputs that are explained already."""
@@ -121,3 +125,26 @@ def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[
         if written in wanted and not is_promoted and written.culprit is not None:
             culprits.append(written.culprit)
     return list(dict.fromkeys(culprits))
+
+
+def find_trail(written: Written) -> Iterator[tuple[str, float]]:
+    """Yield the ops that led to a value, latest first, each with its largest magnitude: ("mul", 3e4), ("exp", 200.0).
+
+    Of several inputs of an op, it follows the one of the largest magnitude.
+    """
+    for _ in range(TRAIL):
+        if not written.parents:
+            return
+        written = max(written.parents, key=_rank_magnitude)
+        node = shorten_node(written.node)
+        yield f"{written.op} in {node}" if node else written.op, written.largest
+
+
+def _rank_magnitude(written: Written) -> float:
+    """Return the largest magnitude of a result as a key to compare: NaN is as large as inf."""
+    return math.inf if math.isnan(written.largest) else written.largest
+
+
+def shorten_node(node: str) -> str:
+    """Return the name of an autograd node without its namespace; for a Function of the user, its class."""
+    return node.rpartition("::")[2]

@@ -1,4 +1,4 @@
-"""`AskedDtypes`: the 16-bit dtypes that a script asked for in a run in float32."""
+"""`AskedDtypes`: remembers which float32 tensors of a run in float32 the script has asked for in 16 bits."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class AskedDtypes:
-    """The storages that hold float32 although the script asked for 16 bits, each with the dtype it asked for."""
+    """The dtypes that the script asked for, by the storages of tensors that are float32 instead."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -18,7 +18,9 @@ class AskedDtypes:
         return bool(self._asked)
 
     def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Note a tensor. Views of it, and parameters made from it, share its storage."""
+        """Note the dtype that the script asked for in a tensor. It also holds for tensors that share its storage, such
+        as views and `nn.Parameter(tensor)`.
+        """
         with contextlib.suppress(RuntimeError):  # NotImplementedError, too: no storage, as in torch.func
             reference = StorageWeakRef(tensor.untyped_storage())
             self._asked[reference.cdata] = reference, dtype
@@ -32,7 +34,7 @@ class AskedDtypes:
             return tensor.dtype
         with contextlib.suppress(RuntimeError):
             reference, dtype = self._asked.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, tensor.dtype))
-            # the address of a storage that is gone may belong to another one
+            # if the storage was freed, its address may belong to another storage now
             if reference is not None and not reference.expired():
                 return dtype
         return tensor.dtype

@@ -1,4 +1,4 @@
-"""`Changes`: the changes that a takeover makes to a script's regions of `torch.autocast`, and the session for them."""
+"""`Changes`: what to change in a script's regions of `torch.autocast`, and the session that makes these changes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,17 +27,17 @@ _OTHER_LEVELS = (
 class Kind(Enum):
     """How the regions of a script are changed."""
 
-    NOTHING = "they run as the script has them"
-    LISTS = "lists change torch's rules for some ops"
-    LEVEL = "the lists and the dtype of a level replace torch's"
-    DISABLED = "they run in float32"
+    NOTHING = "regions run as without amp_patch"
+    LISTS = "lists replace torch's rules for the ops that they name"
+    LEVEL = "the lists and the dtype of a level replace those of torch.autocast"
+    DISABLED = "autocast is disabled, so regions run in float32"
 
 
 class Changes:
     """The changes to the regions of a script.
 
     Args:
-        level, lists, compute: as for `install`.
+        level, lists, compute: as `opt_level`, `lists` and `compute` of `install`.
 
     Attributes:
         policy: the policy of the level, or None without a level.
@@ -62,7 +62,7 @@ class Changes:
 
     @property
     def needs_region(self) -> bool:
-        """Whether ops change inside regions only."""
+        """Whether the changes have an effect inside regions only."""
         return self.kind in (Kind.LISTS, Kind.LEVEL)
 
     @property
@@ -71,7 +71,7 @@ class Changes:
         return None if self.policy is None else self.policy.low_dtype
 
     def check_level(self) -> None:
-        """Raise UnsuitedLevelError for a level that casts models, which no region can do."""
+        """Raise UnsuitedLevelError for a level that casts models, such as O2: a region of torch.autocast cannot."""
         if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
 
@@ -97,7 +97,7 @@ class Changes:
         autocast: Autocast | None
         if self.policy is None or self.level is None:
             dtype = low or torch.get_autocast_dtype(device_type)
-            policy = _lay_over(torch_lists, dtype, self.lists)
+            policy = _make_policy_over_torch(torch_lists, dtype, self.lists)
             # without lists, the session only observes, in regions of any dtype
             autocast = Autocast(device_type, dtype if self.lists else None, torch_lists)
         elif self.kind is Kind.DISABLED:
@@ -120,8 +120,8 @@ def load_torch_lists(device_type: str) -> OpLists | None:
     return load_oplists(name) if name in shipped.shipped_names() else None
 
 
-def _lay_over(torch_lists: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
-    """Return the policy of lists on top of torch.autocast's own rules."""
+def _make_policy_over_torch(torch_lists: OpLists | None, low: torch.dtype, lists: Sequence[str]) -> Policy:
+    """Return the policy for `lists` on top of torch.autocast's own rules. `low`: the dtype of the region."""
     level = "autocast" if lists else AS_IS
     if torch_lists is None and not lists:  # there are no rules to apply
         return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)

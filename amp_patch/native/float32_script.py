@@ -1,9 +1,9 @@
 """`Float32Script`: gives a script float32 wherever it asks for a 16-bit dtype, so that it becomes its own reference.
 
-To *widen* a tensor is to give it float32 in place of 16 bits. The methods that cast tensors are patched for the whole
-run. A mode of torch (TorchFunctionMode) sees all other functions: those that make tensors, those with an argument
-`dtype`, and those that get a 16-bit tensor that nothing has widened yet. A mode slows down every op, so it is left
-after a few steps in which it had nothing to do.
+To *widen* a 16-bit tensor is to make it float32. The methods that cast tensors, such as `Tensor.half`, are patched for
+the whole run. A TorchFunctionMode (the *mode*) sees all other functions: those that make tensors, those with an
+argument `dtype`, and those that get a 16-bit tensor that nothing has widened yet. A mode slows down every op, so it
+ends after a few steps in which it had nothing to widen.
 """
 
 import contextlib
@@ -29,30 +29,29 @@ from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3
-"""After so many steps, the mode is left if it had nothing to do in them. The first step does not count, because it
-contains all that the script does before its loop.
+"""After so many steps, the mode ends if it had nothing to widen in them. The first step does not count, because it
+includes everything that the script does before its loop.
 """
 
-_OWN = "amp_patch."
+_AMP_MODULES = "amp_patch."
 _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.casting.wrappers")
 """Modules of this package that call torch on behalf of the script."""
 
-_NAMED = {
+_DTYPE_OF_CLASS = {
     f"torch.{place}{kind}Tensor": dtype
     for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16))
     for place in ("", "cuda.")
 }
-"""The 16-bit dtypes by the names of their classes of tensors, which `Tensor.type` takes."""
+"""The dtypes of the old 16-bit tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
 
-
-_PASSED_ON = frozenset({"__get__", "_parse_to"})
-"""Functions that the mode passes on: those that read an attribute, and the one that reads the arguments of Module.to,
-which then calls Tensor.to.
+_NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
+"""Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
+Module.to, which then calls Tensor.to.
 """
 
-
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
-"""Functions whose result has the dtype that the script asked for in their argument."""
+"""Functions whose result has the dtype of their argument. If the script asked for 16 bits in the argument, it did so in
+the result, too."""
 
 _RANDOM = frozenset(
     {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
@@ -61,8 +60,13 @@ _RANDOM = frozenset(
 """Functions that draw other numbers in 16 bits than in float32, from the same seed."""
 
 
-class _OfThread(threading.local):
-    """Whether the mode is on in this thread, and whether it lets everything through."""
+class _ThreadState(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        is_entered: whether the mode is on in this thread.
+        is_paused: whether neither the mode nor the patched methods widen anything in this thread now.
+    """
 
     is_entered = False
     is_paused = False
@@ -76,35 +80,34 @@ _in_force = _InForce()
 
 
 def find_float32_script() -> "Float32Script | None":
-    """Return the `Float32Script` in force."""
+    """Return the `Float32Script` in force, or None if the script gets the dtypes that it asks for."""
     return _in_force.script
 
 
 def find_asked_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that the script asked for: 16 bits, although the tensor may be float32 in a reference run."""
+    """Return the dtype that the script asked for when it made a tensor: 16 bits, also if the tensor was widened."""
     script = _in_force.script
     return tensor.dtype if script is None else script.asked.find(tensor)
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
-    """Return a block in which this thread gets 16 bits where it asks for them, also in a reference run."""
+    """Context manager: nothing is widened in this thread while the block runs."""
     script = _in_force.script
     return contextlib.nullcontext() if script is None else script.pause()
 
 
 class Float32Script(events.Watcher):
-    """Keeps a script in float32 from `start` on, until the function that it returns is called.
+    """Keeps a script in float32 from `start` on, until the function that it returns is called. Calls from this package
+    still get 16 bits.
 
-    Code of this package may still ask for 16 bits.
-
-    Objects that hold `torch.bfloat16` stay as they are; a tensor that is made with such a dtype is float32. Code of
+    A variable such as `dtype = torch.bfloat16` keeps its value, but a tensor that is made with it is float32. Code of
     torch.compile runs uncompiled as long as the mode is on, and to the end if the script asks for 16 bits.
 
     Attributes:
-        asked: which tensors are float32 although the script asked for 16 bits.
-        has_acted: whether the script asked for 16 bits at all.
-        not_widened: descriptions of what has to stay in 16 bits.
-        is_timed: whether the script takes as long as in float32 by itself, once the first steps are over.
+        asked: the tensors that are float32 although the script asked for 16 bits.
+        has_acted: whether the script has asked for 16 bits so far.
+        not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
+        is_timed: whether the time of later steps is that of float32: the mode, which takes time, has ended.
     """
 
     def __init__(self) -> None:
@@ -114,14 +117,15 @@ class Float32Script(events.Watcher):
         self.is_timed = True
         self._default: torch.dtype | None = None  # the 16-bit dtype that the script made the default
         self._mode = _Mode(self)
-        self._local = _OfThread()
+        self._local = _ThreadState()
         self._is_on = False
         self._is_compiled = False
-        self._acts = 0  # how often the mode had something to do since the last step
-        self._steps, self._acts_in_steps = 0, 0  # steps so far, and the acts in them without those in the first
+        self._mode_actions = 0  # how often the mode had to widen something since the last step
+        self._mode_actions_in_steps = 0  # the same for all steps but the first
+        self._steps = 0
         self._counter = StepCounter()
         self._float: Callable[..., Any] = Tensor.float
-        self._widened: list[tuple[Tensor, torch.dtype]] = []
+        self._widened: list[tuple[Tensor, torch.dtype]] = []  # widened in place, with the dtype before
         self._undo = UndoStack()
         self._undo_mode = UndoStack()
 
@@ -136,7 +140,7 @@ class Float32Script(events.Watcher):
             self._undo.callback(torch.set_default_dtype, default)
             torch.set_default_dtype(torch.float32)
             self._default, self.has_acted = default, True
-        self._undo.callback(self._narrow)
+        self._undo.callback(self._undo_widening)
         patcher = Patcher()
         self._undo.callback(patcher.undo)
         casts = ("half", "bfloat16", "float", "to", "type")
@@ -158,90 +162,93 @@ class Float32Script(events.Watcher):
         return self._undo.close
 
     def _enter_mode(self) -> None:
-        """Turn the mode on in this thread: torch keeps modes for each thread."""
+        """Turn the mode on in this thread, if it is not. torch keeps a stack of modes for each thread."""
         if self._is_on and not self._local.is_entered:
             self._local.is_entered = True
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_mode(self) -> None:
-        self._is_on = False  # other threads keep the mode, which does nothing from now on
+        self._is_on = False  # the mode stays on the stacks of other threads, and does nothing from now on
         if self._local.is_entered:
             self._local.is_entered = False
             leave_function_mode(self._mode)
 
-    def _narrow(self) -> None:
-        """Cast tensors that were widened in place back to 16 bits, because they may outlive the run."""
+    def _undo_widening(self) -> None:
+        """Cast tensors that were widened in place back to 16 bits, because the caller may use them after the run."""
         for tensor, dtype in self._widened:
             tensor.data = tensor.data.to(dtype)
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Leave the mode after the first steps if it had nothing to do in them."""
+        """End the mode after `STEPS` steps, if it had nothing to widen in them."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
         if self._steps > 1:
-            self._acts_in_steps += self._acts
-        self._acts = 0
+            self._mode_actions_in_steps += self._mode_actions
+        self._mode_actions = 0
         if self._steps != STEPS:
             return
-        self.is_timed = not self._acts_in_steps and not (self.has_acted and self._is_compiled)
+        self.is_timed = not self._mode_actions_in_steps and not (self.has_acted and self._is_compiled)
         if self.is_timed:
             self._undo_mode.close()
 
     # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _make_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of a method that casts."""
+        """Return the replacement of a method that casts: `half`, `bfloat16`, `float`, `to` or `type`."""
         name = original.__name__
-        by_name = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}.get(name)
-        to_float32 = self._float if by_name in LOW_DTYPES else original
+        dtype_of_method = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32}.get(name)
+        to_float32 = self._float if dtype_of_method in LOW_DTYPES else original
 
         @functools.wraps(original)
         def cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            wanted = by_name or self._find_wanted(args, kwargs)
-            if wanted is None or self._local.is_paused or _is_own(sys._getframe(1)):
+            requested = dtype_of_method or self._find_requested(args, kwargs)
+            if requested is None or self._local.is_paused or _is_called_by_amp(sys._getframe(1)):
                 return original(tensor, *args, **kwargs)
-            if wanted not in LOW_DTYPES:
+            if requested not in LOW_DTYPES:
                 result = original(tensor, *args, **kwargs)
-                # the script expects a copy of a tensor that it believes to be of 16 bits
-                if result is tensor and self.asked and self.asked.find(tensor) is not wanted:
+                # The script expects a copy, because it has asked for 16 bits in this tensor.
+                if result is tensor and self.asked and self.asked.find(tensor) is not requested:
                     return tensor.clone()
                 return result
             if is_opaque(tensor):
                 self.note_not_widened(tensor)
                 return original(tensor, *args, **kwargs)
             args, kwargs = _replace_dtypes(args, kwargs)
-            return self._give(tensor, to_float32(tensor, *args, **kwargs), wanted)
+            return self._note_result(tensor, to_float32(tensor, *args, **kwargs), requested)
 
         return cast
 
-    def _find_wanted(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Return the dtype that the arguments of `to` or `type` name; None if they name none."""
+    def _find_requested(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """Return the dtype that the arguments of `to` or `type` name, or None: `to("cuda")` names no dtype."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.dtype):
                 return value
             if isinstance(value, Tensor):
                 return self.asked.find(value)
-            dtype = _find_named(value)
+            dtype = _find_dtype_of_class(value)
             if dtype is not None:
                 return dtype
         return None
 
-    def _give(self, source: Tensor, result: Tensor, wanted: torch.dtype) -> Tensor:
-        """Note that a result stands for a tensor of 16 bits. It is a copy where the script would have got one."""
+    def _note_result(self, source: Tensor, result: Tensor, requested: torch.dtype) -> Tensor:
+        """Return the float32 result of a cast to `requested`, and note what the script asked for.
+
+        If the cast would have made a copy of `source`, the result is a copy, too.
+        """
         self.has_acted = True
-        if result is source and self.asked.find(source) is not wanted:
+        if result is source and self.asked.find(source) is not requested:
             result = source.clone()
-        self.asked.add(result, wanted)
+        self.asked.add(result, requested)
         return result
 
     def _keep_default(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that makes float32 the default where the script asks for 16 bits, and remembers that."""
+        """Return the replacement of `set_default_dtype`: where the script asks for 16 bits, it sets float32."""
 
         @functools.wraps(original)
         def set_default(value: Any) -> None:
-            dtype = value if isinstance(value, torch.dtype) else _find_named(value)
+            dtype = value if isinstance(value, torch.dtype) else _find_dtype_of_class(value)
             self._default = dtype if dtype in LOW_DTYPES else None
             if self._default is None:
                 original(value)
@@ -252,7 +259,9 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Run code uncompiled while the mode is on, because neither the mode nor the patches act in compiled code."""
+        """Return the replacement of `torch.compile`: code runs uncompiled while the mode is on, because neither the
+        mode nor the patched methods work in compiled code.
+        """
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +273,9 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Widen a tensor that is read from a file or another process. First make it in the dtype it is stored in."""
+        """Return the replacement of torch's function that makes tensors from a file or another process. It makes the
+        tensor in the stored dtype, and then widens it.
+        """
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +287,7 @@ class Float32Script(events.Watcher):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Return a block in which this thread gets 16 bits where it asks for them."""
+        """Context manager: nothing is widened in this thread while the block runs."""
         before, self._local.is_paused = self._local.is_paused, True
         try:
             yield
@@ -290,53 +301,60 @@ class Float32Script(events.Watcher):
         self._enter_mode()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype in LOW_DTYPES:
-                self._acts += 1
+                self._mode_actions += 1
                 self.widen_in_place(tensor)
 
     # ---- what the mode does ------------------------------------------------------------------------------------------
 
     def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch with float32 in place of 16 bits, in its arguments and in its result."""
-        if not self._is_on or self._local.is_paused or _is_own(sys._getframe(2)):
+        """Call a function of torch. Widen its 16-bit arguments first, and its result."""
+        if not self._is_on or self._local.is_paused or _is_called_by_amp(sys._getframe(2)):
             return function(*args, **kwargs)
-        wanted = next((dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)), None)
+        requested = next((dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)), None)
         name = getattr(function, "__name__", "")
-        if wanted is not None and name == "view":  # another dtype for the same bits
-            return self._call_view(function, args, kwargs, wanted)
-        if _draws(function, name):
+        if requested is not None and name == "view":  # `view(dtype)` reads the same bits as another dtype
+            return self._call_view(function, args, kwargs, requested)
+        if _is_random(function, name):
             return self._draw(function, args, kwargs)
-        if _writes(name):
+        if _is_in_place(name):
             self._widen_written(args[:1] or list(kwargs.values())[:1])
         if "out" in kwargs:
             self._widen_written([kwargs["out"]])
-        if wanted in LOW_DTYPES:
+        if requested in LOW_DTYPES:
             args, kwargs = _replace_dtypes(args, kwargs)
         args = [self._widen_argument(value) for value in args]
         kwargs = {key: self._widen_argument(value) for key, value in kwargs.items()}
         result = function(*args, **kwargs)
-        if name in _COPIES and wanted is None and self.asked:
-            self._note_copy(next(_tensors_in([*args, *kwargs.values()]), None), result)
-        if wanted is None and self._default is not None and next(_tensors_in([*args, *kwargs.values()]), None) is None:
-            wanted = self._default
-        if isinstance(result, Tensor) and (wanted in LOW_DTYPES or result.dtype in LOW_DTYPES):
-            self._acts += 1
-            return self._widen_result(result, wanted)
+        if requested is None:
+            first_tensor = next(_tensors_in([*args, *kwargs.values()]), None)
+            if name in _COPIES and self.asked:
+                self._note_copy(first_tensor, result)
+            if first_tensor is None:  # as in `torch.zeros(3)`: the default dtype of the script decides
+                requested = self._default
+        if isinstance(result, Tensor) and (requested in LOW_DTYPES or result.dtype in LOW_DTYPES):
+            self._mode_actions += 1
+            return self._widen_result(result, requested)
         return result
 
-    def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: torch.dtype) -> Any:
-        if wanted not in LOW_DTYPES:
+    def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], requested: torch.dtype) -> Any:
+        """Call `tensor.view(dtype)`: widen the result, and note a tensor whose 16 bits are gone."""
+        if requested not in LOW_DTYPES:
             if self.asked.find(args[0]) in LOW_DTYPES:
                 self.not_widened["the bits of a 16-bit tensor, which Tensor.view shows as whole numbers"] = None
             return function(*args, **kwargs)
-        self._acts += 1
+        self._mode_actions += 1
         return self.widen(function(*args, **kwargs))
 
     def _note_copy(self, source: Tensor | None, result: Any) -> None:
+        """Note that the script asked for the same dtype in `result`, a copy, as in `source`."""
         if source is not None and isinstance(result, Tensor) and self.asked.find(source) in LOW_DTYPES:
             self.asked.add(result, self.asked.find(source))
 
     def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers in the dtype that the script asked for, because other numbers are drawn in float32."""
+        """Call a function that draws random numbers in the dtype that the script asked for, and widen the result.
+
+        From the same seed, torch draws other numbers in float32 than in 16 bits.
+        """
         target = next(_tensors_in([*args, *kwargs.values()]), None)
         dtype = None if target is None else self.asked.find(target)
         if target is None and self._default is not None and "dtype" not in kwargs:
@@ -351,26 +369,26 @@ class Float32Script(events.Watcher):
             result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dtype not in LOW_DTYPES:
             return result
-        self._acts += 1
-        if target is None or not _writes(getattr(function, "__name__", "")):
+        self._mode_actions += 1
+        if target is None or not _is_in_place(getattr(function, "__name__", "")):
             return self.widen(result)
         with self.pause(), torch.no_grad():
             target.copy_(result)
         return target
 
-    def _widen_result(self, result: Tensor, wanted: torch.dtype | None) -> Tensor:
+    def _widen_result(self, result: Tensor, requested: torch.dtype | None) -> Tensor:
         if result.dtype in LOW_DTYPES:
             return self.widen(result)
-        if result.dtype is torch.float32 and wanted is not None:
+        if result.dtype is torch.float32 and requested is not None:
             self.has_acted = True
-            self.asked.add(result, wanted)
+            self.asked.add(result, requested)
         return result
 
     def _widen_argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.dtype not in LOW_DTYPES:
                 return value
-            self._acts += 1
+            self._mode_actions += 1
             if isinstance(value, nn.Parameter):
                 self.widen_in_place(value)
                 return value
@@ -383,7 +401,7 @@ class Float32Script(events.Watcher):
         """Widen the tensors that an op is about to write. They stay the same objects."""
         for tensor in _tensors_in(values):
             if tensor.dtype in LOW_DTYPES:
-                self._acts += 1
+                self._mode_actions += 1
                 self.widen_in_place(tensor)
 
     # ---- widening ----------------------------------------------------------------------------------------------------
@@ -400,7 +418,7 @@ class Float32Script(events.Watcher):
             return result
 
     def widen_in_place(self, tensor: Tensor) -> None:
-        """Make a tensor float32, with its gradient. Optimizers and modules keep the object."""
+        """Make a tensor and its gradient float32. It stays the same object, which optimizers and modules hold."""
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return
@@ -415,7 +433,7 @@ class Float32Script(events.Watcher):
             self.asked.add(tensor, dtype)
 
     def note_not_widened(self, tensor: Tensor) -> None:
-        """Note a tensor that hides its values, such as a quantized weight."""
+        """Note an opaque tensor, such as a quantized weight, which has to stay as it is."""
         self.not_widened[f"tensors of class {type(tensor).__name__}"] = None
 
 
@@ -427,38 +445,38 @@ class _Mode(TorchFunctionMode):
         self._script = script
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _PASSED_ON:
+        if getattr(func, "__name__", "") in _NEVER_WIDENED:
             return func(*args, **(kwargs or {}))
         return self._script.call(func, args, kwargs or {})
 
 
-def _is_own(frame: Any) -> bool:
-    """Return whether code of this package makes a call, and not on behalf of the script."""
+def _is_called_by_amp(frame: Any) -> bool:
+    """Return whether a frame runs code of this package, except for modules that call torch on behalf of the script."""
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_OWN) and not name.startswith(_FOR_SCRIPTS)
+    return name.startswith(_AMP_MODULES) and not name.startswith(_FOR_SCRIPTS)
 
 
-def _find_named(value: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of a class of tensors such as torch.HalfTensor, or of its name; None for others."""
+def _find_dtype_of_class(value: Any) -> torch.dtype | None:
+    """Return the 16-bit dtype of a tensor class such as torch.HalfTensor, or of its name; None for other values."""
     if isinstance(value, str):
-        return _NAMED.get(value)
+        return _DTYPE_OF_CLASS.get(value)
     if isinstance(value, type):
-        return _NAMED.get(f"{value.__module__}.{value.__name__}")
+        return _DTYPE_OF_CLASS.get(f"{value.__module__}.{value.__name__}")
     return None
 
 
 def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with float32 in place of 16-bit dtypes and of the classes of 16-bit tensors."""
+    """Return arguments in which float32 replaces 16-bit dtypes and 16-bit tensor classes."""
 
     def replace(value: Any) -> Any:
-        is_low = (isinstance(value, torch.dtype) and value in LOW_DTYPES) or _find_named(value) is not None
+        is_low = (isinstance(value, torch.dtype) and value in LOW_DTYPES) or _find_dtype_of_class(value) is not None
         return torch.float32 if is_low else value
 
     return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
 
 
-def _draws(function: Any, name: str) -> bool:
-    """Return whether a function fills a tensor with random numbers, or makes such a tensor."""
+def _is_random(function: Any, name: str) -> bool:
+    """Return whether a function draws random numbers, such as `torch.randn` and `nn.init.normal_`."""
     return name in _RANDOM or getattr(function, "__module__", "") == "torch.nn.init"
 
 
@@ -467,8 +485,8 @@ def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[
     return [low if value is target else value for value in values]
 
 
-def _writes(name: str) -> bool:
-    """Return whether a function of that name writes its first argument."""
+def _is_in_place(name: str) -> bool:
+    """Return whether a function of that name writes its first argument, such as `add_` and `__setitem__`."""
     if name.startswith("__"):
         return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_")

@@ -1,7 +1,8 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-It patches functions of torch at the end of a scaled backward pass. `ScalerWatch` undoes this at the next region of
-autocast, backward pass, or call of `scale`, `unscale_` or `step`, so that no forward pass in a region meets a patch.
+At the end of a scaled backward pass, it patches the functions that scripts use for this, such as `Tensor.norm`.
+`ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
+`step`. So they are not there during a forward pass in a region.
 """
 
 import sys
@@ -38,34 +39,34 @@ _READERS: tuple[tuple[Any, str, Kind], ...] = (
     (torch, "_foreach_clamp_min_", Kind.CLIPPED),
     (torch, "_foreach_clamp_max_", Kind.CLIPPED),
 )
-"""Functions whose results on gradients depend on the scale, each with the kind of misuse.
+"""The functions to patch, each with the misuse that a call on scaled gradients is.
 
 `clip_grad_value_` calls the last two.
 """
 
 _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name, _ in _READERS}
-"""The functions as torch has them."""
+"""torch's own functions."""
 
-_ALWAYS = 10
-"""The number of scaled backward passes at the start of a run after each of which torch is patched.
-
-Later it is patched after few of them: it takes 0.3 ms, which would slow small steps down.
+_FIRST_PASSES = 10
+"""torch is patched after each of the first ten scaled backward passes of a run, and later after every fifth on average.
+Patching takes 0.3 ms, which would slow small steps down.
 """
 
 
 class GradientReads:
-    """Keeps the tensors that were measured or clamped while torch was patched, until `clear`."""
+    """Records which tensors a script measures or clamps while torch is patched."""
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[Kind, str]] = {}  # by the address of the data
+        # the misuse and the line (`train.py:12`) of the call, by the address of the tensor's data
+        self._read: dict[int, tuple[Kind, str]] = {}
         self._patcher: Patcher | None = None
 
     def begin(self, count: int) -> None:
         """Patch torch, until `end`. `count`: the number of scaled backward passes so far.
 
-        After the first ten, it patches only if `count` ends in 0 or 1: many scripts log in every tenth step.
+        After the first ten, it patches only if `count` ends in 0 or 1, because many scripts log in every tenth step.
         """
-        if count > _ALWAYS and count % 10 > 1:
+        if count > _FIRST_PASSES and count % 10 > 1:
             return
         if self._patcher is None:
             self._patcher = Patcher()
@@ -85,11 +86,11 @@ class GradientReads:
             self._patcher = None
 
     def clear(self) -> None:
-        """Forget the tensors."""
+        """Forget the recorded tensors."""
         self._read.clear()
 
     def find(self, parameters: Iterable[Tensor]) -> tuple[Kind, str] | None:
-        """Return the kind and the line of a call that measured or clamped a gradient of these parameters, or None."""
+        """Return the misuse and the line of a call that measured or clamped a gradient of these parameters, or None."""
         if not self._read:
             return None
         for parameter in parameters:
@@ -108,6 +109,8 @@ class GradientReads:
         return call
 
     def _make_noting(self, kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a factory of replacements that record their first argument, and then call the original."""
+
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def read(*args: Any, **kwargs: Any) -> Any:
                 if not compiling.is_compiling():
@@ -119,6 +122,7 @@ class GradientReads:
         return replace
 
     def _note(self, kind: Kind, argument: Any, caller: str) -> None:
+        """Record a tensor, or the tensors in a list, that may be gradients. `caller`: the file that makes the call."""
         # `ScalerWatch` notices clip_grad_norm_ itself: with a large limit, a script only measures the norm by it.
         if kind is Kind.READ and caller == _CLIP_FILE:
             return

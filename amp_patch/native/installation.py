@@ -37,7 +37,7 @@ def install(
     compute: str | None = None,
     everywhere: bool = False,
 ) -> Takeover:
-    """Apply op lists inside regions of `torch.autocast`, from the next region that is entered.
+    """Apply op lists inside regions of `torch.autocast`, from the next region on that the script enters.
 
     Args:
         opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. None
@@ -74,7 +74,7 @@ def install(
 
 
 def remove() -> None:
-    """Undo `install`, also if its handle is lost. Takeovers of commands and recordings stay."""
+    """Undo `install`, also without its handle. The takeover of a command or a recording stays."""
     if _installed.takeover is not None and _installed.is_by_install:
         _installed.takeover.remove()
 

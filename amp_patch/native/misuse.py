@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is wrong."""
+    """A way to use GradScaler or autocast wrongly."""
 
     CLIPPED = "scaled gradients are clipped"
     READ = "scaled gradients are read"
@@ -34,7 +34,8 @@ class Misuse:
         kind: which misuse it is.
         line: the line of the script, such as `train.py:12`.
         detail: more about the effect, or "".
-        earlier: calls since the last `update` that torch refuses this call for, each as `unscale_() at train.py:9`.
+        earlier: the calls since the last `update` because of which torch raises an error, such as "unscale_() at
+            train.py:9".
     """
 
     kind: Kind
@@ -44,12 +45,12 @@ class Misuse:
 
     @property
     def note(self) -> str:
-        """The note that is added to the exception for which this misuse is the reason."""
+        """The note for an exception that this misuse caused."""
         return f"amp_patch: {self}"
 
     @property
     def effect(self) -> str:
-        """What happens because of it, in one sentence."""
+        """The effect of the misuse, as a sentence without a full stop."""
         effect = _TEXTS[self.kind][0]
         return f"{effect} ({self.detail})" if self.detail else effect
 
@@ -62,6 +63,7 @@ class Misuse:
         return f"{self.line or 'this script'}: {self.effect}. {self.edit}"
 
 
+# the effect and the edit of each kind
 _TEXTS = {
     Kind.CLIPPED: (
         "gradients are clipped while they are multiplied by the loss scale, so nearly all of them are cut down",

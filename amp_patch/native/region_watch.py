@@ -1,4 +1,4 @@
-"""`RegionWatch`: checks the GradScaler and the losses of a script against the dtypes of its regions of autocast."""
+"""`RegionWatch`: checks whether the GradScaler and the losses of a script suit the dtypes of its autocast regions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ _LOSS_NODES = frozenset(
     f"{name}Backward0"
     for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D", "KlDiv", "SoftMarginLoss")
 ) | {"BinaryCrossEntropyWithLogitsBackward0"}
-"""Autograd nodes of the losses that autocast computes in float32."""
+"""The autograd nodes of losses that torch.autocast computes in float32."""
 
 _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
-"""How many nodes of a graph are visited, and how many graphs: a walk through a large graph takes milliseconds, and a
-script computes the same losses in each step.
+"""The largest number of nodes that are visited in a graph, and the number of graphs that are visited: a walk through a
+large graph takes milliseconds, and a script computes the same losses in each step.
 """
 
 
@@ -31,19 +31,21 @@ class RegionWatch:
     def __init__(self, tell: Callable[[Misuse], None]) -> None:
         self._tell = tell
         self._trained_dtypes = set[torch.dtype]()  # of the regions so far in which gradients were enabled
-        self._is_after_region = False  # whether there was a region since the last step
+        self._is_after_region = False  # whether such a region began since the last step
         self._walks_left = _MOST_WALKS
-        self._unscaled_at = ""  # the line of the last unscaled loss since the last step with float16 in its graph
-        self._unscaled_steps = 0  # steps of optimizers after such a pass
+        # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss nothing
+        # has multiplied by a scale. "" if there was none.
+        self._unscaled_at = ""
+        self._unscaled_steps = 0  # the number of steps after such a backward pass
 
     def note_region(self, dtype: torch.dtype) -> None:
-        """Record the dtype of an enabled region that begins, if gradients are enabled."""
+        """Record an enabled region that begins, unless it is for an evaluation: gradients are disabled there."""
         if torch.is_grad_enabled():
             self._trained_dtypes.add(dtype)
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Look at the graph of a loss that is about to go backward, if there was a region since the last step."""
+        """Before a backward pass, walk through the graph of its loss, if a region began since the last step."""
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
             return
@@ -52,13 +54,13 @@ class RegionWatch:
         low = next((dtype for name, dtype in nodes if name in _LOSS_NODES and dtype in _LOW), None)
         if low in self._trained_dtypes:
             self._tell(Misuse(Kind.LOSS_OUTSIDE, find_line(), f"in {str(low).removeprefix('torch.')}"))
-        # A loss that is a product may have been multiplied by a scale: by the script, or by a GradScaler.
+        # If the last op was a product, it may have multiplied the loss by a scale: of the script, or of a GradScaler.
         is_product = bool(nodes) and nodes[0][0].startswith("Mul")
         if not is_product and any(dtype is torch.float16 for _, dtype in nodes):
             self._unscaled_at = find_line()
 
     def check_own_step(self, *, has_scalers: bool) -> None:
-        """Check a step that no GradScaler takes. `has_scalers`: whether the script has scaled a loss so far."""
+        """Check a step without a GradScaler. `has_scalers`: whether a GradScaler has scaled a loss so far."""
         if self._unscaled_at and not has_scalers:
             self._unscaled_steps += 1
         # At the first such step, a script with several optimizers may not have come to its GradScaler yet.
@@ -68,7 +70,7 @@ class RegionWatch:
         self._unscaled_at = ""
 
     def check_scaled_step(self) -> None:
-        """Check a step that an enabled GradScaler takes."""
+        """Check a step by an enabled GradScaler."""
         self._is_after_region = False
         self._unscaled_at = ""
         if self._trained_dtypes == {torch.bfloat16}:

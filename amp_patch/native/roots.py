@@ -12,14 +12,15 @@ from ..torch_private import MODULE_CALL, get_own_children
 _PACKAGES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 
 _WRAPPED = ("module", "_orig_mod")
-"""Names under which wrappers hold a module: `DistributedDataParallel.module`, and `_orig_mod` after torch.compile."""
+"""Attributes in which wrappers hold the model: `DistributedDataParallel.module`, and `_orig_mod` of torch.compile."""
 
 
 def find_root(module: nn.Module) -> nn.Module:
     """Return the model of a module that is being called.
 
-    It is the outermost module that contains `module` and has some method on the stack, without wrappers around it
-    (`unwrap`). Any method counts, not only `forward`, because trainers call methods such as `training_step`.
+    The model is the outermost module that contains `module` and has a method on the Python stack. Wrappers such as
+    DistributedDataParallel do not count (see `unwrap`). Any method counts, not only `forward`, because trainers call
+    methods such as `training_step`.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)
@@ -33,8 +34,8 @@ def find_root(module: nn.Module) -> nn.Module:
 
 
 def _read_self(frame: types.FrameType) -> object:
-    """Return the variable `self` of a call."""
-    # before Python 3.13, `f_locals` is a dict that keeps all variables alive until the call is over: clear it
+    """Return the local variable `self` of a frame."""
+    # Before Python 3.13, reading `f_locals` makes a dict that keeps all variables alive until the call is over.
     variables = frame.f_locals
     owner: object = variables.get("self")
     if sys.version_info < (3, 13):
@@ -43,7 +44,9 @@ def _read_self(frame: types.FrameType) -> object:
 
 
 def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
-    """Return the modules that this thread is calling, each with the frame of its call, outermost first."""
+    """Return the modules whose calls are under way in this thread, each with the frame of its call. The outermost call
+    comes first.
+    """
     calls: list[tuple[nn.Module, types.FrameType]] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -54,9 +57,8 @@ def calls_under_way() -> list[tuple[nn.Module, types.FrameType]]:
 
 
 def find_line() -> str:
-    """Return the innermost line on the stack outside torch and this package, as `train.py:12`. Empty if there is none.
-
-    It is usually a line of the script.
+    """Return the innermost line on the stack outside torch and this package, usually a line of the script, such as
+    `train.py:12`. Return "" if there is none.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
@@ -74,9 +76,9 @@ def is_in_library() -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers such as DistributedDataParallel, whose names module rules use.
+    """Return the module inside wrappers such as DistributedDataParallel: module rules name modules as it names them.
 
-    Only classes of libraries count as wrappers, because a model of the script may have an only child of such a name.
+    Only classes of libraries count as wrappers, because the script's own model may have a single child named `module`.
     """
     for name in _WRAPPED * 2:  # twice, because either wrapper may be inside the other
         children = dict(get_own_children(module).items())  # scripted modules keep their children in another type

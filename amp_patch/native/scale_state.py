@@ -1,4 +1,4 @@
-"""`ScaleState`: notices learning rate schedules that count skipped steps, and checkpoints without the loss scale."""
+"""`ScaleState`: notices learning rate schedules that count skipped steps, and checkpoints without a scaler's state."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,20 +16,23 @@ _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor"})
 _DEEPEST = 3
 _MOST_PARTS = 64
-"""The depth to which a checkpoint is searched, and how many items of each container: a model has many weights."""
+"""The depth to which a checkpoint is searched, and the number of items that are searched in each container: the
+`state_dict` of a model has many weights."""
 
 
 class ScaleState:
-    """Follows the schedules and the checkpoints of a script with a GradScaler. `tell` is called with each misuse."""
+    """Observes the schedules and the checkpoints of a script. Calls `tell` with each misuse that it notices."""
 
     def __init__(self, tell: Callable[[Misuse], None]) -> None:
         self._tell = tell
-        # For each optimizer, the number of steps that a GradScaler took or skipped.
+        # For each optimizer, the number of its `scaler.step` calls, taken or skipped.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was skipped
-        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()  # calls of `step`
-        self._saved_at = ""  # the line that saved an optimizer without a scaler since the last step
-        self._is_state_read = False  # whether the script has called the scaler's `state_dict`, perhaps for another file
+        self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose last step was skipped
+        # For each schedule, the number of its `step` calls.
+        self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
+        self._saved_at = ""  # the line of the last `torch.save` of an optimizer without a scaler since the last step
+        # Whether the script has called `GradScaler.state_dict`: it may save the state in a file of its own.
+        self._is_state_read = False
 
     def patches(self) -> Iterator[Patch]:
         """Yield the patches of LRScheduler.step, torch.save and GradScaler.state_dict."""
@@ -38,7 +41,9 @@ class ScaleState:
         yield Patch(torch.amp.GradScaler, "state_dict", self._note_state)
 
     def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
-        """Record a step by an enabled GradScaler. Report a checkpoint that was saved before it without the scaler."""
+        """Record a step by an enabled GradScaler. If a checkpoint was saved without the scaler since the step before,
+        report it: the training goes on, so a later run may resume from it.
+        """
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_skipped:
             self._skipped.add(optimizer)
@@ -49,15 +54,15 @@ class ScaleState:
         self._saved_at = ""
 
     def note_reading(self) -> None:
-        """Record that the script has read the scale, by which it may notice a skipped step."""
+        """Record that the script has read the scale. It may compare it to the old one to notice a skipped step."""
         self._skipped.clear()
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-            # Its constructor makes the first call, so counting begins at -1.
+            # The constructor of a schedule makes the first call, which does not count: begin at -1.
             count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
             steps = self._steps.get(scheduler.optimizer, 0)
-            # A schedule of epochs takes fewer steps than its optimizer, and may count skipped ones.
+            # A schedule with fewer steps than its optimizer counts epochs, and may do so after a skipped step.
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():
                 self._tell(Misuse(Kind.SCHEDULED_SKIP, find_line()))
             return original(scheduler, *args, **kwargs)

@@ -36,12 +36,11 @@ from .session import find_session, has_own_amp
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
 _PACKAGE = f"{__package__.partition('.')[0]}."
 _CHECKS_SCALE = "_check_scale_growth_tracker"
-"""The function of GradScaler that raises if no loss has been scaled before."""
+"""The method of GradScaler that raises an error if no loss was scaled before."""
 
 _LARGEST_NORM = 1000.0
-"""The limit from which on `clip_grad_norm_` is taken not to clip.
-
-A script with so large a limit has multiplied it by the scale, or only measures the norm.
+"""A call of `clip_grad_norm_` with a `max_norm` of this or more is not taken for clipping: the script has multiplied
+`max_norm` by the scale, or only measures the norm.
 """
 
 
@@ -55,16 +54,17 @@ class _Clipping:
 
 @dataclass(slots=True)
 class _ScalerUse:
-    """The use of one GradScaler.
+    """What a script has done with one GradScaler. Lines are such as `train.py:12`; optimizers are keys by their id.
 
     Attributes:
-        backwards: the number of scaled losses that have gone backward.
-        backwards_at_update: their number at the last `update`.
-        backwards_at_step: for each optimizer, by id, their number at its last step by the scaler.
-        unscaled_at: for each optimizer, by id, the line of `unscale_` since the last `update`.
-        stepped_at: for each optimizer, by id, the line of `step` since the last `update`.
+        backwards: the number of backward passes of scaled losses.
+        backwards_at_update: `backwards` at the last `update`.
+        backwards_at_step: `backwards` at the last `scaler.step` of each optimizer.
+        unscaled_at: the line of `unscale_` for each optimizer since the last `update`.
+        stepped_at: the line of `scaler.step` for each optimizer since the last `update`.
         updated_at: the line of the last `update`.
-        is_read: whether the script has read the scale since the last scaled loss, perhaps to unscale gradients itself.
+        is_scale_read: whether the script has read the scale since it last scaled a loss, perhaps to unscale gradients
+            itself.
         clippings: the calls since the last `update` that clipped gradients.
     """
 
@@ -74,7 +74,7 @@ class _ScalerUse:
     unscaled_at: dict[int, str] = field(default_factory=dict)
     stepped_at: dict[int, str] = field(default_factory=dict)
     updated_at: str = ""
-    is_read: bool = False
+    is_scale_read: bool = False
     clippings: list[_Clipping] = field(default_factory=list)
 
     @property
@@ -102,19 +102,21 @@ class ScalerWatch:
         self._whole_script_is_entered = whole_script_is_entered
         self._uses: weakref.WeakKeyDictionary[Any, _ScalerUse] = weakref.WeakKeyDictionary()
         self._told: set[Kind] = set()
-        self._scaled_backwards = self._plain_backwards = 0  # all losses so far
-        self._plain_at = ""  # the line of the last backward pass of an unscaled loss
-        self._plain_at_step: dict[int, int] = {}  # `_plain_backwards` at the last step of each optimizer, by id
-        self._in_scaler_step = 0  # steps by scalers that are running
-        self._has_stepped = False  # whether the optimizer's own step has run in the last step of a scaler
-        # Optimizers that took a step without a scaler after a scaled loss, with a parameter that has a gradient.
+        # The numbers of backward passes so far, of losses that a scaler has scaled, and of others.
+        self._scaled_backwards = self._unscaled_backwards = 0
+        self._unscaled_backward_at = ""  # the line of the last backward pass of an unscaled loss
+        self._unscaled_backwards_at_step: dict[int, int] = {}  # for each optimizer, by id: the number at its last step
+        self._running_scaler_steps = 0  # calls of `scaler.step` that are under way
+        self._has_optimizer_stepped = False  # whether the last `scaler.step` has called the optimizer's own step
+        # Optimizers that took a step without a scaler after the backward pass of a scaled loss, each with one of its
+        # parameters: the gradient of the parameter shows whether later scaled losses add to the optimizer's gradients.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._suspected_at = ""  # the line of the first step of a suspect
-        # The suspects to whose gradients a later scaled loss has added.
-        self._on_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # The suspects to whose gradients a later scaled loss has added: their next step without a scaler is reported.
+        self._have_scaled_gradients: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # outermost regions so far
         self._region_at = ""  # the line of the last of them
-        self._region_of_step: dict[int, int] = {}  # the region of the last step of each optimizer, by id
+        self._region_of_step: dict[int, int] = {}  # for each optimizer, by id: `_regions` at its last step in a region
         self._reads = GradientReads()
         self._region_watch = RegionWatch(self._tell)
         self._scale_state = ScaleState(self._tell)
@@ -142,19 +144,21 @@ class ScalerWatch:
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _follow_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `GradScaler.scale` that counts the backward passes of the losses that it returns."""
+
         def scale(scaler: Any, outputs: Any) -> Any:
             result = original(scaler, outputs)
             if not scaler.is_enabled() or has_own_amp():
                 return result
             self._reads.end()
             use = self._uses.setdefault(scaler, _ScalerUse())
-            use.is_read = False
+            use.is_scale_read = False
             losses = [result] if isinstance(result, Tensor) else result
             for loss in losses if isinstance(losses, (list, tuple)) else ():
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.register_hook(lambda _: self._note_scaled_backward(use))
                 else:
-                    use.is_read = True  # the script has scaled a number, and so knows the scale
+                    use.is_scale_read = True  # the script has scaled a number, and so knows the scale
             return result
 
         return scale
@@ -164,6 +168,10 @@ class ScalerWatch:
         self._scaled_backwards += 1
 
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `torch.autograd.backward` that counts backward passes of unscaled losses, and notices to which
+        optimizers' gradients a scaled loss adds.
+        """
+
         def backward(*args: Any, **kwargs: Any) -> Any:
             # Within a backward pass, a checkpoint calls this, and not the script.
             if get_backward_id() != -1 or has_own_amp():
@@ -176,11 +184,11 @@ class ScalerWatch:
             versions_before = self._read_gradients()
             result = original(*args, **kwargs)
             if self._scaled_backwards == scaled_before:
-                self._plain_backwards += 1
-                self._plain_at = find_line()
+                self._unscaled_backwards += 1
+                self._unscaled_backward_at = find_line()
             else:
                 versions = self._read_gradients()
-                self._on_scaled.update(key for key in versions if versions_before.get(key) != versions[key])
+                self._have_scaled_gradients.update(key for key in versions if versions_before.get(key) != versions[key])
                 if not {Kind.READ, Kind.CLIPPED} <= self._told:
                     self._reads.begin(self._scaled_backwards)
             return result
@@ -188,7 +196,9 @@ class ScalerWatch:
         return backward
 
     def _read_gradients(self) -> dict[Optimizer, tuple[int, int] | None]:
-        """Return the id and the version of the gradient of each suspect's parameter; None without a gradient."""
+        """Return the id and the version of one gradient of each suspect; None without a gradient. A backward pass that
+        adds to the gradient changes one of the two.
+        """
         read: dict[Optimizer, tuple[int, int] | None] = {}
         for optimizer, reference in self._suspects.items():
             parameter = reference()
@@ -203,26 +213,30 @@ class ScalerWatch:
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `GradScaler.get_scale` that notes calls of the script."""
+
         def get_scale(scaler: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):  # not the script, but a report
+            if sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):  # a call from this package
                 return original(scaler)
             use = self._uses.get(scaler)
             if use is not None:
-                use.is_read = True
+                use.is_scale_read = True
             self._scale_state.note_reading()
             return original(scaler)
 
         return get_scale
 
     def _note_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `clip_grad_norm_` that notes which parameters' gradients it clips, if they may be scaled."""
+
         def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            following = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_read]
+            uses = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_scale_read]
             is_clipping = isinstance(max_norm, numbers.Real) and max_norm < _LARGEST_NORM
-            if following and is_clipping:
-                # An iterator can be read only once.
+            if uses and is_clipping:
+                # `parameters` may be an iterator, which can be read only once.
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 ids = {id(parameter) for parameter in parameters if parameter.grad is not None}
-                for use in following:
+                for use in uses:
                     use.clippings.append(_Clipping(ids, find_line()))
             return original(parameters, max_norm, *args, **kwargs)
 
@@ -255,45 +269,45 @@ class ScalerWatch:
                 self._check_gradients(scaler, use, optimizer)
             if scaler.is_enabled() and not has_own_amp():
                 self._region_watch.check_scaled_step()
-            self._has_stepped = False
+            self._has_optimizer_stepped = False
             backwards_before = 0 if use is None else use.backwards
-            self._in_scaler_step += 1
+            self._running_scaler_steps += 1
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
                 self._explain(error, scaler, optimizer, "closure" if "closure" in kwargs else "step")
                 raise
             finally:
-                self._in_scaler_step -= 1
-            self._plain_at_step[id(optimizer)] = self._plain_backwards
+                self._running_scaler_steps -= 1
+            self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
                 if use.backwards > backwards_before:  # torch refuses closure=..., and takes one without its name
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
-                self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_stepped)
+                self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_optimizer_stepped)
             return result
 
         return step
 
     def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Check the gradients that a step by a scaler is about to unscale."""
+        """Check the gradients of an optimizer before `scaler.step` unscales them."""
         key = id(optimizer)
-        if key in use.unscaled_at or use.is_read:
+        if key in use.unscaled_at or use.is_scale_read:
             return
         self._check_clipping(scaler, use, optimizer)
         if use.has_scaled_gradients or not _has_gradients(optimizer):
             return
-        has_plain = self._plain_backwards > self._plain_at_step.get(key, 0)
+        has_unscaled = self._unscaled_backwards > self._unscaled_backwards_at_step.get(key, 0)
         has_scaled = use.backwards > use.backwards_at_step.get(key, 0)
-        if has_plain and not has_scaled:
-            self._tell(Misuse(Kind.UNSCALED_LOSS, self._plain_at))
-        elif has_scaled and not has_plain:
+        if has_unscaled and not has_scaled:
+            self._tell(Misuse(Kind.UNSCALED_LOSS, self._unscaled_backward_at))
+        elif has_scaled and not has_unscaled:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Report gradients of an optimizer that the script has measured or clipped while they were scaled."""
-        reading = None if use.is_read else self._reads.find(_parameters_of(optimizer))
+        """Report the misuse if the script has measured or clipped gradients of an optimizer while they were scaled."""
+        reading = None if use.is_scale_read else self._reads.find(_parameters_of(optimizer))
         if reading is not None and scaler.get_scale() > 1:
             self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
@@ -324,16 +338,16 @@ class ScalerWatch:
         return update
 
     def _check_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each step of an optimizer, by a scaler or not."""
+        """Hook before each step of an optimizer, with or without a scaler."""
         if has_own_amp():
             return
         self._check_region(optimizer)
-        if self._in_scaler_step:
+        if self._running_scaler_steps:
             return
         self._region_watch.check_own_step(has_scalers=bool(self._uses))
         if not self._is_on_scaled_gradients(optimizer):
             return
-        if optimizer in self._on_scaled:
+        if optimizer in self._have_scaled_gradients:
             self._tell(Misuse(Kind.SCALED_STEP, find_line()))
         with_gradient = next((weight for weight in _parameters_of(optimizer) if weight.grad is not None), None)
         if with_gradient is not None:
@@ -341,22 +355,24 @@ class ScalerWatch:
             self._suspects[optimizer] = weakref.ref(with_gradient)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether a step that no scaler takes follows scaled losses only, whose gradients are still scaled."""
-        if self._plain_backwards > self._plain_at_step.get(id(optimizer), 0):
+        """Return whether all backward passes since the last step of an optimizer were of scaled losses, and the script
+        has not unscaled their gradients.
+        """
+        if self._unscaled_backwards > self._unscaled_backwards_at_step.get(id(optimizer), 0):
             return False
-        following = [use for use in self._uses.values() if use.has_scaled_gradients]
-        return bool(following) and not any(use.is_read or id(optimizer) in use.unscaled_at for use in following)
+        uses = [use for use in self._uses.values() if use.has_scaled_gradients]
+        return bool(uses) and not any(use.is_scale_read or id(optimizer) in use.unscaled_at for use in uses)
 
     def _note_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook after each step of an optimizer."""
-        self._has_stepped = True
+        self._has_optimizer_stepped = True
         if self._uses:
-            self._plain_at_step[id(optimizer)] = self._plain_backwards
+            self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
 
     # ---- regions -----------------------------------------------------------------------------------------------------
 
     def note_region(self, dtype: torch.dtype) -> None:
-        """Record an enabled region of autocast that is about to begin, with the dtype that the script gives it."""
+        """Record that an enabled region begins, with the dtype that the script gives it."""
         self._region_watch.note_region(dtype)
         self._reads.end()
         if not get_autocast_depth():
@@ -364,7 +380,7 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Report a region that surrounds this step of an optimizer and the one before."""
+        """Report a region that contains this step of an optimizer and the step before."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
@@ -378,12 +394,15 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Add the reason for an exception of GradScaler as a note, and tell watchers."""
+        """Add a note to an exception of GradScaler with the misuse that caused it, and tell the watchers of `events`.
+
+        `call`: "unscale_", "step", "update", or "closure" for `scaler.step(optimizer, closure=...)`.
+        """
         raised_in = _find_function_of_scaler(error)
         if has_own_amp() or not raised_in:
             return
         if raised_in == _CHECKS_SCALE:
-            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._plain_at)
+            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._unscaled_backward_at)
         else:
             misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
         if misuse is None or misuse.note in getattr(error, "__notes__", ()):
@@ -392,7 +411,7 @@ class ScalerWatch:
         events.tell(nullcontext(), "refused", misuse, error)
 
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
-        """Return the reason for which torch refuses a call of a scaler; None if the calls so far show none."""
+        """Return the misuse because of which GradScaler raised an error; None if the calls so far show none."""
         if call == "update":
             if self._suspects:
                 return Misuse(Kind.SCALED_STEP, self._suspected_at)
@@ -414,7 +433,9 @@ class ScalerWatch:
         return None
 
     def _describe_missing(self, use: _ScalerUse, parameters: list[Tensor]) -> str:
-        """Return why the parameters of an optimizer have no gradients; "" if that is not known."""
+        """Return why the parameters of an optimizer have no gradients, such as "all 12 are frozen: requires_grad is
+        False"; "" if that is not known.
+        """
         if not any(parameter.requires_grad for parameter in parameters):
             return f"all {len(parameters)} are frozen: requires_grad is False"
         if not use.has_scaled_gradients:
@@ -427,7 +448,7 @@ class ScalerWatch:
         return ""
 
     def _tell(self, misuse: Misuse) -> None:
-        """Warn of a misuse, and report it to watchers, once for each kind."""
+        """Warn of a misuse, and report it to the watchers of `events`. Do so once for each kind."""
         if misuse.kind in self._told:
             return
         self._told.add(misuse.kind)
@@ -445,7 +466,9 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _find_function_of_scaler(error: Exception) -> str:
-    """Return the function of GradScaler that raised an exception; "" if other code did, as the step of an optimizer."""
+    """Return the name of the GradScaler method that raised an exception; "" if other code raised it, such as the step
+    of an optimizer.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

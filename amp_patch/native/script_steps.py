@@ -1,7 +1,7 @@
 """`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes no result.
 
-Each step is checked by `StepChecks`, runs outside of the region of `WholeScript`, and is reported to the session and to
-the watchers of `events`.
+Before each step, it calls `StepChecks`, and disables the region of `WholeScript`. It reports losses and steps to the
+session and to the watchers of `events`.
 """
 
 import contextlib
@@ -39,11 +39,12 @@ class _ScalerStep:
 
 
 class ScriptSteps:
-    """The losses and steps of a script.
+    """Observes the losses and steps of a script.
 
     Args:
-        unscales_first: unscale gradients before the step of a fused optimizer, so that watchers get unscaled gradients.
-            Otherwise the kernel of that optimizer unscales them.
+        changes: the changes to the regions of the script.
+        unscales_first: unscale gradients before the step of a fused optimizer, whose kernel would do it otherwise. So
+            watchers see unscaled gradients.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ScriptSteps:
         self._scaler: weakref.ref[Any] | None = None  # the newest GradScaler
         self._scaler_step: _ScalerStep | None = None
         self._open_session: Callable[[str], NativeSession | None] = lambda device_type: None
-        self._scaled_loss: int | None = None  # id of the loss that a GradScaler returned last
+        self._scaled_loss_id: int | None = None  # of the scaled loss that a GradScaler returned last
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, and hook optimizer steps."""
@@ -76,8 +77,8 @@ class ScriptSteps:
         """Report losses that no GradScaler scales, until `undo` is closed.
 
         Args:
-            open_session: opens a session, given a type of device: a script without any torch.nn.Module has called no
-                model before its first backward pass.
+            open_session: takes the type of the loss's device, and opens a session if there is none. In a script without
+                any torch.nn.Module, nothing has opened one before the first backward pass.
         """
         self._open_session = open_session
         patcher = Patcher()
@@ -106,7 +107,7 @@ class ScriptSteps:
             if session is not None and scaler.is_enabled():
                 session.use_scaler(scaler)
                 if isinstance(outputs, Tensor):
-                    self._scaled_loss = id(result)
+                    self._scaled_loss_id = id(result)
                     events.tell(session.without_casts(), "loss_scaled", outputs, result)
             return result
 
@@ -116,15 +117,15 @@ class ScriptSteps:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            # inside a backward pass, it is a checkpoint that calls this, with gradients and not with a loss
+            # Inside a backward pass, a checkpoint calls this, with gradients and not with a loss.
             if isinstance(loss, Tensor) and get_backward_id() == -1:
                 session = session or self._open_session(loss.device.type)
             else:
                 session = None
             if session is not None:
-                if id(loss) != self._scaled_loss:
+                if id(loss) != self._scaled_loss_id:
                     events.tell(session.without_casts(), "loss_scaled", loss, loss)
-                self._scaled_loss = None
+                self._scaled_loss_id = None
             return original(tensors, *args, **kwargs)
 
         return backward
@@ -133,7 +134,7 @@ class ScriptSteps:
 
     def _report_scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            enclosing = self._scaler_step
+            enclosing = self._scaler_step  # set if the optimizer is a wrapper whose `step` calls `scaler.step`
             this_step = self._scaler_step = _ScalerStep(scaler.is_enabled())
             # for optimizers that do not unscale by themselves, GradScaler.step unscales before it calls their step
             if self._unscales_first and this_step.is_scaling and reads_found_inf(optimizer):
@@ -163,19 +164,19 @@ class ScriptSteps:
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook before each optimizer step: check and report it, and leave the region of `WholeScript`."""
         if has_own_amp():
-            self._checks.note_amp()
+            self._checks.note_mixed_precision()
             return
         if _has_closure(args, kwargs):  # the step runs forward and backward itself, which need the region
             return
         self._check_step()
-        self._whole_script.leave_for_step()
+        self._whole_script.disable_for_step()
         session = find_session()
         if session is not None:
             self._report_begin(session, optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook after each optimizer step: report it, and return to the region of `WholeScript`."""
-        self._whole_script.come_back()
+        self._whole_script.enable_after_step()
         if has_own_amp():
             return
         if _has_closure(args, kwargs):

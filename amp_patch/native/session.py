@@ -24,7 +24,8 @@ from .float32_script import find_asked_dtype
 from .roots import find_root
 
 AS_IS = "as-is"
-"""The `opt_level` of a session that changes nothing. With lists on top of torch.autocast's, it is "autocast"."""
+"""The `opt_level` of a session that changes nothing. A session that lays lists over torch.autocast's rules has the
+`opt_level` "autocast"."""
 
 
 def find_session() -> "NativeSession | None":
@@ -34,16 +35,18 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether `amp.initialize` of the script decides: its session is in force, or it has disabled amp.
+    """Return whether the script has called `amp.initialize`: its session is in force, or it has disabled amp.
 
-    If so, nothing in this subpackage does anything.
+    Then nothing in this subpackage has any effect.
     """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
 
 
 def find_low_weights(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the first parameter of a model for which the script asked for 16 bits; None without one."""
+    """Return the dtype of the first parameter that the script holds in 16 bits, or None. Under `Float32Script`, such a
+    parameter is float32, but counts.
+    """
     for parameter in model.parameters():
         dtype = find_asked_dtype(parameter)
         if dtype in LOW_DTYPES:
@@ -58,13 +61,13 @@ class NativeSession(Session):
     scale is the scale of the script's GradScaler.
 
     Args:
-        autocast: the regions in which the lists act, or None if autocast is disabled.
+        autocast: the regions in which the lists decide, or None if autocast is disabled.
         observes_all: also wrap ops that torch casts by itself, for watchers that observe every op.
 
     Attributes:
         steps_before: the number of steps that the script took before this session was opened.
-        needs_scaler: whether a step after a region had no loss scale, and would need one in float16.
-        seen_low: the dtype of the first region of autocast, or None before that region.
+        needs_scaler: whether the script took a step without a loss scale after a bfloat16 region. In float16, it would
+            need one.
     """
 
     gives_way = True
@@ -76,12 +79,13 @@ class NativeSession(Session):
         self.needs_scaler = False
         self._autocast = autocast
         self._models: list[weakref.ref[nn.Module]] = []
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all parts of these models
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # all modules of these models
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
         self._steps_taken = self._steps_skipped = 0
         self._has_stepped = False
-        self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()  # ids of optimizers, and whether they skipped
+        # steps that are not counted yet: the id of the optimizer, and whether it was skipped
+        self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()
         self._seen_low: torch.dtype | None = None
         self._low_weights: torch.dtype | None = None
         has_rules = self.oplists is not None and bool(self.oplists.modules)
@@ -90,7 +94,9 @@ class NativeSession(Session):
             self._wrap_all()
 
     def _wrap_all(self) -> bool:
-        """Let the next patches of ops include those that torch casts by itself. Return False if they do already."""
+        """When ops are patched next, patch those that torch casts by itself, too. Return False if that was so already,
+        or if the session patches no ops.
+        """
         if self._autocast is None or self.casts is None or self.casts.by_torch is not None:
             return False
         rules_switch = ModuleRulesSwitch(self.switch)
@@ -111,14 +117,14 @@ class NativeSession(Session):
             self.patch_ops_again()
             yield
         finally:
-            self.forget_patches_of_ops()
+            self.remove_patches_of_ops()
             assert self.casts is not None
             self.casts.by_torch = None
 
     # ---- events in the script ----------------------------------------------------------------------------------------
 
     def note_model(self, model: nn.Module) -> None:
-        """Record a model, and apply module rules to it. Call it again when the model has new parts."""
+        """Record a model, and apply module rules to it. Call it again when the model has new modules."""
         self._models = [reference for reference in self._models if reference() is not None]
         if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
@@ -132,7 +138,7 @@ class NativeSession(Session):
         return module in self._modules
 
     def has_noted(self, module: nn.Module) -> bool:
-        """Return whether there is nothing to do at a call of a module: its model is noted, and no module rule acts."""
+        """Return whether a module is part of a noted model, and there are no module rules."""
         return self.bindings.regions is None and module in self._modules
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
@@ -141,7 +147,10 @@ class NativeSession(Session):
             self._optimizers.append(weakref.ref(optimizer))
 
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
-        """Count a step, taken or skipped. A flag (0-dim, 1.0: skipped) is read once it has reached the host."""
+        """Count a step, taken or skipped.
+
+        `is_skipped` may be a `found_inf` on the device (0-dim, 1.0: skipped). It is read once it has reached the host.
+        """
         if not self._has_stepped:
             # by the end of the first step, the script has called all its modules
             self.bindings.warn_of_unused_rules()
@@ -153,7 +162,7 @@ class NativeSession(Session):
         self._count_steps(wait=False)
 
     def _count_steps(self, *, wait: bool) -> None:
-        """Count the steps whose outcome the host knows, in order. With `wait`, wait for the outcomes of all."""
+        """Count steps in order, up to the first whose `found_inf` is not on the host yet. With `wait`, wait for all."""
         while self._uncounted:
             key, outcome = self._uncounted[0]
             if isinstance(outcome, HostCopy):
@@ -179,7 +188,7 @@ class NativeSession(Session):
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Make a GradScaler the first loss scaler of the session. Earlier GradScalers follow it."""
+        """Make a GradScaler the first loss scaler of the session. Other GradScalers of the script come after it."""
         first = self.scalers[0]
         if isinstance(first, _ScriptScaler) and first.scaler is scaler:
             return
@@ -217,12 +226,12 @@ class NativeSession(Session):
 
     @property
     def seen_low(self) -> torch.dtype | None:
-        """The dtype of the first region of autocast, or None before it. If autocast is disabled: the policy's dtype."""
+        """The dtype of the first region, or None before it. If autocast is disabled: the policy's dtype."""
         return self._seen_low if self._autocast is not None else self.policy.low_dtype
 
     @property
     def script_low(self) -> torch.dtype | None:
-        """The 16-bit dtype in which a script without regions of autocast holds its weights; None if it does not."""
+        """The 16-bit dtype of the weights of a script that has entered no region, or None."""
         return self._low_weights if self._seen_low is None else None
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
@@ -231,7 +240,9 @@ class NativeSession(Session):
         return id(optimizer) in self._skipped
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the flags of the script's GradScaler, all of which skip the step. Its `step` has to be under way."""
+        """Return the `found_inf` flags of the script's GradScaler, and True: any of them skips the optimizer's step.
+        Return no flags and False unless GradScaler.step is under way.
+        """
         for shown in self.scalers:
             if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):
                 return flags, True

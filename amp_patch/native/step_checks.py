@@ -1,4 +1,4 @@
-"""`StepChecks`: raises errors for scripts that cannot run with the changes of a takeover."""
+"""`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes."""
 
 import sys
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class StepChecks:
     it has trained another model in float32. `check_end` raises the error if the script ends without a region.
 
     Args:
-        needs_region: whether the changes act inside regions only.
+        needs_region: whether the changes have an effect inside regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
         on_plain_step: called with a line of text at the first step, if the script has not entered a region by then.
 
     Attributes:
-        called_at: the line that first called a model, as `train.py:12`. Empty before that call.
+        called_at: the line that first called a model, such as `train.py:12`. "" before that call.
     """
 
     def __init__(
@@ -35,36 +35,38 @@ class StepChecks:
         self._on_plain_step = on_plain_step
         self.called_at = ""
         self._stepped_at = ""  # the line of the first step before any region
-        self._has_amp = False  # whether the script has entered a region, or called amp.initialize
+        self._has_mixed_precision = False  # whether the script has trained in mixed precision in any way so far
         self._step_counter = StepCounter()
         self._steps_before_session = 0
-        # these two are about the regions since the last step, with gradients enabled
+        # The next two are about regions since the last step in which gradients were enabled.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_wide_region = False  # a region began whose dtype has the range of float32
+        self._has_bfloat16_region = False  # a region began whose dtype, bfloat16, needs no loss scale
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the changes need a region, and the script has not entered one yet."""
-        return self._needs_region and not self._has_amp
+        """Whether the changes need a region, and the script has not used mixed precision yet."""
+        return self._needs_region and not self._has_mixed_precision
 
     def note_region(self, low: torch.dtype) -> None:
         """Record a region that begins, with the dtype that the script gives it."""
-        self._has_amp = True
-        # evaluation between two steps needs no loss scale
+        self._has_mixed_precision = True
+        # a region of an evaluation, without gradients, needs no loss scale in any dtype
         if low is not torch.float16 and torch.is_grad_enabled():
-            self._has_wide_region = True
+            self._has_bfloat16_region = True
 
     def note_compiled_region(self) -> None:
         """Record a region in compiled code, where no session can be opened."""
         self._has_compiled_region = torch.is_grad_enabled()
 
-    def note_amp(self) -> None:
-        """Record that the script has called `amp.initialize`."""
-        self._has_amp = True
+    def note_mixed_precision(self) -> None:
+        """Record that the script uses mixed precision without a region: `amp.initialize`, or weights in 16 bits."""
+        self._has_mixed_precision = True
 
     def needs_scaler(self, *, is_scaling: bool) -> bool:
-        """Return whether the step that begins has no loss scale, and would need one in float16."""
-        return self._has_wide_region and not is_scaling
+        """Return whether the step that begins follows a bfloat16 region without a loss scale. If the region ran in
+        float16 instead, it would need one.
+        """
+        return self._has_bfloat16_region and not is_scaling
 
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step whose region cannot run with the changes.
@@ -74,7 +76,7 @@ class StepChecks:
             is_changing: whether the takeover changes anything.
             is_scaling: whether an enabled GradScaler takes the step.
         """
-        if self.is_waiting and not self._stepped_at:  # say it once, because the script may take many such steps
+        if self.is_waiting and not self._stepped_at:  # only at the first of these steps
             self._stepped_at = find_line()
             self._on_plain_step(
                 f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"
@@ -93,7 +95,7 @@ class StepChecks:
 
     def end_step(self, optimizer: torch.optim.Optimizer, *, is_open: bool) -> None:
         """Record the end of a step. `is_open`: whether a session is open, which counts the step itself."""
-        self._has_compiled_region = self._has_wide_region = False
+        self._has_compiled_region = self._has_bfloat16_region = False
         if not is_open and self._step_counter.note(optimizer):
             self._steps_before_session += 1
 

@@ -1,8 +1,9 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It opens a session when the script first enters autocast. With `everywhere`, or for watchers (`watch`), it need not wait
-for that: it opens the session when the script makes an optimizer, calls a model or runs a backward pass. If the script
-calls `amp.initialize`, that session replaces this one.
+It opens a session when the script first enters a region, because the dtype and the device type of the region decide
+which ops are patched. With `everywhere`, and for watchers (`watch`), it opens the session earlier: when the script
+makes an optimizer, calls a model or runs a backward pass. If the script calls `amp.initialize`, the session that this
+opens replaces the takeover's.
 """
 
 import sys
@@ -40,12 +41,13 @@ class Takeover:
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
         compute: as for `amp.initialize`. Needs a level.
         everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
-        needs_region: open no session before the first region, even if nothing would be changed.
-        in_float32: give the script float32 wherever it asks for a 16-bit dtype.
+        needs_region: open no session before the first region, even if the session would only observe.
+        in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
         on_plain_step: called with a line of text if the script takes a step before the first region.
 
     Attributes:
-        tell: called with a line of text when a session is opened that changes something.
+        tell: called with a line of text when a session is opened that changes something, such as "amp_patch: on cuda,
+            O1 in the regions of torch.autocast: 310 names patched".
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Takeover:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
-        """Also open sessions for scripts without regions, and report their losses. Call the result to stop."""
+        """Also open sessions for scripts without regions, and report their losses to the watchers of `events`. Call the
+        result to stop.
+        """
         undo = UndoStack()
         undo.callback(setattr, self, "_is_watching", False)
         self._close_session()  # the next session is made for watchers (`observes_all`)
@@ -106,11 +110,13 @@ class Takeover:
 
     def remove(self) -> None:
         """Undo everything."""
-        self._close_session()  # first, because it has replaced functions after the takeover did
+        self._close_session()  # first, because the session has replaced functions after the takeover did
         self._undo.close()
 
     def check_end(self) -> None:
-        """Raise NoRegionError at the end of a script that has trained without entering a region to be changed."""
+        """Raise NoRegionError if the script has trained, and never entered a region in which the changes could act.
+        Call it when the script has ended.
+        """
         self._checks.check_end()
 
     def __enter__(self) -> "Takeover":
@@ -123,7 +129,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
-        self._scaler_watch.end_reads()  # it may have replaced functions after the session did
+        self._scaler_watch.end_reads()  # first, because it may have replaced functions after the session did
         if find_session() is not None:
             current.reset()
 
@@ -133,10 +139,10 @@ class Takeover:
         """Return the session in force. Open one if there is none.
 
         Args:
-            low: the dtype of the region of autocast that this thread is in, or None outside of regions.
+            low: the dtype of the region that this thread is in, or None outside of regions.
 
-        Returns None while a session of `amp.initialize` is in force, if there is nothing to do outside of regions, and
-        while Dynamo traces.
+        Returns None in a script that has called `amp.initialize`, if there is nothing to do outside of regions, and if
+        no session is in force while Dynamo traces.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -156,7 +162,7 @@ class Takeover:
         return self._require_session(device_type, None)
 
     def _acts_without_region(self) -> bool:
-        """Return whether there is something to do or to watch outside of regions."""
+        """Return whether the changes, or the watchers, need a session before the first region."""
         if self._changes.kind is Kind.NOTHING:
             return self._is_watching
         return self._changes.kind is not Kind.LISTS
@@ -175,6 +181,8 @@ class Takeover:
     # ---- regions -----------------------------------------------------------------------------------------------------
 
     def _adapt_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `torch.autocast.__enter__` that opens the session if there is none, and changes the region."""
+
         def enter(region: Any) -> Any:
             session = find_session()
             if session is not None:
@@ -183,7 +191,7 @@ class Takeover:
                 return original(region)
             if has_own_amp():
                 return self._enter_beside_amp(original, region)
-            # inside a backward pass, it is a checkpoint that enters a region, and not the script
+            # Inside a backward pass, a checkpoint enters a region to recompute its forward, and not the script.
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
@@ -200,7 +208,7 @@ class Takeover:
                 self._changes.adapt(region, session)
                 session.note_region(region.fast_dtype)
                 return original(region)
-            finally:  # restore it, because the script may enter the same object again, or read its attributes
+            finally:  # restore the region, because the script may enter it again, or read its attributes
                 region.fast_dtype = dtype
                 enable_region(region, True)
 
@@ -226,14 +234,14 @@ class Takeover:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Forward pre-hook of all modules: notice models, and apply module rules."""
+        """Forward pre-hook of all modules: find the model of a module, and apply module rules."""
         if compiling.is_dynamo_compiling():
             return None
         session = find_session()
-        # nearly every call: this runs for each module of a model in each step
+        # Return early in nearly all calls, because this runs for each module of a model in each step.
         if session is not None and not self._everywhere and session.has_noted(module):
             return None
-        self._whole_script.come_back()  # if the last step raised an error, its post-hook did not run
+        self._whole_script.enable_after_step()  # if the last step raised an error, no post-hook has done it
         if compiling.is_traced() or has_own_amp():
             return None
         session = find_session()
@@ -247,8 +255,8 @@ class Takeover:
         if session is None:
             return None
         changed_args = None
-        if session.bindings.regions is not None:  # also for criteria, because module rules may choose them
-            # the caller is torch's frame of the module call: the region lasts as long as that frame
+        if session.bindings.regions is not None:  # also for criteria, because module rules may name them
+            # The caller is `Module._call_impl`: the rule's region lasts as long as that frame.
             changed_args = session.bindings.regions.begin_call(module, args, sys._getframe(1))
         if model is not None:
             session.note_model(model)
@@ -261,9 +269,9 @@ class Takeover:
         self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:
             self._whole_script.enter(device_type)
-        is_watched = self._checks.is_waiting and self._is_watching and not self._changes.needs_region
-        if is_watched and find_low_weights(model) is not None:
-            self._checks.note_amp()  # 16-bit weights are mixed precision, too, without a region
+        only_watches = self._is_watching and not self._changes.needs_region
+        if self._checks.is_waiting and only_watches and find_low_weights(model) is not None:
+            self._checks.note_mixed_precision()  # 16-bit weights without a region
         session = find_session()
         if session is not None or device_type == "meta" or self._checks.is_waiting:
             return session

@@ -23,29 +23,30 @@ class _ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        region: the block of torch.autocast, or None until this thread calls a model.
-        is_left: whether the region is disabled for an optimizer step.
+        region: the torch.autocast object of the thread's region, or None until this thread calls a model.
+        is_disabled_for_step: whether the region is disabled because an optimizer step runs.
         inference_depth: the number of open torch.inference_mode blocks.
         began_in_inference: whether the region began inside an inference_mode block that is still open.
     """
 
     region: Any = None
-    is_left = False
+    is_disabled_for_step = False
     inference_depth = 0
     began_in_inference = False
 
 
 _THREAD_STATE = _ThreadState()
-"""Shared by all installations. A thread that outlives an installation is still in its region, which the next
-installation then uses."""
+"""Shared by all installations: a thread that runs on after an installation was removed is still in its region, and the
+next installation uses that region."""
 
 
 class WholeScript:
-    """The region of each thread, once the thread has called a model. Backward passes and optimizer steps run outside.
+    """Puts each thread in one region, from its first call of a model on. Backward passes and optimizer steps run with
+    autocast disabled.
 
     Args:
         low: the dtype of the region.
-        open_session: called with a device type and `low`. Opens the session whose lists act in the region.
+        open_session: called with a device type and `low`. Opens the session whose lists decide in the region.
         has_own_amp: returns whether the script called `amp.initialize` itself. If it did, there is no region.
     """
 
@@ -59,7 +60,7 @@ class WholeScript:
 
     @property
     def is_entered(self) -> bool:
-        """Whether this thread is in the region, also while the region is disabled for a step."""
+        """Whether this thread has its region, which may be disabled now."""
         return self._thread.region is not None
 
     def install(self, undo: UndoStack) -> None:
@@ -83,9 +84,9 @@ class WholeScript:
     # ---- entering and leaving ----------------------------------------------------------------------------------------
 
     def enter(self, device_type: str) -> None:
-        """Enter the region in this thread, unless it has. Raises PolicyError inside a region of the script.
+        """Enter the region in this thread, unless it has one. Raises PolicyError inside a region of the script.
 
-        The region does not begin inside `autocast(enabled=False)`, a backward pass or a trace: these end before it.
+        Do nothing inside `autocast(enabled=False)`, a backward pass or a trace: the region would have to end with them.
         """
         if self._thread.region is not None or device_type == "meta":  # meta tensors have no values to compute
             return
@@ -93,36 +94,39 @@ class WholeScript:
             raise PolicyError(HAS_REGIONS)
         if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
             return
-        # without torch's cache of weights, which is cleared only at the end of a region: a step would not clear it
+        # Without torch's cache of weights: torch clears it at the end of a region only, so after a step it would hold
+        # old weights.
         region = torch.autocast(device_type, self._low, cache_enabled=False)
         region.__enter__()  # not a `with`: the region outlives this call
         self._thread.region, self._thread.began_in_inference = region, self._thread.inference_depth > 0
 
     def close(self) -> None:
-        """Leave the region of this thread, if it has one."""
-        self.come_back()
+        """Exit the region of this thread, if it has one."""
+        self.enable_after_step()
         region, self._thread.region = self._thread.region, None
         if region is not None:
             region.__exit__(None, None, None)
 
-    def leave_for_step(self) -> None:
-        """Disable the region until `come_back`, because some optimizers multiply matrices."""
+    def disable_for_step(self) -> None:
+        """Disable autocast until `enable_after_step`: some optimizers multiply matrices, which have to be float32."""
         region = self._thread.region
-        # disable autocast, but do not exit the block: other blocks may be open inside it
+        # do not exit the region, because the script may have opened other torch.autocast blocks inside it
         if region is not None and torch.is_autocast_enabled(region.device):
             torch.set_autocast_enabled(region.device, False)
-            self._thread.is_left = True
+            self._thread.is_disabled_for_step = True
 
-    def come_back(self) -> None:
-        """Enable the region again after a step."""
-        if self._thread.is_left:
+    def enable_after_step(self) -> None:
+        """Enable autocast again after a step."""
+        if self._thread.is_disabled_for_step:
             torch.set_autocast_enabled(self._thread.region.device, True)
-            self._thread.is_left = False
+            self._thread.is_disabled_for_step = False
 
     # ---- patches -----------------------------------------------------------------------------------------------------
 
     def _run_outside(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Run `original` with the region disabled, where a backward pass would cast gradients of float32 ops."""
+        """Return a function that runs `original`, a backward pass, with autocast disabled. Otherwise its ops would be
+        cast, too.
+        """
 
         @functools.wraps(original)
         def outside(*args: Any, **kwargs: Any) -> Any:
@@ -135,6 +139,8 @@ class WholeScript:
         return outside
 
     def _count_inference(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `torch.inference_mode.__enter__` that counts the open blocks."""
+
         def enter(mode: Any) -> None:
             original(mode)
             self._thread.inference_depth += 1
@@ -142,9 +148,8 @@ class WholeScript:
         return enter
 
     def _restore_after_inference(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enable the region again at the end of the inference_mode block in which it began.
-
-        torch restores the autocast state from before the block there.
+        """Return a `torch.inference_mode.__exit__` that enables autocast again, if the region began in the block that
+        ends: torch restores the autocast state from before the block.
         """
 
         def leave(mode: Any, *error: Any) -> None:
@@ -154,18 +159,20 @@ class WholeScript:
             if not self._thread.began_in_inference:
                 return
             self._thread.began_in_inference = self._thread.inference_depth > 0
-            if self._thread.region is not None and not self._thread.is_left and get_autocast_depth() == 1:
+            if self._thread.region is not None and not self._thread.is_disabled_for_step and get_autocast_depth() == 1:
                 torch.set_autocast_enabled(self._thread.region.device, True)
 
         return leave
 
     def _enter_before_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter the region before a checkpoint saves the autocast state for its recomputation."""
+        """Return a `torch.utils.checkpoint.checkpoint` that enters the region first: a checkpoint saves the autocast
+        state for its recomputation.
+        """
 
         @functools.wraps(original)
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            # without tensors, the device is unknown here; then the call of the model enters the region
+            # without tensors, the device is not known here, and the region begins when the function calls a module
             if tensors and not compiling.is_dynamo_compiling() and not self._has_own_amp():
                 self.enter(tensors[0].device.type)
             return original(function, *args, **kwargs)
@@ -173,8 +180,8 @@ class WholeScript:
         return checkpoint
 
     def _widen_for_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert tensors of the region's dtype to float32 first: numpy has no bfloat16, and a script without mixed
-        precision has no cast.
+        """Return a `Tensor.numpy` that first converts tensors of the region's dtype to float32: numpy has no bfloat16,
+        and a script without mixed precision does not call `.float()` itself.
         """
 
         @functools.wraps(original)
@@ -186,7 +193,9 @@ class WholeScript:
         return numpy
 
     def _enter_before_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Enter the region before a module is compiled in place, because `Takeover` does not see calls of it."""
+        """Return a `Module.compile` that enters the region first, because `Takeover` does not see later calls of the
+        module.
+        """
 
         @functools.wraps(original)
         def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,8 +207,8 @@ class WholeScript:
         return compile
 
     def _open_session_after_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Open the session, which patches functions, before the first call of a model: `F.mse_loss(model(x), y)` looks
-        up F.mse_loss before it calls the model.
+        """Return an `Optimizer.__init__` that opens the session, which patches functions. At the first call of a model,
+        it would be too late: Python evaluates `F.mse_loss` in `F.mse_loss(model(x), y)` before it calls the model.
         """
 
         def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

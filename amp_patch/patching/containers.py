@@ -1,8 +1,8 @@
 """`ContainerSearch`: finds functions in nested lists, tuples, sets and dicts. Also finds objects that hold a function
 where it cannot be replaced.
 
-Containers matter most to tensor classes with a `__torch_function__`. torch passes the function that was called, which
-is the replacement while it is patched, and the class looks it up in a dict or a set of the functions that it handles.
+Tensor classes with a `__torch_function__` keep the functions that they handle in a dict or a set. torch passes them the
+function that was called. While the function is patched, that is the replacement, so the container must hold it, too.
 """
 
 import gc
@@ -17,20 +17,19 @@ from .slots import Entry, Slot, WeakAttribute, namespace_of
 
 _IMMUTABLE = frozenset({tuple, frozenset})
 _SEARCHED = _IMMUTABLE | {list, set}
-"""The types of containers, beside dicts, that are searched.
+"""The types of containers that are searched, beside dicts.
 
-Their subclasses are not: a named tuple, for example, cannot be constructed from a list of its members.
+Subclasses of these types are not searched: a named tuple, for example, cannot be made from a list of its members.
 """
 
 _CONTAINERS = frozenset({dict, tuple, list, set, frozenset})
 
 
 class Unsearched(NamedTuple):
-    """A value that the first pass of a `Search` did not search, and that may hold functions: a container, or any other
-    object.
+    """A value that the first pass of a `Search` collected for the second pass: a container, or any other object.
 
     Attributes:
-        prefix, name: messages name the value as `prefix.name`.
+        prefix, name: messages name the value as `prefix.name`, such as `mylib.activations.ACT2FN`.
         holder, key: the class or the dict (also a module's namespace) that holds the value, and the key there. Both
             None for an attribute of a layer: functions in such a value are reported, and not replaced.
     """
@@ -43,11 +42,11 @@ class Unsearched(NamedTuple):
 
 
 class ContainerSearch:
-    """The second pass of a `Search`: through the values that the first pass collected and did not search.
+    """The second pass of a `Search`: searches the values that the first pass collected in `unsearched`.
 
     Args:
-        exchanges: the exchanges of the first pass; those of this pass are appended.
-        unsearched: the values. The first pass fills it after this object is made.
+        exchanges: the exchanges of the first pass. This pass appends its own.
+        unsearched: empty when this object is made. The first pass fills it.
     """
 
     def __init__(self, exchanges: ExchangeList, unsearched: Sequence[Unsearched]) -> None:
@@ -55,15 +54,18 @@ class ContainerSearch:
         self._wanted = exchanges.wanted
         self._unsearched = unsearched
         self._holds_any = False
-        self._exchanged: set[int] = set()  # ids of tuples and frozensets that a copy with replacements replaces
+        self._exchanged: set[int] = set()  # ids of tuples and frozensets that are exchanged for a copy
 
     def run(self) -> None:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        if not self._holds_any:  # nearly always, so one look at all contents together saves most of the time
+        if (
+            not self._holds_any
+        ):  # nearly always, so looking at the contents of all values at once saves most of the time
             return
-        # a snapshot without the visits of this pass: a tuple that several positions hold must be replaced in each
+        # A snapshot, in which values that this pass visits count as not visited: a tuple that several positions hold
+        # must be replaced in each.
         visited = frozenset(self._exchanges.visited)
         for entry in self._unsearched:
             if entry.holder is not None and self._holds_wanted(entry.value, visited):
@@ -89,7 +91,8 @@ class ContainerSearch:
     def _search(self, container: Any, holder: Any, key: Any) -> None:
         """Search a container, and the containers in it.
 
-        `holder` holds it under `key`; both are None for a member of a tuple or frozenset, which has no slot.
+        `holder` holds the container under `key`. Both are None for a member of a tuple or frozenset, because such a
+        member cannot be written: only the whole tuple or frozenset can be exchanged.
         """
         kind = type(container)
         if kind in _IMMUTABLE:
@@ -102,7 +105,7 @@ class ContainerSearch:
         members = list(dict.items(container)) if is_dict else list(enumerate(container))
         for index, member in members:
             is_wanted = id(member) in self._wanted
-            if is_wanted and kind not in _IMMUTABLE:  # `_replace_immutable` has replaced functions in a tuple
+            if is_wanted and kind not in _IMMUTABLE:  # for a function in a tuple, see `_replace_immutable`
                 self._exchanges.append(Entry(container, member if kind is set else index), member)
                 continue
             self._exchanges.append_partial(member)
@@ -112,7 +115,7 @@ class ContainerSearch:
                 self._search(member, container, index)
 
     def _replace_immutable(self, container: Any, holder: Any, key: Any) -> None:
-        """Exchange a tuple or frozenset that holds functions for a copy that holds their replacements."""
+        """If a tuple or frozenset holds functions, exchange it for a copy that holds their replacements."""
         copy, function = self._copy_with_replacements(container)
         if function is None or holder is None:
             return
@@ -122,39 +125,43 @@ class ContainerSearch:
             slot = Entry(holder, key)
         elif issubclass(kind, type):
             slot = WeakAttribute(holder, key)
-        else:  # a set, in which the tuple has no slot
+        else:  # a tuple that is a member of a set is left alone
             return
-        # an exchange belongs to one function, whose patcher undoes it; here, to any of the functions in the tuple
+        # The patcher of any function in the tuple can undo the exchange: name one of them.
         self._exchanges.exchanges.append((id(function), Exchange(slot, container, copy, container)))
         self._exchanged.add(id(container))
 
     def _copy_with_replacements(self, container: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """Return a copy of a tuple or frozenset with replacements in it, and one of the functions that were replaced.
-
-        Returns the container itself and None if there are none.
+        """Return a copy of a tuple or frozenset that holds replacements instead of functions, and one of the functions.
+        If there is none in it, return the container itself and None.
         """
-        members, function = [], None
+        members: list[Any] = []
+        last_function: Callable[..., Any] | None = None
         for member in container:
-            new_member, replaced = member, None
+            function = None
             if id(member) in self._wanted:
-                new_member, replaced = self._exchanges.replacements[id(member)], member
+                members.append(self._exchanges.replacements[id(member)])
+                function = member
             elif type(member) in _IMMUTABLE:
-                new_member, replaced = self._copy_with_replacements(member)
-            members.append(new_member)
-            function = replaced or function
-        if function is None:
+                inner_copy, function = self._copy_with_replacements(member)
+                members.append(inner_copy)
+            else:
+                members.append(member)
+            if function is not None:
+                last_function = function
+        if last_function is None:
             return container, None
-        return type(container)(members), function
+        return type(container)(members), last_function
 
 
 def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
-    """Return the objects that values refer to, directly or through up to two containers.
+    """Return the objects that values refer to, directly or through up to two containers. Leave out those in `visited`.
 
-    It asks the garbage collector, so no code of the values runs.
+    `gc.get_referents` finds them without running code of the values.
     """
     referents = gc.get_referents(*values)
     contents = [value for value in referents if id(value) not in visited]
-    for _ in range(2):  # the tables of torchao and functorch are nested so deep
+    for _ in range(2):  # as deep as the tables of torchao and functorch are nested
         inner = [value for value in referents if type(value) in _CONTAINERS and id(value) not in visited]
         referents = gc.get_referents(*inner)
         contents += referents

@@ -8,17 +8,17 @@ from .patcher import Exchange
 from .slots import Entry, Slot, WeakAttribute
 
 Replacements = Mapping[int, Callable[..., Any]]
-"""The replacement of each function, by the id of the function."""
+"""The replacement of each function, by `id(function)`."""
 
 
 class ExchangeList:
     """The exchanges of a search.
 
     Attributes:
-        replacements: the replacement of each function that is searched for, by the id of the function.
+        replacements: the replacement of each function that is searched for, by `id(function)`.
         wanted: the ids of the functions that are searched for.
         visited: the ids of the objects that were searched already.
-        exchanges: pairs of the id of a function and an exchange in one of its slots.
+        exchanges: for each slot that holds one of the functions, `id(function)` and the exchange of the slot.
     """
 
     def __init__(self, replacements: Replacements) -> None:
@@ -35,7 +35,7 @@ class ExchangeList:
         return is_first
 
     def append(self, slot: Slot, function: Any, after: Any = None) -> None:
-        """Add an exchange of the value of a slot for `after`, or by default for the replacement of `function`."""
+        """Add the exchange of a slot that holds `function`. `after`: the value to write; the replacement by default."""
         before = slot.read()
         original = before.__func__ if isinstance(before, staticmethod) else before
         if after is None:

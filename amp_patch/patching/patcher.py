@@ -7,7 +7,8 @@ and others find the original.
 `install` replaces the attributes that define a function, such as `torch.exp`. `redirect` replaces references to the
 function in other slots. Both record an `Exchange` for each slot in one list, and `undo` reverts them in reverse order.
 
-A *cover* is a second function around a replacement, from `cover` to `uncover`. It sees each call, and makes it.
+`cover` puts a second function, a *cover*, around each replacement: `torch.exp` then holds the cover, which observes the
+call and calls the replacement. `uncover` removes the covers.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a replacement from the original."""
 
 CoverFactory = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | None]
-"""Makes a cover from the owner, the name and the replacement."""
+"""Makes a cover from the owner, the name and the replacement: `(torch, "exp", replacement)`. None: no cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,12 @@ class Exchange:
     """A slot, with its value before and after a replacement.
 
     Attributes:
-        before: the earlier value. ABSENT for an attribute that its owner inherits, or provides by `__getattr__`.
-        after: the value that replaces it.
+        before: the value that `undo` writes. ABSENT if `undo` deletes the attribute, because its owner inherited it or
+            provided it by `__getattr__`.
+        after: the value that replaces it: a replacement, or a container that holds replacements.
         original: the function that is replaced, or the container of functions. In a patch, it may be a static or class
             method.
-        is_patch: `install` made the exchange; False for `redirect`.
+        is_patch: whether `install` made the exchange, and not `redirect`.
     """
 
     slot: Slot
@@ -107,7 +109,7 @@ class Patcher:
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
-        self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that each one calls
+        self._covers: dict[int, Callable[..., Any]] = {}  # by the id of the replacement that the cover calls
 
     def __len__(self) -> int:
         return len(self._exchanges)
@@ -134,9 +136,9 @@ class Patcher:
     def undo(self) -> None:
         """Restore everything. A second call does nothing.
 
-        If other code has patched a name again with wrapt, our replacement is taken out from below that patch. A patch
-        of any other kind stays, with a warning. It still calls our replacement, so before `undo`, the caller must make
-        replacements call their originals without casts.
+        If other code has wrapped a replacement with wrapt, its wrapper stays, and calls the original from now on. A
+        wrapper of any other kind stays too, with a warning, and still calls the replacement. So before `undo`, the
+        caller must make replacements call their originals without casts.
         """
         self.uncover()
         self._undo_down_to(0)
@@ -150,7 +152,7 @@ class Patcher:
                 owner = exchange.slot.owner()
                 stuck.append(f"{getattr(owner, '__name__', owner)}.{exchange.slot.key}")
             if exchange.is_patch:
-                pickling.retire(exchange.after)  # copies of models may still hold it
+                pickling.retire(exchange.after)  # a copy of a model may still hold the replacement
             self._exchanges.pop()  # last, so that the next call undoes an exchange that an interrupt cut short
         if stuck:
             logger.warning(
@@ -162,7 +164,7 @@ class Patcher:
     def suspended(self) -> Iterator[None]:
         """Context manager: restore the originals, for code that inspects functions instead of calling them.
 
-        Slots that the program has changed after the replacement are left alone.
+        Slots that the program has changed after `install` or `redirect` are left alone.
         """
         in_place: list[tuple[Exchange, Any]] = []  # each with the value of its slot: our replacement, or its cover
         for exchange in self._exchanges:
@@ -245,7 +247,7 @@ class Patcher:
 
 
 def _revert(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if our replacement stays in use, below a patch of other code."""
+    """Undo one exchange. Return False if a wrapper of other code stays in the slot, and still calls the replacement."""
     value = exchange.slot.read()
     if value is exchange.after:
         exchange.slot.write(exchange.before)

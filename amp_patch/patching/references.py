@@ -31,13 +31,13 @@ def redirect(
 ) -> list[str]:
     """Redirect references to functions to their replacements: in models, and with `with_modules` in imported modules.
 
+    A copy of a model may still hold replacements of an earlier session. They are redirected, too.
+
     Args:
         functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` restores references
             to these functions.
 
-    Returns the objects that hold a function where it cannot be replaced.
-
-    A copy of a model may still hold replacements of an earlier session. They are redirected like their originals.
+    Returns the objects that hold a function where it cannot be replaced, such as "mylib.ACTIVATIONS (deque)".
     """
     models = list(models)
     replacements: dict[int, Callable[..., Any]] = {}
@@ -55,10 +55,10 @@ def redirect(
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first. Then restore the references to replacements that no patcher has recorded.
+    """Undo the patchers, last one first. Then replace references to replacements that the program has made itself while
+    functions were patched: by `from torch import exp`, or by copying a model.
 
-    The program has made such references while the functions were patched: `from torch import exp`, or a copied model.
-    If an interrupt cuts it short, call it again.
+    If a Ctrl-C cuts it short, call it again.
     """
     for patcher in reversed(patchers):
         patcher.undo()
@@ -66,9 +66,9 @@ def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
 
 
 def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
-    """Remove the covers of a patcher, and redirect references to covers to the replacements that they cover.
+    """Remove the covers of a patcher. Redirect references to a cover to the replacement that it covers.
 
-    The caller must keep the covers alive meanwhile. If an interrupt cuts it short, call it again.
+    The caller must keep the covers alive meanwhile. If a Ctrl-C cuts it short, call it again.
     """
     patcher.uncover()
     replacements = {id(cover): cover.__wrapped__ for cover in covers}  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def _search_for_retired() -> Search:
 
 
 def _packages_of(functions: Iterable[Callable[..., Any]]) -> set[str]:
-    """Return the top-level packages that functions name as their module."""
+    """Return the top-level packages of functions, by their `__module__`."""
     return {str(function.__module__ or "").partition(".")[0] for function in functions} - {""}
 
 

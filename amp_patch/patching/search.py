@@ -1,14 +1,15 @@
 """`Search`: finds references to functions in models and in the imported modules, without running their code.
 
-It searches every imported module outside torch, this package and the standard library:
+In imported modules, it searches:
 - globals, class attributes, and the default arguments of functions and methods that are defined there;
 - layers in globals and class attributes;
 - dicts (values and keys), lists, tuples and sets in globals and class attributes, also nested ones.
 In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers. Published
 packages hold functions in each of these positions; `tests/patching/test_references.py` names such a package for each.
 
-It skips packages that torch itself needs. It also skips a package if none of its modules has a module of torch,
-`torch.Tensor` or one of the functions as a global, because such a package cannot refer to a function of torch.
+It skips torch, this package, the standard library, and packages that torch itself needs. It also skips a package of
+several modules if none of them has a module of torch, `torch.Tensor` or one of the functions as a global. Such a
+package cannot refer to a function of torch.
 """
 
 import functools
@@ -26,24 +27,24 @@ from .containers import ContainerSearch, Unsearched
 from .exchanges import ExchangeList, Replacements
 from .slots import Entry, WeakAttribute, attributes_of, namespace_of
 
-_BELOW_TORCH = {
+_NEEDED_BY_TORCH = {
     *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "numpy", "sympy", "typing_extensions"),
     *("wrapt", "yaml"),
 }
-PASSED_OVER = sys.stdlib_module_names | _BELOW_TORCH | {"torch", "amp_patch"}
-"""Top-level packages that are not searched."""
+SKIPPED_PACKAGES = sys.stdlib_module_names | _NEEDED_BY_TORCH | {"torch", "amp_patch"}
+"""Top-level packages whose modules are not searched."""
 
-_PLAIN = frozenset(
+_SKIPPED_TYPES = frozenset(
     {
         *(str, bytes, int, float, complex, bool, type(None), type(Ellipsis)),
         *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GetSetDescriptorType),
         *(types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType),
     }
 )
-"""Types whose values need no search: they hold no function, or are searched by themselves, as modules are."""
+"""Types whose values need no search: they hold no function, or are searched elsewhere, as modules are."""
 
-_HOLDERS_IN_LAYERS = frozenset({functools.partial, tuple, list, dict})
-"""Types of a layer's attributes that may hold a function where it cannot be replaced."""
+_REPORTED_TYPES = frozenset({functools.partial, tuple, list, dict})
+"""Types that may hold a function where it cannot be replaced. If an attribute of a layer does, it is reported."""
 
 _name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 
@@ -53,7 +54,7 @@ class Search:
 
     Args:
         replacements: the replacement of each function to find, by the id of the function.
-        packages: the top-level packages, beside torch, that define these functions.
+        packages: the top-level packages that define these functions. torch is always one of them.
 
     Attributes:
         result: an exchange for each slot that was found.
@@ -62,7 +63,7 @@ class Search:
     def __init__(self, replacements: Replacements, packages: Iterable[str] = ()) -> None:
         self.result = ExchangeList(replacements)
         self._wanted = self.result.wanted
-        self._homes = {"torch", *packages}
+        self._defining_packages = {"torch", *packages}
         self._unsearched: list[Unsearched] = []
         self._containers = ContainerSearch(self.result, self._unsearched)
 
@@ -84,32 +85,33 @@ class Search:
 
     def search_modules(self) -> None:
         """Search the imported modules."""
-        packages: dict[str, list[tuple[str, types.ModuleType]]] = {}
-        # ids of the objects by which a package can reach a function; completed with the modules of torch below
-        evidence = {*self._wanted, id(Tensor)}
+        modules_of: dict[str, list[tuple[str, types.ModuleType]]] = {}  # by package, each with its name
+        # A package that can reach one of the functions has one of these objects as a global: the function,
+        # torch.Tensor, or a module of a package that defines the function (added below).
+        access_ids = {*self._wanted, id(Tensor)}
         for name, module in list(sys.modules.items()):
-            package = name.partition(".")[0]
-            is_home, is_passed_over = package in self._homes, package in PASSED_OVER
-            if (is_passed_over and not is_home) or not issubclass(type(module), types.ModuleType):
+            if not issubclass(type(module), types.ModuleType):
                 continue
-            if is_home:  # a module of torch, or of a package that defines one of the functions
-                evidence.add(id(module))
-            if not is_passed_over:
-                packages.setdefault(package, []).append((name, module))
-        self._search_tables_of_torch()  # the rest of torch is skipped
-        for package, modules in packages.items():
-            # searching a single module costs no more than this check, so it is for larger packages
-            if len(modules) > 1 and not any(_holds_any(module, evidence) for _, module in modules):
+            package = name.partition(".")[0]
+            if package in self._defining_packages:
+                access_ids.add(id(module))
+            if package not in SKIPPED_PACKAGES:
+                modules_of.setdefault(package, []).append((name, module))
+        self._search_tables_of_torch()
+        for package, modules in modules_of.items():
+            # for a package of a single module, this check would cost as much as the search
+            if len(modules) > 1 and not any(_holds_any(module, access_ids) for _, module in modules):
                 continue
             for name, module in modules:
                 self._search_module(name, module, package)
-        # A local variable may hold a partial of a function that the script registered, such as the loss
-        # `functools.partial(criterion, weight=...)`. Only the garbage collector knows all partials.
-        if self._homes != {"torch"}:
+        # A local variable may hold a partial of a function of the script, such as the loss
+        # `functools.partial(criterion, weight=...)`. The garbage collector knows all partials.
+        if self._defining_packages != {"torch"}:
             for value in gc.get_objects():
                 self.result.append_partial(value)
 
     def _search_tables_of_torch(self) -> None:
+        """Search the dicts of torch that have functions as keys. They are the only part of torch that is searched."""
         for name, key in FUNCTION_TABLES.items():
             module = sys.modules.get(name)
             if issubclass(type(module), types.ModuleType):
@@ -124,13 +126,16 @@ class Search:
         for key, value in list(namespace.items()):
             if id(value) in self._wanted:
                 self.result.append(Entry(namespace, key, module=module), value)
-            elif type(value) not in _PLAIN and not self.result.append_partial(value):
+            elif type(value) not in _SKIPPED_TYPES and not self.result.append_partial(value):
                 self._search_value(value, name, key, namespace, package)
 
     def _search_value(self, value: Any, prefix: str, name: str, holder: Any, package: str) -> None:
         """Search the value of a global or a class attribute.
 
-        `holder` is the namespace or the class that holds it, `prefix` the name of the module or the class.
+        Args:
+            prefix: the name of the module or class that holds the value under `name`. Messages say `prefix.name`.
+            holder: the module's namespace or the class.
+            package: the top-level package of the module or class. Classes of other packages are not searched.
         """
         kind = type(value)
         if kind is types.FunctionType:
@@ -146,7 +151,7 @@ class Search:
             self._unsearched.append(Unsearched(prefix, name, value, holder, name))
 
     def _search_table(self, table: dict[Any, Any], prefix: str, name: str) -> None:
-        """Search the keys and the values of a dict, and leave containers among them for later."""
+        """Search the keys and the values of a dict. Collect containers among the values for `ContainerSearch`."""
         if not self.result.is_first_visit(table):
             return
         self.result.append_keys(table)
@@ -154,8 +159,8 @@ class Search:
             kind = type(value)
             if id(value) in self._wanted:
                 self.result.append(Entry(table, key), value)
-            elif kind in _PLAIN or issubclass(kind, (type, types.ModuleType)):
-                continue  # a class is searched with the module that defines it, and a module by itself
+            elif kind in _SKIPPED_TYPES or issubclass(kind, (type, types.ModuleType)):
+                continue  # a class is searched with the module that defines it, and each module by `search_modules`
             elif kind is types.FunctionType:
                 self._search_function(value)
             elif issubclass(kind, nn.Module):
@@ -180,13 +185,13 @@ class Search:
                 self.result.append(WeakAttribute(owner, key), function, self._as_class_attribute(value, function))
             elif type(function) is types.FunctionType:
                 self._search_function(function)
-            elif kind not in _PLAIN and not self.result.append_partial(function):
+            elif kind not in _SKIPPED_TYPES and not self.result.append_partial(function):
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return the replacement of `function` in the form in which a class must hold it, in the place of `value`."""
+        """Return what a class attribute with the value `value`, which is or contains `function`, must hold instead."""
         replacement = self.result.replacements[id(function)]
-        if function is not value:  # a static or class method around the function
+        if function is not value:  # `value` is a static or class method that contains the function
             return type(value)(replacement)
         if hasattr(type(replacement), "__get__") and not hasattr(type(value), "__get__"):
             # Called through an instance, a Python function gets the instance as its first argument, and a builtin
@@ -195,13 +200,13 @@ class Search:
         return replacement
 
     def _search_function(self, function: Any) -> None:
-        """Search the default arguments of a function, and of the functions that it decorates."""
+        """Search the default arguments of a function. If a decorator made it, also those of the decorated function."""
         while type(function) is types.FunctionType and id(function) not in self._wanted:
-            # a wrapper that a decorator has made holds the decorated function in its closure
+            # a wrapper that a decorator has made has a closure, which holds the decorated function
             may_hold_functions = function.__defaults__ or function.__kwdefaults__ or function.__closure__
             if not may_hold_functions or not self.result.is_first_visit(function):
                 return
-            if _package_of(function) not in PASSED_OVER:
+            if _package_of(function) not in SKIPPED_PACKAGES:
                 self._search_defaults(function)
             function = vars(function).get("__wrapped__")
 
@@ -212,7 +217,7 @@ class Search:
         functions = [value for value in defaults if id(value) in self._wanted]
         if functions:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
-            # one slot for the whole tuple; its exchange belongs to any of the functions, whose patcher undoes it
+            # One slot holds the whole tuple. The patcher of any function in it can undo the exchange: name the first.
             self.result.append(WeakAttribute(function, "__defaults__"), functions[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:
@@ -221,7 +226,7 @@ class Search:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def _search_layer(self, layer: nn.Module) -> None:
-        """Search a layer that a global or a table holds, as `transformers.activations.gelu` does."""
+        """Search a layer that is the value of a global or of a dict, such as `transformers.activations.gelu`."""
         if self.result.is_first_visit(layer):
             self._search_model(layer)
 
@@ -234,7 +239,7 @@ class Search:
                     self.result.append(WeakAttribute(module, key), value)
                 elif type(value) is types.FunctionType:
                     self._search_function(value)
-                elif not self.result.append_partial(value) and type(value) in _HOLDERS_IN_LAYERS:
+                elif not self.result.append_partial(value) and type(value) in _REPORTED_TYPES:
                     self._unsearched.append(Unsearched(prefix, key, value))
             owners = [*type(module).__mro__]
             for tensor in (*get_own_parameters(module).values(), *get_own_buffers(module).values()):
@@ -242,7 +247,7 @@ class Search:
                     owners += type(tensor).__mro__
             for owner in owners:
                 package = owner.__module__.partition(".")[0]
-                if package not in PASSED_OVER:
+                if package not in SKIPPED_PACKAGES:
                     self._search_class(owner, package)
 
 

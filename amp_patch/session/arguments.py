@@ -79,7 +79,7 @@ def _name_kind(value: object) -> str:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot train `model`. With `accept_low`, 16-bit parameters are no reason."""
+    """Return the reasons why `policy` cannot be applied to `model`. `accept_low`: it may have 16-bit parameters."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
@@ -111,7 +111,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
 
 
 def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of 16-bit parameters and buffers that have to be float32 under a policy."""
+    """Return the names of 16-bit parameters and buffers that the policy expects in float32."""
     low = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -119,17 +119,17 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
     }
     if not low:
         return []
-    left_alone = ids_beside_opaque(model)  # 16-bit tensors of quantized layers
-    if policy.cast_model_type is None:  # weights keep their dtype, so only weights that are trained must be float32
+    allowed = ids_beside_opaque(model)  # ids of the 16-bit tensors of quantized layers, such as scales
+    if policy.cast_model_type is None:  # weights keep their dtype, so frozen weights may be in 16 bits
         for module in model.modules():
             is_trained = False
             for parameter in module.parameters(recurse=False):
                 is_trained = is_trained or parameter.requires_grad
                 if not parameter.requires_grad:
-                    left_alone.add(id(parameter))
+                    allowed.add(id(parameter))
             if not is_trained:
-                left_alone.update(map(id, module.buffers(recurse=False)))
-    return [name for name, tensor in low.items() if id(tensor) not in left_alone]
+                allowed.update(map(id, module.buffers(recurse=False)))
+    return [name for name, tensor in low.items() if id(tensor) not in allowed]
 
 
 def _list_some(names: Sequence[str]) -> str:
@@ -171,11 +171,11 @@ def describe(models: Sequence[nn.Module]) -> str:
 
 
 def _get_wrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a wrapper such as LARC (`.optim`) or Accelerate's (`.optimizer`), or None if `optimizer`
-    is no wrapper.
+    """Return the optimizer inside a wrapper such as LARC (`.optim`) or AcceleratedOptimizer (`.optimizer`), or None if
+    `optimizer` is no wrapper.
 
-    Accelerate's wrapper is an Optimizer itself, but has no parameter groups of its own. An Optimizer that has its own
-    groups, such as Lookahead, is no wrapper.
+    AcceleratedOptimizer is a torch Optimizer itself, but has no `param_groups` of its own. An Optimizer with its own
+    `param_groups`, such as Lookahead, is no wrapper.
     """
     if isinstance(optimizer, Optimizer) and "param_groups" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
         return optimizer.optimizer
@@ -272,9 +272,8 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
 def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
-    """Return the policy that the arguments ask for. Settings of a command (`amp-patch run`) take precedence over them.
-
-    Prints a line if a command replaces the level.
+    """Return the policy that the arguments ask for. If a command runs the script, as `amp-patch run --opt-level O4`,
+    the settings of the command take precedence. Prints a line if it replaces the level.
     """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)
@@ -289,17 +288,17 @@ def choose_policy(
             message += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", message)
-    # make it once more with the command's lists: only a finished policy says whether it patches functions
-    if laid_over := find_lists_to_lay_over(policy):
-        policy = make(level, {**overrides, "lists": (*policy.lists, *laid_over)}, presets=presets)
+    # Make the policy once more with the command's lists: which of them have an effect depends on the policy.
+    if command_lists := find_command_lists(policy):
+        policy = make(level, {**overrides, "lists": (*policy.lists, *command_lists)}, presets=presets)
     return policy
 
 
-def find_lists_to_lay_over(policy: Policy) -> tuple[str, ...]:
-    """Return the lists of a command that have an effect under a policy, so that they can be added to its own.
+def find_command_lists(policy: Policy) -> tuple[str, ...]:
+    """Return the lists that a command (`amp-patch run --lists ...`) adds to the lists of a policy.
 
-    All have one under a policy that patches functions. Under a policy that casts models, only lists with module rules
-    have one. Under a float32 policy, none has.
+    These are all lists of the command if the policy patches functions, only those with module rules if it casts models,
+    and none for a float32 policy: the others would have no effect.
     """
     if policy.patch_torch_functions:
         return in_force.settings.lists

@@ -34,12 +34,13 @@ class Bindings:
     its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
 
     Args:
-        rules: module rules for the models.
+        rules: the module rules of the session's lists.
         sharded: the modules that `fully_shard` has sharded.
-        find_root: see `RuleRegions`. If it is given, models are bound when the script first calls them.
+        find_root: see `Session.find_root`.
 
     Attributes:
-        regions: applies the rules at levels that patch functions; None without rules, or at levels that cast models.
+        regions: applies module rules at a level that patches functions. None without rules, or at a level that casts
+            models: there, `ModelBinding` applies the rules.
         rounding: rounds the states of optimizers to bfloat16; None if they stay float32.
     """
 
@@ -63,10 +64,10 @@ class Bindings:
         self._cache = cache
         self.masters = Masters()
         self.rounding = StochasticRounding() if policy.optimizer_state_type is torch.bfloat16 else None
-        self._awaits_step = False  # whether `on_step` warns of unused rules at the next step
+        self._awaits_step = False  # whether `on_step` still has to warn of unused rules, at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
-        # by binding: the call that is made when its model or optimizer is freed
+        # for each binding, the call that is made when its model or optimizer is freed
         self._finalizers: dict[object, weakref.finalize[..., Any]] = {}
         self.gradients = GradientSums(bool(policy.master_weights), scale_updates, sharded)
 
@@ -88,14 +89,14 @@ class Bindings:
         return [binding for binding in self._optimizers if binding.optimizer is not None]
 
     def find_optimizer(self, optimizer: Optimizer) -> OptimizerBinding | None:
-        """Return the binding of an optimizer, or None for one that `initialize` has not seen."""
+        """Return the binding of an optimizer, or None if the optimizer was not passed to `initialize`."""
         for binding in self._optimizers:
             if binding.reference() is optimizer:
                 return binding
         return None
 
     def get_optimizer(self, optimizer: Optimizer) -> OptimizerBinding:
-        """Return the binding of an optimizer. Raises OptimizerError for one that `initialize` has not seen."""
+        """Return the binding of an optimizer. Raises OptimizerError if it was not passed to `initialize`."""
         binding = self.find_optimizer(optimizer)
         if binding is not None:
             return binding
@@ -105,7 +106,7 @@ class Bindings:
         )
 
     def warn_of_unused_rules(self) -> None:
-        """Warn of each module rule that has chosen no module, unless it may still choose one."""
+        """Warn of each module rule that matches no module, unless it may still match one that the script calls."""
         used = {rule for binding in self._models for rule in binding.used_rules}
         if self.regions is not None:
             used |= self.regions.used
@@ -116,9 +117,9 @@ class Bindings:
                 warn(f"{place}: {problem}. {self._describe_names(rule)}")
 
     def _may_still_match(self, rule: ModuleRule) -> bool:
-        """Return whether a rule may still choose a module that the script calls directly, such as a criterion.
+        """Return whether a rule may still match a module outside the models that the script calls, such as a criterion.
 
-        Only rules for classes can. The script has called such modules when the first step ends.
+        Only a rule for a class can. When the first step ends, the script has called all such modules.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
@@ -129,7 +130,9 @@ class Bindings:
             self.warn_of_unused_rules()
 
     def _describe_names(self, rule: ModuleRule) -> str:
-        """Return the advice for an unused rule: which kind of name to write, and the name that is probably meant."""
+        """Return the advice for an unused rule, such as "Write a name as in named_modules() of the model, without the
+        name of its variable. Did you mean 'layer1'?".
+        """
         names, kinds = set(), set()
         for model in self.models():
             for name, module in model.named_modules():
@@ -219,7 +222,9 @@ class Bindings:
         )
 
     def _watch(self, binding: object, target: Any, method: Callable[..., None], *args: Any) -> None:
-        """Call `method(*args)`, a method of this object, when `target` (the bound model or optimizer) is gone."""
+        """When `target`, the model or optimizer of a binding, is freed, call `method(*args)`. `method` is one of this
+        object.
+        """
         finalizer = weakref.finalize(target, _call_if_alive, weakref.WeakMethod(method), *args)
         # the end of the process releases everything anyway
         finalizer.atexit = False
@@ -232,11 +237,10 @@ class Bindings:
         self._connect_flags()
 
     def _connect_flags(self) -> None:
-        """Tell `gradients` the flags of all optimizers and the parameters of all models. Make optimizers that share a
-        parameter partners.
+        """Give `gradients` the overflow flags of all optimizers and the parameters of all models. Optimizers that share
+        a parameter become partners: an overflow in it concerns all of them.
 
-        Parameters are held strongly, because torch cannot swap tensors that have weak references
-        (`torch.utils.swap_tensors`).
+        `gradients` holds parameters strongly, because `torch.utils.swap_tensors` refuses tensors with weak references.
         """
         # a new list, because a caller may be iterating over the previous one
         self.gradients.all_flags = [binding.flags for binding in self._optimizers]
@@ -261,10 +265,10 @@ class Bindings:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        then: Callable[[Sequence[nn.Module]], None],
+        finish: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """Bind models that are not bound yet, and optimizers. Then call `then` with these models. An error in any part
-        undoes all of it.
+        """Bind optimizers, and models that are not bound yet. Then call `finish` with these models. After an exception,
+        also one of `finish`, nothing is bound.
         """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
@@ -273,7 +277,7 @@ class Bindings:
             bound = self.models()
             added = [model for model in models if model not in bound]
             self.bind(added, optimizers, float32_data)
-            then(added)
+            finish(added)
             float32_data.clear()
         except BaseException:
             self._release(
@@ -312,7 +316,7 @@ class Bindings:
         self._connect_flags()
 
     def prune(self) -> None:
-        """Forget models that are gone, and masters whose parameter no live model or optimizer holds."""
+        """Forget models that were freed, and masters whose parameter no live model or optimizer holds."""
         for binding in self._models:
             if binding.model is None:
                 self._finalizers.pop(binding, None)
@@ -326,7 +330,7 @@ class Bindings:
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
-        """Release the binding and the cached weights of an optimizer that is gone."""
+        """Forget the binding and the cached weights of an optimizer that was freed."""
         binding = reference()
         if binding is None:
             return
@@ -354,13 +358,13 @@ class Bindings:
         return [names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
     def resolve_steps(self, optimizer: Optimizer) -> None:
-        """Report every step of an optimizer so far. Waits for the device."""
+        """Find out which steps of an optimizer so far were skipped, and log them. Waits for the device."""
         binding = self.find_optimizer(optimizer)
         if binding is not None:
             binding.step_log.resolve()
 
     def on_zero_grad(self, module: nn.Module) -> None:
-        """Record `module.zero_grad()` for every optimizer all of whose parameters belong to the module."""
+        """Record `module.zero_grad()` for each optimizer all of whose parameters belong to the module."""
         zeroed = {id(parameter) for parameter in module.parameters()}
         for binding in self.optimizers():
             if all(id(parameter) in zeroed for parameter in binding.groups.model_parameters()):
@@ -368,10 +372,10 @@ class Bindings:
 
 
 def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
-    """Return the trained 16-bit weights in an optimizer that have no master. Quantized weights do not count.
+    """Return the trained 16-bit weights of an optimizer that have no master. Quantized weights do not count.
 
-    Returns none unless `step` is torch's own, which rounds each update to the weight's dtype. Other optimizers may keep
-    masters of their own, or round stochastically.
+    The result is empty unless the optimizer's class is torch's own, whose `step` rounds each update to the dtype of the
+    weight. Other optimizers may keep masters of their own, or round stochastically.
     """
     step = getattr(type(binding.optimizer), "step", None)
     if not getattr(step, "__module__", "").startswith("torch.optim."):
@@ -384,6 +388,7 @@ def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
 
 
 def _call_if_alive(reference: "weakref.WeakMethod[Callable[..., None]]", *args: Any) -> None:
+    """Call a method, unless its object was freed."""
     method = reference()
     if method is not None:
         method(*args)

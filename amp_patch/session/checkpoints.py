@@ -1,7 +1,8 @@
 """Patches torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) for optimizers with masters.
 
-The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. To let
-an optimizer create its state, they also call its `step` with a learning rate of 0. That step must not be counted.
+The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. Before
+they load, they call `optimizer.step()` with a learning rate of 0, so that the optimizer creates its state. That step
+must not be counted.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ def patch_helpers(
 
 
 def _show_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
-    """Return a helper that saves optimizer state while the optimizers hold parameters instead of masters."""
+    """Return a helper that puts the parameters into the optimizers, in place of masters, while it reads their state."""
 
     def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -75,9 +76,8 @@ def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a mapping of parameters to names, and of names to parameters.
-
-    So the helper loads states in the dtype of the masters.
+    """Replace parameters by their masters in a helper's mapping, which has entries in both directions: `{parameter:
+    {"fc.weight"}, "fc.weight": parameter}`. So the helper loads states in the dtype of the masters.
     """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)

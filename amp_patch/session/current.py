@@ -58,9 +58,9 @@ def initialize(
     models and optimizers to it. Otherwise raise SessionError. Returns the session that is in force afterwards.
 
     Args:
-        replace: whether to open a new session in any case.
-        replace_other: whether to open a new session instead of raising SessionError.
-        accept_low: whether models may have 16-bit parameters already.
+        replace: close the session in force, and open a new one, even if their policies are equal.
+        replace_other: close a session in force with another policy, instead of raising SessionError.
+        accept_low: accept models that have 16-bit parameters already.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
@@ -227,7 +227,7 @@ def open_session(
     optimizers: Sequence[Optimizer] = (),
     overflow_group: Any = None,
 ) -> None:
-    """Open a session. There must be none in force."""
+    """Open a session that the caller has made. There must be none in force."""
     state.session = session  # before the session changes anything, so that `reset` can undo it after an interrupt
     try:
         session.open(models, optimizers, overflow_group)
@@ -238,15 +238,15 @@ def open_session(
 
 
 def without_casts() -> contextlib.AbstractContextManager[None]:
-    """Return a block in which the casts of the session in force are off in this thread."""
+    """Context manager: while the block runs, no op of this thread is cast."""
     session = state.session
     return contextlib.nullcontext() if session is None else session.without_casts()
 
 
-def check_that_none_is_open() -> None:
-    """Raise SessionError if a session is in force and in use.
+def check_that_none_is_in_use() -> None:
+    """Raise SessionError if a session is in force that is not over (see `close_if_over`).
 
-    A `session` or `scope` block may not join it, because the end of the block closes the session of the process.
+    A `session` or `scope` block cannot use that session, because the block would close it at its end.
     """
     with state.lock:
         close_if_over()
@@ -260,7 +260,7 @@ def check_that_none_is_open() -> None:
 def open_without_model(policy: Policy, device_type: str) -> Session:
     """Open a session without models, which lasts until `reset`. Raises SessionError if one is in force."""
     with state.lock:
-        check_that_none_is_open()
+        check_that_none_is_in_use()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
         open_session(session)
         return session
@@ -295,9 +295,9 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
 def close_if_over(given: Sequence[nn.Module] = ()) -> None:
     """Close the session in force if it is over.
 
-    It is over if its models are gone, if an interrupt has cut it short, if this process has inherited it by a fork, or
-    if it gives way to any other (`Session.gives_way`). To find out whether its models are gone, this collects garbage,
-    unless one of them is in `given`.
+    It is over if its models were freed, if an interrupt cut its `open` or `close` short, if this process inherited it
+    by a fork, or if it may be replaced by any other (`Session.gives_way`). To find out whether its models were freed,
+    this collects garbage, unless one of them is in `given`.
     """
     session = state.session
     if session is not None and not _is_in_use(session, given):
@@ -342,7 +342,9 @@ def _close() -> None:
 
 
 def disable() -> None:
-    """Make the API a no-op, for `initialize(enabled=False)`. Raises SessionError while a session is in use."""
+    """Let all functions of the API do nothing, for `initialize(enabled=False)`. Raises SessionError while a session is
+    in use.
+    """
     with state.lock:
         close_if_over()
         if state.session is not None:

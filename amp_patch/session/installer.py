@@ -25,9 +25,10 @@ class Installer:
     """The patches of a session.
 
     Args:
-        casts, oplists: together, they make the replacements of listed ops. `casts` is None at levels that patch no ops.
+        casts: makes the replacements of listed ops. None at a level that patches no ops.
         products: makes the replacements of products (matrix products, convolutions, attention) that are computed in
             float32. None if no products are.
+        oplists: the lists, or None at a level without lists.
         registered: functions that the user registered, with their rules.
 
     Attributes:
@@ -69,7 +70,7 @@ class Installer:
             planned = self._plan_ops()
             compiling.prime()
             undo.callback(compiling.forget_compiled_code)
-            # the tag separates code that is compiled under these patches from code that is compiled under others
+            # with the tag, torch's on-disk cache does not reuse code that was compiled under other patches
             tag = ["amp_patch"]
             if self._casts is not None and self._oplists is not None:
                 tag += [self._oplists.digest, str(self._casts.low)]
@@ -129,14 +130,14 @@ class Installer:
         return [*op_patches.with_second_places(planned), *around_ops]
 
     def patch_ops_again(self) -> None:
-        """Install the patches of ops again after `patcher.undo()`, and switch them on."""
+        """Install the patches of ops again, after they were undone, and switch them on."""
         with self._lock:
             self.patcher.install(self._plan_ops())
         self.redirect(self._bindings.models(), with_modules=True)
         self._turn_on()
 
-    def forget_patches_of_ops(self) -> None:
-        """Undo `patch_ops_again`. Patched functions that something still holds call their originals."""
+    def remove_patches_of_ops(self) -> None:
+        """Undo the patches of ops, and redirect references to replacements back to the originals."""
         with self._lock:
             references.undo([self.patcher], self._bindings.models())
 
@@ -157,7 +158,7 @@ class Installer:
         with self._lock:
             for part in (self._casts, self._products):
                 if part is not None:
-                    part.let_go()
+                    part.drop_replacements()
             # this also redirects references that were made during the session
             references.undo([self.patcher, self._module_patcher], self._bindings.models())
 

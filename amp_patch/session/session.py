@@ -40,9 +40,9 @@ class Session:
 
     Args:
         num_losses: the number of loss scalers.
-        registered: functions of the user with a rule of their own.
+        registered: functions that the user registered, as by `register_half_function`, with their rules.
         has_models: whether the session ends when its models are gone. If False, it lasts until it is closed.
-        autocast: the regions of torch.autocast, if casts are active only there. None: casts are active everywhere.
+        autocast: the torch.autocast regions in which ops cast. None: they cast everywhere.
 
     Attributes:
         bindings: the models and optimizers.
@@ -51,10 +51,11 @@ class Session:
     """
 
     gives_way = False
-    """True if any other session may replace this one, because the user did not ask for it by `initialize`."""
+    """True if `initialize` closes this session without an error: the user did not open it by `initialize`."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
-    """Given a called module, returns the model to bind. Set if models are bound when the script first calls them."""
+    """None if models are given to `open`. A session that binds a model when the script first calls it sets a function,
+    which returns the model of a called module."""
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class Session:
 
     def open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], overflow_group: Any = None) -> None:
         """Apply the policy. After an error, the caller has to call `close`, which undoes the changes so far."""
+        # the values of cast tensors from before their cast, by id: masters are made from them
         float32_data: dict[int, Tensor] = {}
         # `close` runs these callbacks from the last to the first
         self.undo.callback(self.gradients.local.warn_of_stale)  # last, when the models are restored
@@ -106,7 +108,7 @@ class Session:
         self.undo.callback(self.bindings.release)
         self.undo.callback(self.bindings.flush)
         self.bindings.bind(models, optimizers, float32_data)
-        self._decide_together(overflow_group)
+        self._share_skips(overflow_group)
         self._installer.install(self.undo)
         self.is_whole = True
         float32_data.clear()
@@ -115,39 +117,42 @@ class Session:
         """Apply the policy to more models and optimizers."""
 
         def finish(added: Sequence[nn.Module]) -> None:
-            self._decide_together(overflow_group)
+            self._share_skips(overflow_group)
             self._installer.redirect(added, with_modules=False)
 
         self.bindings.bind_more(models, optimizers, finish)
 
     def patch_ops_again(self) -> None:
-        """Install the patches of ops again after `patcher.undo()`."""
+        """Install the patches of ops again, after they were undone."""
         self._installer.patch_ops_again()
 
-    def forget_patches_of_ops(self) -> None:
-        """Undo `patch_ops_again`."""
-        self._installer.forget_patches_of_ops()
+    def remove_patches_of_ops(self) -> None:
+        """Undo the patches of ops. The session stays open."""
+        self._installer.remove_patches_of_ops()
 
     def observing_all(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, watchers can observe all ops by their patches, as they always can
-        in a session of `initialize`.
+        """Return a context manager. Inside its block, all listed ops are patched, so that watchers can observe them. In
+        a session of `initialize`, they always are.
         """
         return contextlib.nullcontext()
 
-    def _decide_together(self, overflow_group: Any) -> None:
-        """Find the ranks that skip the same steps, from the shards and `overflow_group` (None: the earlier one)."""
-        wanted = self._overflow_group if overflow_group is None else overflow_group
-        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), wanted))
-        self._overflow_group = wanted
+    def _share_skips(self, overflow_group: Any) -> None:
+        """Let the ranks of `overflow_group` skip the same steps, and those that hold shards of the models.
+
+        `overflow_group`: see `initialize`. None: the group of the last call.
+        """
+        group = self._overflow_group if overflow_group is None else overflow_group
+        self.scale_updates.share(find_groups(self.models(), self.trained_parameters(), group))
+        self._overflow_group = group
         self._sharded.update(find_fsdp_modules(self.models()))
 
-    def decide_with(self, group: Any) -> None:
-        """Let the ranks of a process group skip the same steps, and take over the loss scales of its first rank.
+    def share_skips_with(self, group: Any) -> None:
+        """Let the ranks of a process group skip the same steps, and copy the loss scales of its first rank to all.
 
-        Does nothing if `overflow_group` or shards have chosen a group already.
+        Does nothing if the ranks that skip together are known already, from `overflow_group` or from shards.
         """
         if self._overflow_group is None and not self.scale_updates.process_groups:
-            self._decide_together(group)
+            self._share_skips(group)
             self.scale_updates.broadcast_scales(group, 0)
 
     def close(self) -> None:
@@ -194,9 +199,9 @@ class Session:
         return get_step_was_skipped(optimizer)
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the flags of an optimizer's gradients (0-dim, 1.0 after an overflow), and whether one skips its step.
+        """Return the `found_inf` flags of an optimizer (0-dim, 1.0 after an overflow), and whether one skips its step.
 
-        No flags: nothing has checked these gradients.
+        There are no flags if its gradients have not been checked.
         """
         binding = self.bindings.find_optimizer(optimizer)
         if binding is None:
@@ -243,7 +248,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Return whether the session has this policy, device type and op lists. Reads the list files again."""
+        """Return whether the session has this policy and device type, and its list files have not changed."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
@@ -260,7 +265,9 @@ class Session:
             self._cache.invalidate_all()
 
     def sync(self) -> None:
-        """Like `refresh`, but copy only masters that have changed: a live graph may have saved the other parameters."""
+        """Like `refresh`, but copy only masters that have changed. A live graph may have saved the other parameters:
+        writing to them would make its backward pass fail.
+        """
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.sync()
@@ -377,9 +384,9 @@ def _make_casts(
 
 
 def _load_lists(policy: Policy) -> OpLists | None:
-    """Return the op lists of a policy, or None. Raises PolicyError for lists that can have no effect.
+    """Return the op lists of a policy, or None if it has none.
 
-    Warns of lists that run no op in 16 bits.
+    Raises PolicyError for lists that can have no effect. Warns of lists under which no op runs in 16 bits.
     """
     if not policy.lists:
         return None

@@ -1,4 +1,4 @@
-"""Finds the sharded parts of models (FSDP modules, DTensor parameters), and the ranks with the other shards."""
+"""Finds the sharded parts of models (FSDP modules, DTensor parameters), and the ranks that hold the other shards."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -58,10 +58,10 @@ def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype
 
 
 def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
-    """Return the remedy for a module that FSDP does not gather in the dtype of the level, or that no `fully_shard`
-    covers. Return None if there is nothing to mend.
+    """Return the remedy for a module whose shards FSDP gathers in another dtype than the level needs, or which is in no
+    module that `fully_shard` has sharded. Return None if it needs none.
     """
-    # find the innermost sharded module around this one
+    # find the innermost module around this one, or this one itself, that `fully_shard` has sharded
     sharded_path = path
     sharded = module
     while not is_instance_of(sharded, _FSDP, "FSDPModule"):
@@ -70,8 +70,8 @@ def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: 
         sharded_path = sharded_path.rpartition(".")[0]
         sharded = model.get_submodule(sharded_path)
 
-    wanted, given = find_gathered_dtype(policy, module), get_mp_policy(sharded).param_dtype
-    if given is wanted or (wanted is None and given is torch.float32):
+    needed, given = find_gathered_dtype(policy, module), get_mp_policy(sharded).param_dtype
+    if given is needed or (needed is None and given is torch.float32):
         return None
     target = "model"
     if path:
@@ -91,14 +91,15 @@ def find_fsdp_modules(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given: Any) -> Sequence[Any]:
-    """Return the process groups whose ranks skip the same steps: none if each rank decides for itself.
+    """Return the process groups whose ranks skip the same steps. If there is none, each rank decides for itself.
 
-    `given` is the `overflow_group` of `initialize`. If it is None, the groups of the shards are returned. A group that
-    contains all ranks of the shards replaces them. For any other group, both are returned, `given` first. If it is
-    False, each rank decides for itself, as without torch.distributed.
+    Args:
+        given: the `overflow_group` of `initialize`. None: the groups of the ranks that hold shards. False: no group. A
+            process group or a mesh: its groups, followed by the groups of the shards unless it contains their ranks.
 
-    Raises ArgumentTypeError for any other `given`, or for a group before torch.distributed is initialized, and
-    ModelError if no mesh or group of shards contains all others.
+    Raises:
+        ArgumentTypeError: `given` is something else, or torch.distributed is not initialized.
+        ModelError: no mesh or group of shards contains the ranks of all others.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
@@ -108,7 +109,8 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
             )
         return ()
     groups = () if given is None else _groups_of(given)
-    shard_groups: dict[frozenset[int], Sequence[Any]] = {}  # the groups of each mesh, by its ranks
+    # the process groups of each mesh (or FullyShardedDataParallel), by the ranks that they contain
+    shard_groups: dict[frozenset[int], Sequence[Any]] = {}
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
         shard_groups[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
@@ -120,7 +122,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     if not shard_groups:
         return groups
     largest = max(shard_groups, key=len)
-    # a rank in two meshes that overlap in part would have to skip the steps of both
+    # otherwise a rank in two meshes would have to skip the steps of both
     if not all(ranks <= largest for ranks in shard_groups):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"
@@ -134,8 +136,8 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
 
 
 def _groups_of(given: Any) -> Sequence[Any]:
-    """Return a process group as a list. For a mesh, return the group of each dimension, or the world if it has all
-    ranks. Raises ArgumentTypeError for anything else.
+    """Return a process group as a list. For a DeviceMesh, return the group of each dimension, or only the group of the
+    world if the mesh has all ranks. Raises ArgumentTypeError for anything else.
     """
     if isinstance(given, dist.ProcessGroup):
         return [given]

@@ -1,8 +1,8 @@
-"""Lists the patches of torch that a session makes in addition to listed ops, registrations and products.
+"""Lists the patches of torch that a session makes beside those of ops.
 
-Two changes of torch are made elsewhere (`installer.py`), because they replace no function: hooks after optimizer steps,
-for which torch has an API, and the property `Optimizer.step_was_skipped`, which exists only during a session. The
-helpers of torch.distributed.checkpoint are patched in `checkpoints.py`, once they are imported.
+`installer.py` makes two more changes that replace no function: hooks after optimizer steps, for which torch has an API,
+and the property `Optimizer.step_was_skipped`, which exists only during a session. `checkpoints.py` patches the helpers
+of torch.distributed.checkpoint once they are imported.
 """
 
 import functools
@@ -27,21 +27,23 @@ from .bindings import Bindings
 def plan_with_ops(
     casts: OpCasts | None, oplists: OpLists | None, cache: WeightCache | None, patcher: Patcher
 ) -> Iterator[Patch]:
-    """Yield the patches that are counted, suspended and undone with the patches of ops."""
+    """Yield the patches of functions around ops, which run, record or compile them. `patcher` installs them together
+    with the patches of ops.
+    """
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     if casts is not None:
         yield Patch(
             torch.utils.checkpoint, "checkpoint", lambda original: op_patches.replay_regions(original, casts.switch)
         )
-        # without a rule for it, the rules of the products that it calls apply
+        # if no list names flex_attention, the products that it calls follow their own rules
         for owner, name in EAGER_FLEX_ATTENTION if oplists is not None and _lists_flex_attention(oplists) else ():
             yield Patch(owner, name, lambda original: op_patches.run_without_casts(original, casts.switch))
-        if casts.autocast is None:  # otherwise, torch's own decorator casts
+        if casts.autocast is None:  # under torch.autocast, torch's own decorators cast
             yield from op_patches.plan_custom_functions(casts)
         if oplists is not None and _lists_recurrent(oplists):
             yield Patch(torch.nn.RNNBase, "check_input", lambda original: op_patches.check_shapes_only(original, casts))
     if cache is not None:
-        # not the public torch.jit.trace: Dynamo wraps that when it first compiles, and never restores it
+        # not the public torch.jit.trace: Dynamo wraps it when it first compiles, and never restores it
         yield Patch(*JIT_TRACE, lambda original: op_patches.trace_without_cache(original, cache))
         if casts is not None and casts.autocast is not None:
             # torch calls this when a thread leaves its outermost region of autocast

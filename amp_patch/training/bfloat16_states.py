@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import OptimizerError
 from ..multi_tensor import copy_, group
 from ..torch_private import without_overrides
 from .groups import Groups
+from .step_log import is_capturing
 from .stochastic_rounding import StochasticRounding
 
 _AVERAGES = (
@@ -26,10 +28,10 @@ _OTHERS = ("max_exp_avg_sq", "prev", "step_size")
 """States that a step replaces, or multiplies by a factor that bfloat16 can tell from 1. They are rounded to nearest."""
 
 _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
+"""All these names, numbered."""
 
 # Not in either: counters and products of decays, which are single numbers; rows and columns of Adafactor, which are
 # small; and the averaged weights of ASGD, of which the script wants all bits.
-
 
 _ALIGNMENT = 16
 """Elements of float32 in a line of the cache."""
@@ -59,7 +61,12 @@ class Bfloat16States:
         self._is_memory_used = False
 
     def begin_step(self) -> None:
-        """Go on to the random numbers of the next step."""
+        """Go on to the random numbers of the next step. Raises OptimizerError while a CUDA graph is being captured."""
+        if is_capturing():
+            raise OptimizerError(
+                'a CUDA graph cannot capture step() with optimizer_state_type="bfloat16": each replay would round with'
+                " the same random numbers. Call step() outside of the graph, or leave optimizer_state_type out."
+            )
         self._rounding.begin_step()
         self._number()
 
@@ -114,7 +121,7 @@ class Bfloat16States:
         # open states that a failed step has left may still lie in the memory
         if self._memory is None or self._memory.numel() < starts[-1] or self._is_memory_used:
             self._memory = None  # freed before the next one is taken
-            self._memory = torch.empty(starts[-1])
+            self._memory = torch.empty(starts[-1], dtype=torch.float32, device="cpu")
         self._is_memory_used = True
         taken: list[Tensor] = []
         for source, start in zip(sources, starts, strict=False):

@@ -156,7 +156,10 @@ class LossScaler:
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
 
     def loss_scale(self) -> float:
-        """Return the scale that the next backward pass will use. Waits for the device."""
+        """Return the scale after the next update, as if the step were now. Waits for the device.
+
+        Until then, further passes use `scale`. Where ranks decide together, this is `scale` itself.
+        """
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
@@ -172,6 +175,7 @@ class LossScaler:
         self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)
         self.known_scale = float(loss_scale)
         self.is_identity = not self.is_dynamic and loss_scale == 1.0
+        self.awaits_backward &= not self.is_identity
 
     def pack_state(self, device: torch.device) -> Tensor:
         """Return the state as one float32 tensor of shape (3,): scale, good steps since it changed, overflows left."""

@@ -114,7 +114,7 @@ class StochasticRounding:
     def _draw_(self, numbers: Tensor, block: int, pieces: Sequence["_Piece"]) -> None:
         """Fill an int32 tensor with the random numbers of pieces of a block, from -2**15 to 2**15 - 1."""
         key = _mix(self.steps << 32 | block)
-        factor, addend = _to_int32(key), torch.tensor(_to_int32(key >> 32), dtype=torch.int32)
+        factor, addend = _to_int32(key), torch.tensor(_to_int32(key >> 32), dtype=torch.int32, device="cpu")
         table = self._get_table(numbers.device, max(piece.start + piece.source.numel() for piece in pieces))
         ranges: list[tuple[int, int]] = []
         for piece in pieces:
@@ -130,9 +130,9 @@ class StochasticRounding:
         """Return random numbers that are always the same, at least `size` of them."""
         table = self._tables.get(device)
         if table is None or table.numel() < size:
-            generator = torch.Generator().manual_seed(0)
+            generator = torch.Generator("cpu").manual_seed(0)
             # the first numbers do not depend on how many follow
-            table = torch.randint(-(2**31), 2**31, (size,), dtype=torch.int32, generator=generator)
+            table = torch.empty(size, dtype=torch.int32, device="cpu").random_(-(2**31), 2**31, generator=generator)
             table = self._tables[device] = table.to(device)
         return table
 

@@ -196,7 +196,7 @@ def _is_alone(gradient: Tensor) -> bool:
     """Return whether nobody else holds the memory of a gradient. DistributedDataParallel writes the next gradients into
     memory that it has handed out.
     """
-    lone = torch.empty(())
+    lone = torch.empty((), device="cpu")
     own_uses = get_storage_uses(get_storage_address(lone))  # torch itself may count, too
     return get_storage_uses(get_storage_address(gradient)) <= own_uses
 

@@ -435,11 +435,11 @@ def test_a_rank_has_a_file_of_its_own_which_an_interrupt_leaves_whole(tmp_path, 
 
 def test_a_recording_of_ops_does_not_have_those_of_the_recorder():
     found = []
-    for is_recorded in (False, True):
+    for is_eager_autograd in (False, True):
         net = make_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         recorder = insight.FlightRecorder(every=1)
-        if is_recorded:
+        if is_eager_autograd:
             recorder.attach(net, optimizer)
         with insight.recording() as recording:
             net(torch.ones(4, 8)).sum().backward()

@@ -11,12 +11,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from interrupt_tracer import Interrupt, choose, count_lines
+from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from training import backward
 
 import amp_patch as amp
-from amp_patch.training import StochasticRounding, step_parts, stochastic_rounding
+from amp_patch.training import StochasticRounding, bfloat16_states, step_parts, stochastic_rounding
 
 
 def from_bits(bits):
@@ -367,6 +367,16 @@ def test_a_damaged_state_is_refused(entry):
         amp.load_state_dict({**saved, "stochastic_rounding": entry})
 
 
+def test_a_step_that_a_graph_captures_is_refused(monkeypatch):
+    model, optimizer = start(adam)
+    train(model, optimizer, 1)
+    before = read(optimizer)
+    monkeypatch.setattr(bfloat16_states, "is_capturing", lambda: True)
+    with pytest.raises(amp.errors.OptimizerError, match="same random numbers"):
+        train(model, optimizer, 1)
+    assert_equal(read(optimizer), before)
+
+
 def test_an_interrupted_step_leaves_states_to_go_on_with(monkeypatch):
     """Each state is that of before the step, or that of after it but for the rounding."""
     monkeypatch.setattr(step_parts, "_PART_ON_CPU", 60)
@@ -388,8 +398,7 @@ def test_an_interrupted_step_leaves_states_to_go_on_with(monkeypatch):
     amp.reset()
     for at in choose(places, 12, "states"):
         optimizer = prepare()
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
-            optimizer.step()
+        interrupted_at(at, optimizer.step)
         torch.set_grad_enabled(True)
         amp.reset()
         for value, old, new in zip(read_float32(optimizer), before, after, strict=True):

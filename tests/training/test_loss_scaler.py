@@ -233,6 +233,7 @@ def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -
     assert scaler.state_dict() == {"loss_scale": 32.0, "unskipped": 1}
     scaler.set_loss_scale(1.0)
     assert scaler.is_identity is (loss_scale != "dynamic")
+    assert scaler.awaits_backward is not scaler.is_identity  # where the scale is 1, nothing is divided by it
 
 
 def test_a_decision_that_is_due_does_not_touch_a_scale_set_by_hand() -> None:

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm with Apex's arguments, on torch's functions.
 
-Statistics are always float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
+Results are computed in float32 or wider. (On a CPU, torch keeps the statistics of 16-bit tensors in 16 bits for the
+backward pass.) A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
 the weight, for any combination of the two, also under amp. (Apex's norms failed on 16-bit inputs with float32 weights,
 and its RMSNorm without a weight returned float32.) One exception: a fused RMSNorm with a 16-bit weight returns the
 weight's dtype. Libraries put it in the place of their own norms, such as T5's, which return the weight's dtype.
@@ -128,7 +129,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
-        # for None, torch would use the eps of the dtype, and 16-bit results would differ from float32
+        # for None, the eps of torch depends on its version, and in some versions on the dtype
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
 
 

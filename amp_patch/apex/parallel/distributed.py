@@ -198,7 +198,7 @@ class Reducer:
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()
         if session is not None:
-            session.decide_with(dist.group.WORLD)
+            session.share_skips_with(dist.group.WORLD)
         masters = [] if session is None else [session.find_master(parameter) for parameter in params]
         holders = [*params, *(master for master in masters if master is not None)]
         flat_dist_call([*self.grads, *(holder.grad for holder in holders if holder.grad is not None)], dist.all_reduce)

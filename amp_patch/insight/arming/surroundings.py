@@ -52,7 +52,7 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
         undo.enter_context(_autocast_as(session.device_type, surroundings.low))
         undo.enter_context(session.switch.outside_regions())
         if surroundings.region is not None:
-            undo.enter_context(session.switch.region(surroundings.region, pauses=False))
+            undo.enter_context(session.switch.region(surroundings.region, pauses_autocast=False))
         if surroundings.is_inference:
             undo.enter_context(torch.inference_mode())
         undo.enter_context(torch.set_grad_enabled(surroundings.has_grad))

@@ -23,8 +23,8 @@ SAFETY = 4.0
 """A factor above 1, because four variants do not show the largest difference that is possible."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-"""The floor of a run by its 16-bit dtype: half a unit in the last place, relative to the value. If every element of a
-tensor is rounded the other way, the tensor changes by about this share at most.
+"""The floor of a run by its 16-bit dtype: half a unit in the last place, relative to the value: the most by which
+rounding to this dtype changes a number. A number that is rounded the other way changes by up to twice as much.
 """
 
 FLOAT32_FLOOR = 1e-5
@@ -56,7 +56,7 @@ def norm_of(sketch: Sequence[float]) -> float | None:
 def compare_sketches(base: Sequence[float], values: Sequence[float]) -> float | None:
     """Return the relative difference (L2) of two sketches, |values - base| / |base|; None if both are empty.
 
-    It is inf if their lengths differ, if `base` is zero, or if a value is not finite.
+    0 if both are equal. Otherwise inf if their lengths differ, if `base` is zero, or if a value is not finite.
     """
     if not base and not values:
         return None
@@ -74,7 +74,7 @@ def compare_sketches(base: Sequence[float], values: Sequence[float]) -> float | 
 def compare_norms(base: float | None, value: float | None) -> float | None:
     """Return the relative difference of two norms, |value - base| / |base|; None if `base` is None.
 
-    It is inf if `value` is None, if `base` is zero, or if one of them is not finite; 0 if both are NaN.
+    0 if both are equal, or both NaN. Otherwise inf if `value` is None, `base` is zero, or one of them is not finite.
     """
     if base is None:
         return None
@@ -106,14 +106,16 @@ class Variants:
                     what = "starts with other weights" if field == "weights" else "gets other inputs"
                     return (
                         f"two runs with the same seed differ from the first step on: {name} ({module.type}) {what}."
-                        " Seed what draws random numbers, for example torch.Generator, or random in worker processes"
+                        " Seed what draws random numbers, for example torch.Generator, or the module random in worker"
+                        " processes"
                     )
         return ""
 
     def _compare(self, name: str, field: str, run: Measured) -> float | None:
         """Return the relative difference of a module's number between a variant and the base.
 
-        `field` is a field of `ModuleNumbersRecord`. None if the base has no such number.
+        `field` is a field of `ModuleNumbersRecord`. None if the base has no such norm, or neither has
+        such a sketch.
         """
         base, module = self._base.modules[name], run.modules.get(name)
         if field in TENSORS:

@@ -24,11 +24,13 @@ class Comparison(Summary):
         return f"<Comparison: {heading(self)}; print() shows it>"
 
     def table(self, width: int | None = None) -> str:
-        """Return a verdict for each run, a table with a row for each run, and notes.
+        """Return the verdicts, a table with a row for each run, and notes.
+
+        The reference has no verdict, and runs that have failed with the same error share one.
 
         Args:
-            width: the most columns of the table, which then leaves out columns of zeros and shortens names. None: all
-                columns and whole names.
+            width: the most characters in a line of the table. To fit, it leaves out columns that say nothing, then the
+                least important ones, and shortens names. None: no limit.
         """
         return format_comparison(self, width)
 

@@ -229,8 +229,9 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 class LayerProbe(Probe):
     """Samples layers in the first step of a run, and measures the memory of the second.
 
-    With `has_errors`, it also measures the errors of ops in the first step. Without `has_errors`, it follows updates of
-    16-bit tensors in the `UPDATES` steps after the second.
+    In the first step, it also notes which ops have results in 16 bits. With `has_errors`, it measures instead the error
+    that 16 bits would add to each op. Without `has_errors`, it then follows the updates of 16-bit tensors in the
+    `UPDATES` steps after the second.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
@@ -298,7 +299,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step, and begin to follow the updates of later ones."""
+        """Sample the gradients before the first step. Tell the watch of updates that a later one begins."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:

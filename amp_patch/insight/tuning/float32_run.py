@@ -119,7 +119,7 @@ class _Shadowing:
 
     def start(self) -> None:
         """Watch ops, and send all casts of this thread to float32."""
-        region = self._session.switch.region(Mode.FLOAT32, pauses=False)
+        region = self._session.switch.region(Mode.FLOAT32, pauses_autocast=False)
         self._undo.callback(region.close)
         region.open()
         self._undo.callback(self._watch.stop)
