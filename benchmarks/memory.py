@@ -133,8 +133,7 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
         for _ in range(WARMUP):
             trainer.step(losses)
         trainer.optimizer.zero_grad()
-        with torch.no_grad():
-            trainer.forward(losses[0])  # drops what a mode keeps from the step to the next pass, which is not counted
+        trainer.forward(losses[0])  # drops what a mode keeps from the step to the next pass, which is not counted
         meter.mark("start")
         for compute in losses[:-1]:
             trainer.backward(trainer.forward(compute), is_last=False)
