@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .groups import Groups
 from .loss_scaler import LossScaler
+from .split_masters import open_gradients
 from .unscaling import either, unscale_
 
 
@@ -24,7 +25,7 @@ class OptState(enum.Enum):
     """It is new, or has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
 
     PENDING = enum.auto()
-    """A `scale_loss` block with this optimizer has begun. Once its gradients are unscaled, `found_inf` describes them."""
+    """A `scale_loss` block with this optimizer has begun. `found_inf` describes its gradients once they are unscaled."""
 
     UNCHECKED = enum.auto()
     """It has gradients that no block with this optimizer has checked. The next block or step checks them.
@@ -112,6 +113,8 @@ def check_(holders: Iterable[Tensor], found_inf: Tensor) -> None:
     device.
     """
     gradients: list[Tensor] = []
+    holders = list(holders)
+    open_gradients(holders)
     for holder in holders:
         if holder.grad is not None:
             gradients.append(holder.grad)

@@ -197,7 +197,7 @@ def test_the_table_of_levels_is_that_of_the_presets():
         for name, shown in written.items():
             said = {True: "yes", False: "no", None: "-"}.get(properties[name], str(properties[name]))
             assert shown[level] in (said, str(properties[name])), (level, name)
-    assert len(written) == 8
+    assert len(written) == 9
 
 
 def test_pages_name_public_functions_that_there_are():
