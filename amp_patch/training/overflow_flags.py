@@ -25,7 +25,7 @@ class OptState(enum.Enum):
     """It is new, or has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
 
     PENDING = enum.auto()
-    """A `scale_loss` block with this optimizer has begun. `found_inf` describes its gradients once they are unscaled."""
+    """A `scale_loss` block with this optimizer has begun. `found_inf` describes gradients once they are unscaled."""
 
     UNCHECKED = enum.auto()
     """It has gradients that no block with this optimizer has checked. The next block or step checks them.
