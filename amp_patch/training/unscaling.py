@@ -152,7 +152,7 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set them to None. Without a scale, a closed master that has no gradient yet keeps it in 16 bits.
+    masters, and set them to None. Without a scale, a closed master without a gradient may keep it in 16 bits.
 
     Args:
         pairs: each parameter with its master.
