@@ -20,8 +20,8 @@ class Groups:
     Args:
         optimizer: held by a weak reference.
         masters: the masters of the session.
-        use_masters: whether every 16-bit parameter gets a float32 master. If False, only the state of cast parameters
-            is cast.
+        use_masters: whether every 16-bit parameter that is not quantized gets a float32 master. If False, only the
+            state of cast parameters is cast.
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:

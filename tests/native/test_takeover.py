@@ -488,7 +488,7 @@ def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
         assert amp.stats().steps == 1
 
 
-def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
+def test_functions_of_amp_without_initialize_say_to_initialize() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
