@@ -122,7 +122,7 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 
 
 def refuse_kernel(op: str) -> None:
-    """Raise OpListError for the name of a kernel, such as `aten::mm`. The message suggests the function that runs it.
+    """Raise OpListError for the name of a kernel, such as `aten::mm`. The message names the function that runs it, if found.
 
     Recordings and profilers name kernels, so users copy these names into lists.
     """
@@ -144,7 +144,9 @@ def refuse_kernel(op: str) -> None:
 def _is_module_class(owner_name: str, name: str) -> bool:
     """Return whether a name, such as `LayerNorm` or `torch.nn.LayerNorm`, means one of torch's module classes."""
     may_be_module = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
-    return may_be_module and isinstance(getattr(torch.nn, name, None), type)
+    value = getattr(torch.nn, name, None)
+    # `torch.nn.Parameter` is a class, but not of modules
+    return may_be_module and isinstance(value, type) and issubclass(value, torch.nn.Module)
 
 
 def _suggest_op(op: str, name: str) -> str:
