@@ -42,7 +42,7 @@ def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) 
 def _fix_fault(
     runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording"
 ) -> int:
-    """Write a list against a fault, and run the script with it. Entries against the fault that remains are added, up to `_ROUNDS` times.
+    """Write a list against a fault, and run the script with it. Add entries while a fault remains.
 
     Return the exit code: 0 if the list is enough.
     """

@@ -64,13 +64,17 @@ class TracedRun:
 
     @property
     def _checked(self) -> int:
-        """The number of steps that were checked; 0 or less for none. Steps before the first autocast region were not."""
-        begun = max((recording.run.steps_before for recording in self.watched.recordings), default=0)
-        return max(self.watched.steps, default=0) - max(self._first, begun)
+        """The number of steps that were checked; 0 or less for none. See `_steps_before` for steps that are not."""
+        return max(self.watched.steps, default=0) - max(self._first, self._steps_before)
+
+    @property
+    def _steps_before(self) -> int:
+        """The number of steps that the script took before it used a model or torch.autocast. They are not checked."""
+        return max((recording.run.steps_before for recording in self.watched.recordings), default=0)
 
     @property
     def are_all_skipped(self) -> bool:
-        """Whether the script ended without an error, and a dynamic loss scale that came down skipped all checked steps."""
+        """Whether the script ended without an error, and a falling dynamic loss scale skipped all checked steps."""
         return 0 < self._checked <= len(self._searches) and not self.watched.code
 
     def print_search(self) -> None:
@@ -113,7 +117,7 @@ class TracedRun:
 
     @property
     def misuses(self) -> "list[MisuseRecord]":
-        """How the script uses GradScaler and autocast wrongly, from the first recording: all ranks run the same script."""
+        """How the script misuses GradScaler and autocast. The first recording is enough: ranks run the same script."""
         return [misuse for recording in self.watched.recordings[:1] for misuse in recording.misuses]
 
     def print_misuses(self) -> None:
@@ -124,10 +128,10 @@ class TracedRun:
             print_report(format_misuses(self.misuses), [False])
 
     def report_none(self) -> int:
-        """Print that no fault was found, with the quiet losses, or why the script could not be checked. Return the exit code.
+        """Print that no fault was found, and quiet losses, or why nothing could be checked. Return the exit code.
 
-    Raises KeyboardInterrupt if Ctrl-C ended the run.
-    """
+        Raises KeyboardInterrupt if Ctrl-C ended the run.
+        """
         if self.are_all_skipped:
             return 0  # `print_search` has said so
         has_checked = bool(self.watched.recordings) and self._checked > 0
@@ -157,6 +161,8 @@ class TracedRun:
             return f"{ended} without an optimizer step; the values that it computed fit{question}"
         if self._checked <= 0:
             taken = count_of(steps, "optimizer step")
+            if self._first < self._steps_before:
+                return f"{ended} after {taken}, all before it used a model or torch.autocast"
             return f"{ended} after {taken}, but steps from {self._first} on were to be checked"
         return f"{ended} after {count_of(self._checked, 'step')}, in which every value fits"
 
@@ -187,7 +193,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # The files that repeated runs write go to a folder of this name. One name for all, so that only the last run's files are kept.
+    # The files that repeated runs write go to a folder of this name. Each run replaces those of the run before.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

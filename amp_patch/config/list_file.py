@@ -289,7 +289,7 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
-        """Return the text of a warning if no version of torch that exists or is supported is within the bounds, else None."""
+        """Return the text of a warning if the bounds leave out every existing and supported torch, else None."""
         # a list may be ahead of the running torch by a minor version, but not by a major one
         if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"

@@ -91,8 +91,7 @@ class OpLists:
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
         neutral: functions that a later file took off their list, by an entry under `neutral`.
-        other_torch: entries whose `since` and `until` exclude the torch that the lists are read for, usually the running
-            one.
+        other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
 
@@ -250,8 +249,8 @@ class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
     Call `read_file` for each file in order, then `resolve`. Before `resolve`, the `rule` of each `Spelling` is the rule
-    of its entry, also for functions that write in place. If errors are collected, an OpListError ends only the innermost
-    `with self._diagnostics` block around it, and reading goes on after the block.
+    of its entry, also for functions that write in place. If errors are collected, an OpListError ends only the block
+    `with self._diagnostics` around it, and reading goes on after the block.
 
     Args:
         may_be_overlay: see `load_oplists`.
@@ -415,8 +414,8 @@ class Overlay:
     # ---- warnings about entries without effect ----
 
     def _warn_of_version(self, entry: OpEntry, version: Version, is_shipped: bool) -> None:
-        """Warn if the bounds of an entry exclude every torch (`OpEntry.find_warning`). When a user's file is checked, also
-        warn if they exclude only the version that it is read for.
+        """Warn if the bounds of an entry exclude every torch (`OpEntry.find_warning`). When a user's file is checked,
+        also warn if they exclude only the version that it is read for.
         """
         reason = entry.find_warning()
         if reason is None and self._diagnostics.is_collecting and not is_shipped:

@@ -122,7 +122,7 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 
 
 def refuse_kernel(op: str) -> None:
-    """Raise OpListError for the name of a kernel, such as `aten::mm`. The message names the function that runs it, if found.
+    """Raise OpListError for the name of a kernel, such as `aten::mm`. It suggests the function that runs it, if known.
 
     Recordings and profilers name kernels, so users copy these names into lists.
     """

@@ -48,7 +48,7 @@ _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 _MAX_DEPTH = 6
-"""The largest number of names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
+"""The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
 
 
 class Origin(NamedTuple):
@@ -191,7 +191,10 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values that a name may have: assigned to it, passed for it as an argument, or of a field (`_find_fields`)."""
+        """Return the values that a name may have: those assigned to it, and those passed for it if it is an argument.
+
+        An attribute also has those of `_find_fields`.
+        """
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
         scope = self._scope_of(node)

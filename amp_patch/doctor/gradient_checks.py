@@ -98,7 +98,7 @@ def _clips_by_name(script: Script, call: ast.Call) -> bool:
 
 
 def _knows_scaler(script: Script, call: ast.Call) -> bool:
-    """Return whether the called function may unscale gradients: it is given a scaler, a Fabric or an Accelerator, or has
+    """Return whether the called function may unscale gradients: it is given a scaler, Fabric or Accelerator, or has
     "scal" in its source.
     """
     if any("scal" in name.lower() or "fabric" in name or "accelerator" in name for name in names_in(call)):
