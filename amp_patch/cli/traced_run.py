@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes: a value does not fit; the script could not be checked."""
+"""Exit codes: a value does not fit, or another fault is reported; the script could not be checked."""
 
 
 class TracedRun:

@@ -168,7 +168,7 @@ def get_names(op: str) -> tuple[str, ...]:
 def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
 
-    Operators have none. A twin that ends with `_out` takes the tensor that it writes to as an additional argument.
+    Operators have none. A twin that ends with `_out` has an additional first argument, the tensor that it writes to.
     """
     owner_name, name = key
     if name.endswith("_") or owner_name.partition(".")[0] != "torch":
