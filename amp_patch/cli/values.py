@@ -68,7 +68,7 @@ def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> No
 
 def add_wide(parser: argparse.ArgumentParser) -> None:
     """Declare --wide."""
-    about = f"print all columns and whole names (default: what fits {WIDTH} columns)"
+    about = f"print all columns and whole names (default: what fits {WIDTH} characters)"
     parser.add_argument("--wide", action="store_true", help=about)
 
 
