@@ -65,7 +65,7 @@ def _name_recording(recording: Recording) -> str:
 
 @display.as_html.register
 def _show_recording(recording: Recording) -> Markup:
-    """Return the runs of a comparison; else the faults of a recording, or its ops if it has no faults."""
+    """Return the runs of a comparison; else the faults of a recording, else its ops, exceptions or samples."""
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
     faults = recording.faults

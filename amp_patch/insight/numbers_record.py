@@ -12,7 +12,8 @@ class OptimizerRecord:
         number: the number of the optimizer, in the order of first steps.
         type: the name of its class.
         group: the number of the parameter group.
-        settings: `name=value` for each setting of the group that is a number, text, or a tuple of numbers; sorted.
+        settings: `name=value` for each setting of the group that is a number, text, None, a sequence of these, or a
+            tensor of one element; sorted.
     """
 
     kind: ClassVar[str] = "optimizer"
@@ -27,7 +28,7 @@ class OptimizerRecord:
 class ModuleNumbersRecord:
     """Numbers of a module that has parameters of its own, or no submodules.
 
-    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with signs that depend on the shape alone.
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with random signs, the same in each run.
     The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
@@ -56,7 +57,7 @@ class ModuleNumbersRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepNormsRecord:
-    """L2 norms over all parameters, a value for each step of an optimizer, in the order of steps.
+    """L2 norms over all parameters of an optimizer, a value for each step of each optimizer, in the order of steps.
 
     Attributes:
         gradients, updates: the norms of the unscaled gradients, and of the changes of the parameters.

@@ -69,7 +69,8 @@ class _Successor(NamedTuple):
 
 
 class UpdateWatch:
-    """Follows the changes of 16-bit tensors. It reads values on the host when a step ends, and changes none.
+    """Follows the changes of 16-bit tensors. It reads values on the host when a step begins and ends, and changes
+    none.
 
     Args:
         name: returns the qualified name of a tensor of a model, "" for another tensor, and None for a tensor whose
