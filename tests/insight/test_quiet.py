@@ -4,6 +4,7 @@ Guards: insight/quiet_record, insight/quiet_text, insight/watching, insight/quie
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -196,3 +197,16 @@ def test_a_state_that_an_optimizer_keeps_in_16_bits_is_named():
     (lost,) = recording.quiet
     assert (lost.cause, lost.op, lost.role) == ("lost update", "Averaging", "seen")
     assert lost.tensor.startswith("seen of")
+
+
+def test_a_fresh_copy_of_a_weight_with_nan_is_not_called_stale():
+    model = network(torch.float32)
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(4, 8)).float().sum().backward()
+
+    recording = insight.trace(step, on_fault="record")
+    assert recording.faults and recording.quiet == []
