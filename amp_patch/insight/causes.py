@@ -37,7 +37,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def applies(self, fault: FaultRecord, course: Course) -> bool:
-        """Return whether this is the cause of a fault. No diagnosis before this one in `DIAGNOSES` applies to it."""
+        """Return whether this is the cause of a fault to which no diagnosis before this one in `DIAGNOSES` applies."""
 
     @abc.abstractmethod
     def describe(self, fault: FaultRecord) -> str:

@@ -21,7 +21,7 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""Bytes of a line. A longer line is refused, so that a file without line ends is never read into memory."""
+"""Bytes of a line. A longer line is refused, so that a file without line ends is not read whole."""
 
 MAX_INT = 1 << 63
 """Integers in a file have smaller magnitudes."""

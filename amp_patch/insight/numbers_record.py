@@ -35,7 +35,8 @@ class ModuleNumbersRecord:
     Attributes:
         module, type: the qualified name, and the name of the class.
         weights: the sketch of the parameters before the first step.
-        output, dtype: the sketch of the first floating tensor in the output of the first call, and its dtype.
+        output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
+            dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.
         update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None
             without such a step.

@@ -61,7 +61,7 @@ class FailedIn(NamedTuple):
     """Where an op ran that raised an exception.
 
     Attributes:
-        forward: the call of the forward pass whose backward pass ran; None in a forward pass.
+        forward: the call of the forward pass whose backward pass ran; None in a forward pass, or if it is unknown.
         is_reached: whether lists and rules for modules act there.
     """
 

@@ -100,7 +100,8 @@ class Op(NamedTuple):
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments and its result.
-        before: its arguments, with copies from before the call of those that it reads and then writes.
+        before: its arguments, with copies from before the call of those that it reads and then writes; without a
+            `FaultFinder`, the arguments themselves.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 

@@ -61,7 +61,7 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of a takeover."""
+    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of `native`."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.autocast_increment_nesting()
     try:

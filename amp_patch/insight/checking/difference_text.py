@@ -17,7 +17,7 @@ SAME = 1.25
 
 
 def describe_files(before: Path, after: Path) -> list[str]:
-    """Return a line for each difference of two files: contracts, recordings of ops, or comparisons.
+    """Return lines on the differences of two files: contracts, recordings of ops, or comparisons.
 
     A contract and a recording are compared by their ops. Raises RecordError for other files, and for two that have
     nothing in common.

@@ -23,7 +23,9 @@ their dtypes.
 """
 
 GROWN = 2.0
-"""A report on an output out of its band mentions its error against float32 if it has grown by more than this factor."""
+"""A diff of two contracts mentions the error against float32 of an output out of its band if it has grown by more than
+this factor. A check does not measure this error.
+"""
 
 MOST_LOST = 2.0
 """A training may lose this multiple of the share of updates that it lost when the contract was made."""

@@ -36,7 +36,7 @@ class Judged(NamedTuple):
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
-    """Return the verdicts, the table and the notes. The table is at most `width` characters wide; None: no limit."""
+    """Return the verdicts, the table and the notes. The table is shortened towards `width` characters; None: not."""
     verdicts = [verdict.text for verdict in judge_runs(comparison)]
     if verdicts:
         verdicts.append("")

@@ -87,7 +87,7 @@ class FlightRecorder:
         Args:
             models: a model, or a list of them.
             optimizers: an optimizer, or a list of them.
-            scaler: the GradScaler of the loop. It records its scale, and counts the steps that it skips.
+            scaler: the GradScaler of the loop. Its scale is recorded, and the steps that it skips are counted.
         """
         new_models, new_optimizers = as_models(models), as_optimizers(optimizers)
         if not new_models or not new_optimizers:

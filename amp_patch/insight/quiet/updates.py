@@ -1,8 +1,8 @@
 """`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
-bits, every op that changes it runs a second time in float32, on a copy. When the step ends, the stored change is
-compared with the true one.
+bits, the ops that change it run a second time in float32, on a copy, as far as `BUDGET` allows. When the step ends, the
+stored change is compared with the true one.
 """
 
 import weakref
