@@ -1,4 +1,4 @@
-"""`FlightRecord`: the magnitudes of one module over the sampled steps of a training."""
+"""`FlightRecord`: the magnitudes of a module, a value or the loss scale over the sampled steps of a training."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +19,7 @@ class FlightKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """The samples of one module, oldest first. Steps in which it did not run have no sample.
+    """The samples of one module, value or loss scale, oldest first. Steps in which it did not run have no sample.
 
     Attributes:
         subject: OUTPUT: all floating tensors that `forward` returns; GRADIENT: the gradients of the module's own

@@ -71,4 +71,4 @@ class StepNormsRecord:
 
 
 SKETCH = 16
-"""The number of values of a sketch: it estimates the norm of a difference within a factor of 1.4 in 95 of 100 cases."""
+"""The number of values of a sketch: it estimates the norm of a difference within a factor of 1.4 in 93 of 100 cases."""

@@ -38,9 +38,10 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    It changes no number of the training. In a step that is not sampled, it costs two Python calls. A sampled step has a
-    forward hook on each module, and takes two kernel launches for each output and each gradient. The host does not wait
-    for them, except on MPS. It works under `torch.autocast`, under `amp.initialize` and without mixed precision.
+    It changes no number of the training. In a step that is not sampled, it costs two hooks of the optimizer. A sampled
+    step has a forward hook on each module, and takes two kernel launches for each output and each gradient. The host
+    does not wait for them, except on MPS. It works under `torch.autocast`, under `amp.initialize` and without mixed
+    precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
     recorded without the loss scale of `amp.initialize` or a GradScaler. A loss that the script scales itself leaves its
@@ -120,7 +121,10 @@ class FlightRecorder:
 
     @property
     def records(self) -> list[FlightRecord]:
-        """The samples of each module. Waits until they are on the host."""
+        """The samples: for each module a record of outputs and one of gradients; one for each value and loss scale.
+
+        Waits until they are on the host.
+        """
         return self._sampler.records()
 
     @property
@@ -136,7 +140,7 @@ class FlightRecorder:
         return summarize(self.records)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the samples to a file, one line of JSON for each module. The file is written whole, or not at all.
+        """Write the samples to a file, a line of JSON for each of `records`. The file is written whole, or not at all.
 
         `amp-patch explain --from` and `insight.Recording.read` read it. Raises OSError.
         """

@@ -96,7 +96,7 @@ class UpdateWatch:
         self.step = 0
 
     def records(self) -> list[Any]:
-        """Return the losses so far."""
+        """Return the records of the lost changes so far."""
         return self.tally.records()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
