@@ -1,4 +1,4 @@
-"""Shows recordings, faults, exceptions and comparisons in `print`, and in notebooks as tables without style or script."""
+"""Shows recordings, faults, exceptions and comparisons: in `print`, and in notebooks as tables without style."""
 
 from collections.abc import Iterable, Sequence
 
