@@ -85,7 +85,7 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Return the absolute path of a file that the command can write at its end, in a folder that exists."""
+    """Return the absolute path of a file that the command can write when it ends, in a folder that exists."""
     path = Path(text).absolute()
     try:
         check_writable(path)
