@@ -48,9 +48,7 @@ def is_traced() -> bool:
 
 
 def is_eager_autograd() -> bool:
-    """Return whether only autograd records ops here: gradients are enabled, and no function transform, tracer or
-    compiler is active.
-    """
+    """Return whether gradients are enabled, and no function transform, torch.jit tracer or compiler is active."""
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
@@ -75,7 +73,7 @@ def run_eagerly() -> Callable[[], object]:
 
 
 def forget_compiled_code() -> None:
-    """Drop the code that torch.compile has made in this process. It keeps its casts when patches change."""
+    """Drop the code that torch.compile has made in this process, because it would keep the casts of earlier patches."""
     if is_dynamo_imported():
         torch.compiler.reset()
 

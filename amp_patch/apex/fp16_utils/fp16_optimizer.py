@@ -32,7 +32,7 @@ class FP16_Optimizer:
             overflow halves it and skips the step.
         dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
             must be 2. Read only if the loss scale is dynamic.
-        verbose: whether to print the package's messages, such as those about skipped steps.
+        verbose: print the package's messages, such as those about skipped steps. False leaves the verbosity as it is.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
     """
