@@ -2,7 +2,7 @@
 
 The method of a rule, such as `_whitelist`, returns the function `prepare` of an op. For each call of the op, `prepare`
 returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call with
-`out=`, nor (in mode BY_LISTS) in a call of a blacklisted op that names a dtype.
+`out=`, nor in a call of a blacklisted op that names a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -277,10 +277,12 @@ class OpCasts:
                 kwargs.get("inplace") or (len(args) > inplace_position and args[inplace_position])
             ):
                 return original, args, kwargs
-            if mode is not _BY_LISTS:
-                return self._in_region(original, args, kwargs, mode)
             if kwargs and (kwargs.get("out") is not None or kwargs.get("dtype") is not None):
                 return original, args, kwargs
+            if mode is not _BY_LISTS:
+                if any(value.__class__ is torch.dtype for value in args):
+                    return original, args, kwargs
+                return self._in_region(original, args, kwargs, mode)
             is_fast = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
@@ -309,8 +311,7 @@ class OpCasts:
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
         """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. The mode decides the
-        dtype, and not the list, nor a `dtype` in the call. A call that names `out` or another `out_dtype` runs as it
-        was written.
+        dtype, and not the list. A call that names `out` or another `out_dtype` runs as it was written.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
         result_dtype = kwargs.get("out_dtype") or target

@@ -254,7 +254,7 @@ class FP16_Optimizer:
             )
         try:
             self.optimizer.load_state_dict(inner)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the saved state of the optimizer does not fit this {type(self.optimizer).__name__} ({error}): load it"
                 " for the same parameter groups"
