@@ -79,7 +79,7 @@ def forget_compiled_code() -> None:
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches."""
+    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches, if this torch has such a tag."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))

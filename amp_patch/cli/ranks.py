@@ -53,7 +53,7 @@ class Ranks:
     def meet(self) -> Iterator[str]:
         """Context manager: make the shared folder unless it exists. At the end, the first rank removes it.
 
-        Yields the path of the folder. Raises SessionError if another user owns the folder.
+        Yields the path of the folder. Raises SessionError if there is a file, or a folder of another user.
         """
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
