@@ -404,6 +404,19 @@ def test_a_first_region_in_compiled_code_is_refused_before_a_step(tmp_path: Path
     assert torch.equal(net.layer.weight, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_code_keeps_the_rules_of_torch_in_regions_of_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    with warnings.catch_warnings(), native.install(lists=write_list(tmp_path, "blacklist: [linear]")):
+        warnings.simplefilter("ignore")
+        with torch.autocast("cpu", torch.float16):
+            assert net(torch.ones(1, 2)).dtype is torch.float32
+        with torch.autocast("cpu", dtype):
+            compiled = torch.compile(net, backend="eager")(torch.ones(1, 2))
+            assert compiled.dtype is net(torch.ones(1, 2)).dtype
+            assert compiled.dtype is (torch.float32 if dtype is torch.float16 else dtype)
+
+
 def test_without_any_amp_the_whole_script_is_one_region() -> None:
     with native.install("O4", everywhere=True):
         net = nn.Linear(2, 2)
