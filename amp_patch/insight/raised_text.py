@@ -24,7 +24,7 @@ def format_raised(raised: RaisedRecord, run: RunRecord | None) -> str:
 
 
 def entitle_raised(raised: RaisedRecord) -> str:
-    """Return the first line of an exception: the step, and its class."""
+    """Return the first line of an exception: its step, phase and class."""
     title = f"step {raised.step}, {raised.phase}: the script raised {raised.error}"
     if raised.rank:
         return f"rank {raised.rank}, {title}"

@@ -85,7 +85,7 @@ def find_float32_script() -> "Float32Script | None":
 
 
 def find_asked_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that the script asked for when it made a tensor: 16 bits, also if the tensor was widened."""
+    """Return the dtype that the script asked for when it made a tensor, also if the tensor was widened since."""
     script = _in_force.script
     return tensor.dtype if script is None else script.asked.find(tensor)
 
@@ -107,7 +107,8 @@ class Float32Script(events.Watcher):
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
-        is_timed: whether the time of later steps is that of float32: the mode, which takes time, has ended.
+        is_timed: whether later steps take the time of float32 steps. True until step `STEPS`; then False if the mode,
+            which takes time, has to stay.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class Float32Script(events.Watcher):
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """End the mode after `STEPS` steps, if it had nothing to widen in them."""
+        """End the mode after `STEPS` steps, unless it had work after the first, or keeps 16-bit code uncompiled."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
@@ -438,7 +439,7 @@ class Float32Script(events.Watcher):
 
 
 class _Mode(TorchFunctionMode):
-    """Passes all functions of torch to a `Float32Script`."""
+    """Passes the functions of torch to a `Float32Script`, except `_NEVER_WIDENED`."""
 
     def __init__(self, script: Float32Script) -> None:
         super().__init__()

@@ -78,6 +78,15 @@ def line_of(oplist, op):
 # ---- nothing changes -------------------------------------------------------------------------------------------------
 
 
+def test_reads_of_the_loss_scale_are_no_ops_of_the_script():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with insight.recording() as recorded:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert {op.phase for op in recorded.ops} == {"forward", "backward"}
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_recorded_run_is_bitwise_the_plain_one(level):
     def run(block):
