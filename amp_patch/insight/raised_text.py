@@ -91,7 +91,9 @@ def _describe_weight(operand: Operand) -> str:
         return f"{text}, cast by {operand.rule}"
     if operand.rule:
         return f"{text}, cast by {operand.entry} ({operand.rule})"
-    return text if operand.dtype == "f32" else f"{text}, which had this dtype when the script first called the model"
+    if operand.dtype == "f32" or text == operand.made_by:  # a gradient has the dtype of its weight
+        return text
+    return f"{text}, which had this dtype when the script first called the model"
 
 
 def _describe_input(operand: Operand) -> str:

@@ -135,7 +135,7 @@ def may_depend_on_dtype(error: RunFailedError) -> bool:
 
 
 def observes_ops(run: Run) -> bool:
-    """Return whether the probe that a run names observes every op. Imports no torch."""
+    """Return whether ops are observed in all steps: an armed run observes those of repeated steps. Imports no torch."""
     return not run.probe.startswith("arming.")
 
 
