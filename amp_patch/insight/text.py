@@ -178,7 +178,10 @@ def _by_module(ops: list[OpRecord], width: int | None) -> str:
         if table.least_width() <= width:
             table.shorten(width)
             return "\n".join([*table.lines(), *notes])
-    return "\n".join([*_by_module_in_groups(briefest, width), *notes])
+    heading, *lines = _by_module_in_groups(briefest, width)
+    if "line" not in heading.split():  # left out, so it needs no note
+        notes = []
+    return "\n".join([heading, *lines, *notes])
 
 
 def _by_module_in_groups(rows: list[tuple[str, ...]], width: int) -> Iterator[str]:

@@ -107,8 +107,7 @@ class Float32Script(events.Watcher):
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
-        is_timed: whether later steps take the time of float32 steps. True until step `STEPS`; then False if the mode,
-            which takes time, has to stay.
+        is_timed: False if the mode, which takes time, had to stay after `STEPS` steps; True until then.
     """
 
     def __init__(self) -> None:

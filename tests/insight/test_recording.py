@@ -681,6 +681,8 @@ def test_a_table_of_a_width_has_long_names_above_their_rows():
     wide = insight.format_recording(found, with_all=True).splitlines()
     names = {line.split("  ")[0] for line in wide[4 : wide.index("", 4)]}
     assert len(names) > 9 and names <= set(narrow)
+    narrowest = insight.format_recording(found, with_all=True, width=60)
+    assert "columns left out" in narrowest and "line: of" not in narrowest  # a note about a column that is not there
 
 
 def test_an_assignment_by_index_is_shown_where_it_casts():
