@@ -27,7 +27,7 @@ from .functions import (
 from .hardware import as_device_type
 from .reporting import say, say_once, set_verbosity
 from .saving import load_state_dict, state_dict
-from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype
+from .session import Session, Stats, as_enabled, as_models, as_optimizers, choose_policy, find_gathered_dtype, read_once
 from .session import current as _current
 from .torch_private import without_overrides
 from .training import UnscaledBlock, remove_step_was_skipped, set_step_was_skipped
@@ -84,6 +84,7 @@ def initialize(
     patch_torch_functions_type: torch.dtype | str | None = None,
     compute: str | None = None,
     split_masters: bool | None = None,
+    optimizer_state_type: torch.dtype | str | None = None,
     lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     presets: str | os.PathLike[str] | None = None,
     replace: bool = False,
@@ -102,7 +103,7 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains them.
-        patch_torch_functions_type, compute, split_masters: as above.
+        patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
@@ -138,10 +139,7 @@ def initialize(
         torch.float32
     """
     arguments = locals()  # all arguments by name; `choose_policy` picks the properties of the level among them
-    if isinstance(models, Iterator):
-        models = list(models)  # an iterator can be read only once, and it is returned as well
-    if isinstance(optimizers, Iterator):
-        optimizers = list(optimizers)
+    models, optimizers = read_once(models), read_once(optimizers)
     returned = models if optimizers is None else (models, optimizers)
     is_enabled = as_enabled(enabled)
     set_verbosity(verbosity)

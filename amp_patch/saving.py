@@ -6,13 +6,16 @@ from typing import Any
 from .errors import ArgumentTypeError, CheckpointError
 from .session import current as _current
 
+_ROUNDING = "stochastic_rounding"
+
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return amp's state for a checkpoint: the loss scales. If amp is disabled, there are none.
 
     The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
-    The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. `torch.load` can read the result
-    with weights_only=True. Waits for the device.
+    The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. If optimizers keep their state in
+    bfloat16, there is also `{"stochastic_rounding": {"steps": int}}`. `torch.load` can read the result with
+    weights_only=True. Waits for the device.
 
     Args:
         destination: a dictionary to add the entries to. None makes a new one.
@@ -33,11 +36,16 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     if not _current.state.is_disabled:
         for index, scaler in enumerate(_current.require().scalers):
             result[f"loss_scaler{index}"] = scaler.state_dict()
+        rounding = _current.require().bindings.rounding
+        if rounding is not None:
+            result[_ROUNDING] = rounding.state_dict()
     return result
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict`, of this package or of Apex. Does nothing if amp is disabled.
+
+    The result of a session that keeps optimizer state in another dtype can be loaded, too.
 
     Raises ArgumentTypeError if it is not a mapping, CheckpointError if it does not fit the loss scales or cannot be
     read, and SessionError before `initialize`. Then nothing is loaded.
@@ -50,14 +58,14 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     if _current.state.is_disabled:
         return
-    scalers = _current.require().scalers
+    scalers, rounding = _current.require().scalers, _current.require().bindings.rounding
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
             f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"
             " {'amp': amp.state_dict(), ...}, and pass torch.load(path)['amp']"
         )
     expected = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if set(state_dict) != set(expected):
+    if set(state_dict) - {_ROUNDING} != set(expected):
         raise CheckpointError(
             f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
             f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
@@ -66,6 +74,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     try:
         for name, scaler in zip(expected, scalers, strict=True):
             scaler.load_state_dict(_check_entry(name, state_dict[name]))
+        if rounding is not None and _ROUNDING in state_dict:
+            rounding.load_state_dict(state_dict[_ROUNDING])
     except (TypeError, ValueError) as error:
         # all or nothing: restore the scalers whose entries were loaded before the faulty one
         for scaler, saved in zip(scalers, before, strict=True):

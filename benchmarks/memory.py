@@ -49,7 +49,7 @@ class Footprint:
         masters: what the optimizer steps on in their place.
         optimizer: its state.
         saved: what forward leaves for backward: activations, and low copies of weights.
-        gradients: after the backward pass.
+        gradients: what the backward passes leave.
         peak: the most that was live in a step.
         peak_phase: when that was.
     """
@@ -133,6 +133,8 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
         for _ in range(WARMUP):
             trainer.step(losses)
         trainer.optimizer.zero_grad()
+        trainer.forward(losses[0])  # drops what a mode keeps from the step to the next pass, which is not counted
+        meter.mark("start")
         for compute in losses[:-1]:
             trainer.backward(trainer.forward(compute), is_last=False)
         meter.mark("before")
@@ -141,11 +143,10 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
         trainer.backward(loss, is_last=True)
         del loss
         meter.mark("backward")
-        owned = [*trainer.model.parameters(), *trainer.model.buffers()]
-        stepped = list(amp.master_params(trainer.optimizer))
-        gradients = count_bytes(tensor.grad for tensor in (*owned, *stepped) if tensor.grad is not None)
         trainer.update()
         meter.mark("update")
+        owned = [*trainer.model.parameters(), *trainer.model.buffers()]
+        stepped = list(amp.master_params(trainer.optimizer))
         weights = count_bytes(owned)
         masters = count_bytes([*owned, *stepped]) - weights
         if mode in SPLIT:
@@ -153,15 +154,22 @@ def measure(mode: str, workload: Workload, device: torch.device, fused: bool, mi
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
         optimizer = count_bytes(value for value in states if isinstance(value, Tensor))
         low = trainer.low
-    before, forward, backward, update = meter.phases()
+    start, before, forward, backward, update = meter.phases()
     highest = max(forward, backward, update, key=lambda phase: phase.peak)
     saved = forward.live - before.live
+    gradients = backward.live - start.live
     return Footprint(weights, masters, optimizer, saved, gradients, highest.peak, highest.name, low)
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """The size of the memory behind the tensors, each piece once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    plain: list[Tensor] = []
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):  # a state of 8 bits, with its scales
+            plain += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            plain.append(tensor)
+    storages = [tensor.untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

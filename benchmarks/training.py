@@ -6,6 +6,7 @@ Each way is a `Trainer` with the same three phases, so that what differs between
 import argparse
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -238,8 +239,10 @@ PURE = {"pure-float16": torch.float16, "pure-bfloat16": torch.bfloat16}
 OVERLAID = ("O1+fast", "O4+fast")
 DEFAULT_LISTS = {"O1": "float16", "O4": "bfloat16"}
 NATIVE = ("O4+native", "O5+native")
-SPLIT = ("O5+split",)
-MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID, *NATIVE, *SPLIT)
+SPLIT = ("O5+split", "O5+split+states")
+STATES = ("O4+states", "O5+split+states")
+EIGHT_BIT = ("O5+8bit",)
+MODES = ("float32", *AUTOCAST, *PURE, *LEVELS, *OVERLAID, *NATIVE, *dict.fromkeys((*SPLIT, *STATES)), *EIGHT_BIT)
 SLOW_ON_CPU = frozenset({"autocast-float16", "pure-float16"})  # kernels of torch, up to 150 times slower than float32
 
 
@@ -309,6 +312,13 @@ def _cast_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.to(low) if value.is_floating_point() else value for value in inputs)
 
 
+def make_8bit_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 8-bit states. It compiles its step."""
+    from torchao.optim import AdamW8bit  # not installed with the benchmarks
+
+    return AdamW8bit(model.parameters())
+
+
 @contextlib.contextmanager
 def prepared(
     mode: str,
@@ -321,14 +331,15 @@ def prepared(
 
     Args:
         mode: of `MODES`: a level may come with an op list to lay over its own ("O4+fast"), or with `compute="native"`
-            ("O4+native"), or with `split_masters=True` ("O5+split").
+            ("O4+native"), or with `split_masters=True` ("O5+split"), or with `optimizer_state_type="bfloat16"`
+            ("O4+states", "O5+split+states"), or with the AdamW of torchao that has 8-bit states ("O5+8bit").
         compile_mode: compile the model with torch.compile in this mode of it, or not at all.
     """
     level, _, overlay = mode.partition("+")
     model = build()
     if mode in PURE:
         model.to(PURE[mode]).register_forward_pre_hook(_cast_inputs)
-    optimizer = make_optimizer(model)
+    optimizer = make_8bit_optimizer(model) if mode in EIGHT_BIT else make_optimizer(model)
     try:
         if level in LEVELS:
             compute = "native" if mode in NATIVE else None
@@ -340,6 +351,7 @@ def prepared(
                 lists=lists,
                 compute=compute,
                 split_masters=split_masters,
+                optimizer_state_type="bfloat16" if mode in STATES else None,
                 verbosity=0,
             )
             trainer: Trainer = Amp(model, optimizer, amp.stats().low_dtype)
@@ -382,5 +394,9 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def default_modes(device: torch.device) -> list[str]:
-    """All modes, but on the CPU none that has torch's own float16."""
-    return [mode for mode in MODES if not (device.type == "cpu" and mode in SLOW_ON_CPU)]
+    """All modes, but on the CPU none that has torch's own float16, and without torchao none that needs it."""
+    left_out = set(SLOW_ON_CPU) if device.type == "cpu" else set()
+    if importlib.util.find_spec("torchao") is None:
+        print(f"torchao is not installed: without {', '.join(EIGHT_BIT)}\n")
+        left_out.update(EIGHT_BIT)
+    return [mode for mode in MODES if mode not in left_out]

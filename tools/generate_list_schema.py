@@ -14,9 +14,9 @@ from typing import Any
 from amp_patch.config.list_file import ARGUMENT, BOOLEANS, ENTRY_KEYS, KEYS, NAME, VERSION
 from amp_patch.config.module_rules import MODULE_KEYS, RUNS, TYPE_NAME
 from amp_patch.config.op_rules import RULE_KEYS
-from amp_patch.config.policy import COMPUTE, DynamicScale, Policy
+from amp_patch.config.policy import COMPUTE, STATE_TYPES, DynamicScale, Policy
 from amp_patch.config.shipped import lists_dir, shipped_names
-from amp_patch.dtypes import DTYPE_WORDS
+from amp_patch.dtypes import DTYPE_WORDS, parse_dtype
 
 REASONS = ("range", "kernel", "speed", "dtype-match", "parity")
 """Words for `why` that the shipped lists use; others are as good."""
@@ -34,6 +34,7 @@ LEVEL = {
     "keep_batchnorm_fp32": "true: BatchNorm layers keep float32 parameters and statistics.",
     "master_weights": "true: the optimizer steps on float32 copies of the 16-bit parameters.",
     "split_masters": "true: between steps, a master is its bfloat16 parameter and 16 more bits.",
+    "optimizer_state_type": "bfloat16: running averages of the optimizer are float32 only within a step.",
     "loss_scale": "A number; dynamic; or how a dynamic scale moves.",
     "compute": "How products of 16-bit values are computed; auto: native where the device has instructions for them.",
     "lists": "Op lists for the casts; null picks the list named after the dtype.",
@@ -183,12 +184,14 @@ def _module_keys() -> dict[str, Any]:
 
 def _level_keys() -> dict[str, Any]:
     number = {"type": ["number", "string"]}
+    state_types = "|".join(word for word in DTYPE_WORDS if parse_dtype(word, "") in STATE_TYPES)
     scales = {one.name: {**number, "description": one.metadata["allowed"]} for one in fields(DynamicScale)}
     kinds: dict[str, dict[str, Any]] = {
         "description": {"type": ["string", "null"]},
         "extends": {"type": "string"},
         "lists": _definition("lists"),
         "compute": {"enum": [*COMPUTE, None]},
+        "optimizer_state_type": {"type": ["string", "null"], "pattern": rf"^(torch\.)?({state_types})$"},
         "loss_scale": {
             "anyOf": [
                 {"enum": ["dynamic", None]},

@@ -162,9 +162,20 @@ def _parse_compute(value: object) -> str:
     raise PolicyError(f"{value!r} is not one of {', '.join(COMPUTE)}.{did_you_mean(value, COMPUTE)}")
 
 
+STATE_TYPES = (torch.float32, torch.bfloat16)
+
+
 def _parse_dtype_of(name: str) -> ParseValue:
     """Return a parser for the property `name`, whose values are dtypes. Its errors say the name."""
     return lambda value: parse_dtype(value, name)
+
+
+def _parse_state_type(value: object) -> torch.dtype:
+    dtype = parse_dtype(value, "optimizer_state_type")
+    if dtype not in STATE_TYPES:
+        reason = ": in float16, the squares of small gradients are 0" if dtype is torch.float16 else ""
+        raise PolicyError(f"optimizer_state_type={dtype} is not one of float32, bfloat16{reason}")
+    return dtype
 
 
 def _parse_lists(value: object) -> tuple[str, ...]:
@@ -212,6 +223,7 @@ class Policy:
     keep_batchnorm_fp32: bool | None = _property(_parse_boolean, None)
     master_weights: bool | None = _property(_parse_boolean, None)
     split_masters: bool | None = _property(_parse_boolean, None)
+    optimizer_state_type: torch.dtype | None = _property(_parse_state_type, None)
     loss_scale: float | DynamicScale = _property(parse_loss_scale, 1.0)
     compute: str = _property(_parse_compute, "auto")
     lists: tuple[str, ...] = _property(_parse_lists, ())
@@ -339,7 +351,17 @@ def find_contradictions(preset: Policy, given: Mapping[str, Any], policy: Policy
     problems += _find_in_scale_bounds(policy)
     if policy.split_masters:
         problems += _find_in_split_masters(policy)
+    if policy.optimizer_state_type is torch.bfloat16:
+        problems += _find_in_state_type(policy)
     return problems
+
+
+def _find_in_state_type(policy: Policy) -> Iterator[str]:
+    if policy.cast_model_type in LOW_DTYPES and not policy.master_weights:
+        yield (
+            f"optimizer_state_type={policy.optimizer_state_type}: {policy.opt_level} steps on weights in 16 bits, so"
+            " the optimizer state is in 16 bits anyway; leave it out"
+        )
 
 
 def _find_in_split_masters(policy: Policy) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Reads and checks the arguments of the public functions, before anything is changed."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ def as_enabled(enabled: Any) -> bool:
 
 
 # ---- models ----
+
+
+def read_once(objects: Any) -> Any:
+    """Return the items of an iterator as a list, because it can be read only once. Return anything else as it is."""
+    return list(objects) if isinstance(objects, Iterator) else objects
 
 
 def as_models(models: Any) -> list[nn.Module]:

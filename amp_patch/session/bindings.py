@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from ..training import (
     OverflowFlags,
     RuleRegions,
     ScaleUpdates,
+    StochasticRounding,
 )
 
 
@@ -39,6 +41,7 @@ class Bindings:
     Attributes:
         regions: applies module rules at a level that patches functions. None without rules, or at a level that casts
             models: there, `ModelBinding` applies the rules.
+        rounding: rounds the states of optimizers to bfloat16; None if they stay float32.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Bindings:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
+        self.rounding = StochasticRounding() if policy.optimizer_state_type is torch.bfloat16 else None
         self._awaits_step = False  # whether `on_step` still has to warn of unused rules, at the next step
         self._models: list[ModelBinding] = []
         self._optimizers: list[OptimizerBinding] = []
@@ -177,6 +181,7 @@ class Bindings:
                     masters=self.masters,
                     use_masters=bool(self._policy.master_weights),
                     split_masters=bool(self._policy.split_masters),
+                    rounding=self.rounding,
                     switch=self._switch,
                     cache=self._cache,
                     gradients=self.gradients,

@@ -79,3 +79,4 @@ from .step_was_skipped import get_step_was_skipped as get_step_was_skipped
 from .step_was_skipped import install_property as install_property
 from .step_was_skipped import remove_step_was_skipped as remove_step_was_skipped
 from .step_was_skipped import set_step_was_skipped as set_step_was_skipped
+from .stochastic_rounding import StochasticRounding as StochasticRounding

@@ -17,6 +17,7 @@ from ..torch_private import (
     is_wrapped_by_scheduler,
     reads_found_inf,
 )
+from .split_masters import has_gradient
 
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
 """The `step` functions of the optimizers of torch that have fused kernels."""
@@ -139,7 +140,7 @@ def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     return all(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
         for parameter in parameters
-        if parameter.grad is not None
+        if has_gradient(parameter)
     )
 
 

@@ -12,6 +12,7 @@ from ..torch_distributed import broadcast_tensors
 from .masters import Masters
 from .reduction import LocalGradients
 from .scale_updates import ScaleUpdates
+from .split_masters import open_gradients
 
 
 def zero_masters(
@@ -51,6 +52,7 @@ def clip_masters(
         for parameter in clipped:
             master = masters.get(parameter)
             with_masters.append(parameter if master is None else master)
+        open_gradients(with_masters)  # in one launch; torch would read one after another
         return original(with_masters, *args, **kwargs)
 
     return clip

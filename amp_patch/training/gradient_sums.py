@@ -43,7 +43,7 @@ from .masters import Pair
 from .overflow_flags import Block, OptState, OverflowFlags, check_
 from .reduction import LocalGradients, UnshardedSums
 from .scale_updates import ScaleUpdates
-from .unscaling import change_scale_, either, have_gradients, move_to_masters_, rescale_, unscale_
+from .unscaling import change_scale_, drop_gradients, either, have_gradients, move_to_masters_, rescale_, unscale_
 
 
 class GradientSums:
@@ -462,8 +462,7 @@ class GradientSums:
         holders = self._all_parameters()
         for flags in self.all_flags:
             holders += flags.groups.parameters()
-        for holder in holders:
-            holder.grad = None
+        drop_gradients(holders)
         self._scale, self._waiting = None, []
         self._change.is_half_done = False
         warn("an interrupt left gradients half unscaled, so they were dropped: the next step does not use them")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..dtypes import LOW_DTYPES, is_opaque
 from .masters import Masters, Pair
-from .split_masters import can_split
+from .split_masters import can_split, has_gradient
 
 
 class Groups:
@@ -102,7 +102,7 @@ class Groups:
 
     def has_gradients(self) -> bool:
         """Return whether some parameter or master has a gradient."""
-        return any(tensor.grad is not None for tensor in (*self.parameters(), *self.model_parameters()))
+        return any(map(has_gradient, (*self.parameters(), *self.model_parameters())))
 
     # ---- putting masters in, and taking them out ---------------------------------------------------------------------
 

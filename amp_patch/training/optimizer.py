@@ -21,6 +21,7 @@ from ..events import tell, watchers
 from ..interrupts import UndoStack
 from ..reporting import say
 from ..torch_private import STEP_POST_HOOKS, mark_step_called, put_first, remove_step_hook
+from .bfloat16_states import Bfloat16States
 from .first_step import FirstStepChecks
 from .fused_skip import CopyMastersHook, DeviceSkip, evaluates_closure_first, step_with_flag, steps_separately
 from .gradient_sums import GradientSums
@@ -31,6 +32,7 @@ from .overflow_flags import OptState, OverflowFlags
 from .step_log import Outcome, StepLog, waits_for_each
 from .step_parts import step_in_parts
 from .step_was_skipped import remove_step_was_skipped, set_step_was_skipped
+from .stochastic_rounding import StochasticRounding
 from .unscaling import either, find_nonfinite, move_to_masters_
 
 
@@ -52,6 +54,7 @@ class OptimizerBinding:
         masters, gradients: shared by all optimizers of the session.
         use_masters: whether every 16-bit parameter of the optimizer gets a float32 master.
         split_masters: whether these are split masters, if the optimizer updates each parameter separately.
+        rounding: rounds the state of such an optimizer to bfloat16 after each step. None: it stays as it is.
         switch: the switch of the session's casts, which are off during a step.
         cache: the weight cache of the session, or None without one.
         get_names: returns names of parameters, for messages.
@@ -65,6 +68,7 @@ class OptimizerBinding:
         masters: Masters,
         use_masters: bool,
         split_masters: bool,
+        rounding: StochasticRounding | None,
         switch: Switch,
         cache: WeightCache | None,
         gradients: GradientSums,
@@ -77,6 +81,9 @@ class OptimizerBinding:
         self._masters = masters
         self._use_masters = use_masters
         self._split_masters = split_masters
+        self._rounding = rounding
+        self._states: Bfloat16States | None = None  # None also if the optimizer may not step in parts
+        self._steps_in_parts = False
         self._switch = switch
         self._cache = cache
         self._gradients = gradients
@@ -89,7 +96,7 @@ class OptimizerBinding:
         self._undo = UndoStack()
         self._is_bound = False  # if not, the replaced methods only call the optimizer's own
         self._is_stepping = False
-        self._are_masters_copied = False  # whether `CopyMastersHook` has run in the current step
+        self._is_stored = False  # whether `CopyMastersHook` has run in the current step
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -107,8 +114,8 @@ class OptimizerBinding:
         inner_optimizers = _find_inner_optimizers(optimizer)
         self._is_bound = True
         self._undo.callback(self.groups.restore)
-        if self._split_masters:
-            self._decide_to_split(optimizer, inner_optimizers)
+        if self._split_masters or self._rounding is not None:
+            self._decide_to_step_in_parts(optimizer, inner_optimizers)
         for group in optimizer.param_groups:
             self._adopt(optimizer, group, float32_data)
         move_to_masters_(self.groups.placed.values(), None, None)  # gradients from before `initialize`
@@ -122,8 +129,10 @@ class OptimizerBinding:
             for group in inner.param_groups:
                 self._adopt(inner, group, float32_data)
             self._replace(inner, "step", self._step)
-        if self._use_masters:
-            hook = CopyMastersHook(self._copy_masters_in_step)
+        if self._states is not None:
+            self._bind_states(optimizer, self._states)
+        if self._use_masters or self._states is not None:
+            hook = CopyMastersHook(self._store_in_step)
             self._undo.callback_on(optimizer, remove_step_hook, hook)
             # before hooks of the script, which may read or edit the weights
             put_first(optimizer.register_step_post_hook(hook), STEP_POST_HOOKS, optimizer)
@@ -132,15 +141,31 @@ class OptimizerBinding:
         set_step_was_skipped(optimizer, False)
         self.attach("_lazy_init_maybe_master_weights", _masters_exist)
 
-    def _decide_to_split(self, optimizer: Optimizer, inner_optimizers: list[Optimizer]) -> None:
-        """Let new masters be split masters, or say that this optimizer cannot have them."""
-        self.groups.are_split = not inner_optimizers and steps_separately(optimizer.step)
-        if not self.groups.are_split:
-            say(
-                "amp_patch: %s keeps float32 masters: it is not known to update each parameter separately, as steps"
-                " with split masters do",
-                type(optimizer).__name__,
-            )
+    def _decide_to_step_in_parts(self, optimizer: Optimizer, inner_optimizers: list[Optimizer]) -> None:
+        """Let new masters be split masters, and states be bfloat16, or say that this optimizer cannot have them."""
+        self._steps_in_parts = not inner_optimizers and steps_separately(optimizer.step)
+        if self._steps_in_parts:
+            self.groups.are_split = self._split_masters
+            self._states = None if self._rounding is None else Bfloat16States(optimizer, self.groups, self._rounding)
+            return
+        kept = ["masters"] if self._split_masters else []
+        kept += [] if self._rounding is None else ["state"]
+        say(
+            "amp_patch: %s keeps float32 %s: it is not known to update each parameter separately, as steps in parts do",
+            type(optimizer).__name__,
+            " and ".join(kept),
+        )
+
+    def _bind_states(self, optimizer: Optimizer, states: Bfloat16States) -> None:
+        """Round the state that the optimizer has, and the state that it will load."""
+
+        def round_states(loaded: Optimizer) -> None:
+            if loaded is self.optimizer:
+                states.close_all()
+
+        self._undo.callback(states.open_all)
+        self._undo.callback(optimizer.register_load_state_dict_post_hook(round_states).remove)
+        states.close_all()
 
     def attach(self, name: str, value: Any) -> None:
         """Set an attribute of the optimizer until the binding is undone. A property of its class takes precedence."""
@@ -240,7 +265,7 @@ class OptimizerBinding:
         closure = kwargs.get("closure", args[0] if args else None)
         if not callable(closure):
             return self._step_once(original, args, kwargs)
-        if self.groups.are_split or any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
+        if self._steps_in_parts or any(scaler.is_dynamic for scaler in self._scale_updates.scalers):
             return self._step_after_closure(closure, original, args, kwargs)
         # under static scales no step is skipped, so the optimizer may call the closure whenever it wants
         args, kwargs = _replace_closure(functools.partial(self._evaluate, closure), args, kwargs)
@@ -273,6 +298,8 @@ class OptimizerBinding:
         """Update the scales, then take the step or skip it. Either way, forget the flags and log the step."""
         if not self._first_step.is_done:
             self._first_step.check()
+        if self._states is not None:
+            self._states.begin_step()
         optimizer: Any = self.reference()
         found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
         outcome: Outcome | None = None  # stays None if no loss was scaled: there is no flag then
@@ -310,12 +337,13 @@ class OptimizerBinding:
 
     def _take_step(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the optimizer's own step without casts, and copy the masters to the parameters."""
-        self._are_masters_copied = False
-        if self.groups.are_split:
+        self._is_stored = False
+        if self._steps_in_parts:
             optimizer: Any = self.reference()
             whole_step = functools.partial(run, *args, **kwargs)
-            end_part = self._drop_gradients
-            run = functools.partial(step_in_parts, optimizer, self.groups, self._masters, whole_step, end_part)
+            part_calls = (self._begin_part, self._drop_gradients)
+            has_states = self._states is not None
+            run = functools.partial(step_in_parts, optimizer, self.groups, whole_step, has_states, *part_calls)
             args, kwargs = (), {}
         elif self._split_masters:  # an optimizer with split masters may share them
             self._masters.open(self.groups.parameters())
@@ -324,14 +352,25 @@ class OptimizerBinding:
                 result = run(*args, **kwargs)
         else:
             result = run(*args, **kwargs)
-        if self._use_masters and not self._are_masters_copied:
+        if self._use_masters and not self._is_stored:
             self.copy_masters_to_parameters()
+        if self._states is not None:
+            self._states.end_step()
         return result
 
-    def _copy_masters_in_step(self) -> None:
-        """Copy the masters after the optimizer's own step, before other post-hooks run."""
-        self.copy_masters_to_parameters()
-        self._are_masters_copied = True
+    def _begin_part(self, parameters: list[Tensor], *, is_private: bool) -> None:
+        """Give split masters and bfloat16 states their float32 values. See `step_in_parts`."""
+        self._masters.open(parameters, is_private=is_private)
+        if self._states is not None:
+            self._states.open(parameters, is_private=is_private)
+
+    def _store_in_step(self) -> None:
+        """Copy the masters and round the states after the optimizer's own step, before other post-hooks run."""
+        if self._use_masters:
+            self.copy_masters_to_parameters()
+        if self._states is not None:
+            self._states.close(self.groups.parameters())
+        self._is_stored = True
 
     def _drop_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drop the gradients of the masters, except gradients that another optimizer has yet to step on.

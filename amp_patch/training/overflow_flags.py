@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .groups import Groups
 from .loss_scaler import LossScaler
+from .split_masters import open_gradients
 from .unscaling import either, unscale_
 
 
@@ -112,6 +113,8 @@ def check_(holders: Iterable[Tensor], found_inf: Tensor) -> None:
     device.
     """
     gradients: list[Tensor] = []
+    holders = list(holders)
+    open_gradients(holders)
     for holder in holders:
         if holder.grad is not None:
             gradients.append(holder.grad)

@@ -15,6 +15,7 @@ from ..torch_dispatch import without_functions
 from .gradient_sums import GradientSums
 from .loss_scaler import LossScaler
 from .overflow_flags import Block, OverflowFlags
+from .split_masters import has_gradient
 
 _mul = torch.ops.aten.mul.Tensor  # op lists may patch torch.mul, but cannot patch this
 
@@ -92,7 +93,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     def _check_backward(self) -> None:
         """Warn once if its optimizers have gradients, although the scaled loss did not go backward."""
         for flags in self.affected:
-            if any(parameter.grad is not None for parameter in flags.groups.parameters()):
+            if any(map(has_gradient, flags.groups.parameters())):
                 self.scaler.awaits_backward = False
                 warn(
                     "the scaled loss of this scale_loss block did not go backward in it, but the block has divided"

@@ -4,6 +4,9 @@ Between steps, a split master is its bfloat16 parameter and an int16 low half (s
 is one of the master (see `LowHalf`). The master is then *closed*: an object of `ClosedMaster`, which gets its float32
 values when Python code first uses them, and is an ordinary `torch.nn.Parameter` again, *open*, until the next step. It
 is the same object all the time, so groups, optimizer states and scripts may hold it.
+
+A closed master keeps its gradient in the dtype in which the backward pass left it, until Python code reads it, or the
+master is opened.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -43,6 +46,9 @@ _WITHOUT_VALUES = frozenset(
 )
 """What can be asked of a closed master without its values."""
 
+_GRADIENT: Any = Tensor.grad
+_REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
+
 
 class ClosedMaster(nn.Parameter):
     """A split master without float32 values: each element is NaN, for code in C++ that does not ask Python.
@@ -58,6 +64,10 @@ class ClosedMaster(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _GRADIENT.__get__:
+            open_gradients(args[:1])
+        elif func in _REPLACE_GRADIENT:
+            args[0].low_half.gradient = None
         if func in _WITHOUT_VALUES:
             with without_overrides():
                 return func(*args, **kwargs)
@@ -85,6 +95,7 @@ class LowHalf:
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
+        gradient: the gradient of the closed master if it is not in float32 yet, else None. Its layout is that of `low`.
         written: what the parameter was when the master was last written, or None.
         has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
         closed_data: the data of the closed master: NaN, without memory for each element.
@@ -96,6 +107,7 @@ class LowHalf:
     def __init__(self, parameter: Tensor, low: Tensor) -> None:
         self.parameter = parameter
         self.low = low
+        self.gradient: Tensor | None = None
         nan = torch.full((), torch.nan, dtype=torch.float32, device=low.device)
         self.closed_data = nan.expand(low.size())
         self.written: Tensor | None = None
@@ -163,14 +175,56 @@ def can_split(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
+def get_gradient(tensor: Tensor) -> Tensor | None:
+    """Return the gradient of a master or a parameter.
+
+    Does not make the float32 gradient of a closed master. If there is none yet, return the gradient that it keeps.
+    """
+    if type(tensor) is not ClosedMaster:
+        return tensor.grad
+    kept = tensor.low_half.gradient
+    with without_overrides():
+        return tensor.grad if kept is None else kept
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Return whether a master or a parameter has a gradient. Does not make the float32 gradient of a closed master."""
+    return get_gradient(tensor) is not None
+
+
+def open_gradients(masters: Iterable[Tensor]) -> None:
+    """Give closed masters float32 gradients, where their low halves keep the gradients in another dtype."""
+    opened: list[tuple[Tensor, LowHalf]] = []
+    copies: list[Tensor] = []
+    sources: list[Tensor] = []
+    with without_overrides(), torch.inference_mode(False), torch.no_grad():
+        for master in masters:
+            if type(master) is not ClosedMaster or master.low_half.gradient is None:
+                continue
+            half, gradient = master.low_half, master.low_half.gradient
+            if gradient.is_cpu:
+                master.grad = gradient.float()
+                half.gradient = None  # freed before the next one is converted
+                continue
+            opened.append((master, half))
+            sources.append(gradient)
+            copies.append(torch.empty_like(gradient, dtype=torch.float32))
+        copy_(group(copies, sources))
+        for (master, half), gradient in zip(opened, copies, strict=True):
+            master.grad = gradient
+            half.gradient = None
+
+
 def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: Tensor | None = None) -> None:
-    """Give closed masters their float32 values. Masters that are open stay as they are.
+    """Give closed masters their float32 values and gradients. Masters that are open stay as they are.
 
     Args:
         is_private: nobody but an optimizer uses the values before they are written.
         room: memory for the values of private masters on a CPU. See `join`.
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
+    masters = list(masters)
+    open_gradients(masters)  # an open master is read without `ClosedMaster`
     for master in masters:
         if type(master) is ClosedMaster:
             by_device.setdefault(master.low_half.low.device, []).append(master)
@@ -275,6 +329,7 @@ class SplitMasters:
         On a CPU, they take the memory of those that were open before them in the step, because fresh memory costs as
         much time as the kernels.
         """
+        open_gradients(masters)  # first, so that their 16-bit gradients are gone before the memory is taken
         size = 0
         with without_overrides():
             for master in masters:

@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 from ..torch_private import without_overrides
 from .fused_skip import has_foreign_hooks
 from .groups import Groups
-from .masters import Masters
-from .split_masters import ClosedMaster
+from .split_masters import ClosedMaster, has_gradient
 
 _PART_ON_CPU = 2**20
-"""Elements of the split masters in a part: 4 MiB of float32. A part has at least one parameter."""
+"""Float32 numbers that are open in a part: 4 MiB. A part has at least one parameter."""
 
 _PART = 2**24
 """The same on other devices, where each kernel costs a launch."""
+
+_STATES = 3
+"""The largest number of states that an optimizer of torch keeps for each element."""
 
 _Part = list[list[Tensor]]
 """Parameters of a part, for each group of the optimizer."""
@@ -27,24 +29,29 @@ _Part = list[list[Tensor]]
 def step_in_parts(
     optimizer: Optimizer,
     groups: Groups,
-    masters: Masters,
     run: Callable[[], Any],
+    has_states: bool,
+    begin_part: Callable[..., None],
     end_part: Callable[[list[Tensor]], None],
 ) -> Any:
     """Call `run`, a step without a closure, for each part of the parameters, and return its last result.
 
-    Before each call, the groups hold the parameters of one part, and its split masters are opened. The optimizer's hook
-    (`CopyMastersHook`) closes them. With hooks of the script, which must run once, there is one part.
+    Before each call, the groups hold the parameters of one part, and `begin_part` opens its split masters and states.
+    The optimizer's hook (`CopyMastersHook`) closes them. With hooks of the script, which must run once, there is one
+    part.
 
     Args:
         groups: the parameter groups of the optimizer.
+        has_states: whether states are opened, too.
+        begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
+            the script runs in the step.
         end_part: called with the parameters of each part after their step.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
-    parts = _divide(whole) if is_private else [whole]
+    parts = _divide(whole, groups.are_split, has_states) if is_private else [whole]
     if len(parts) == 1:
-        masters.open(_with_gradients(whole), is_private=is_private)
+        begin_part(_with_gradients(whole), is_private=is_private)
         return run()
     result = None
     groups.whole = whole
@@ -53,7 +60,7 @@ def step_in_parts(
             for group, parameters in zip(optimizer.param_groups, part, strict=True):
                 group["params"] = parameters
             stepped = _with_gradients(part)
-            masters.open(stepped, is_private=True)
+            begin_part(stepped, is_private=True)
             result = run()
             end_part(stepped)
     finally:
@@ -61,14 +68,18 @@ def step_in_parts(
     return result
 
 
-def _divide(whole: _Part) -> list[_Part]:
-    """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened."""
+def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
+    """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened.
+
+    `are_split`, `has_states`: what is opened.
+    """
     sized: list[tuple[int, int, Tensor]] = []
     with without_overrides():
         for number, parameters in enumerate(whole):
             for parameter in parameters:
-                is_opened = type(parameter) is ClosedMaster and parameter.grad is not None
-                sized.append((parameter.numel() if is_opened else 0, number, parameter))
+                opened = (are_split and type(parameter) is ClosedMaster) + _STATES * has_states
+                size = parameter.numel() * opened if has_gradient(parameter) else 0
+                sized.append((size, number, parameter))
         limit = _PART_ON_CPU if all(parameter.is_cpu for _, _, parameter in sized) else _PART
     if sum(size for size, _, _ in sized) <= limit:
         return [whole]
@@ -85,7 +96,6 @@ def _divide(whole: _Part) -> list[_Part]:
 
 def _with_gradients(part: Iterable[Iterable[Tensor]]) -> list[Tensor]:
     stepped: list[Tensor] = []
-    with without_overrides():
-        for parameters in part:
-            stepped += [parameter for parameter in parameters if parameter.grad is not None]
+    for parameters in part:
+        stepped += filter(has_gradient, parameters)
     return stepped

@@ -15,9 +15,11 @@ from ..torch_private import (
     foreach_norm,
     get_local_tensor,
     get_sparse_values,
+    get_storage_address,
+    get_storage_uses,
     view_negated,
 )
-from .split_masters import ClosedMaster
+from .split_masters import ClosedMaster, get_gradient, has_gradient, open_gradients
 
 # op lists may patch torch.reciprocal and torch.div, but cannot patch these
 _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Tensor
@@ -66,6 +68,14 @@ def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, aft
     rescale_(present, factor)
 
 
+def drop_gradients(holders: Iterable[Tensor]) -> None:
+    """Set the gradients of parameters and masters to None."""
+    for holder in holders:
+        if type(holder) is ClosedMaster:
+            holder.low_half.gradient = None
+        holder.grad = None
+
+
 def either(left: Tensor | None, right: Tensor) -> Tensor:
     """Return the larger of two flags, on the device of the first, or the second if the first is None."""
     return right if left is None else torch.maximum(left, right.to(left.device))
@@ -78,8 +88,9 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     """
     with_values: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
-        if parameter.grad is not None:
-            with_values.append((parameter, dense_values(parameter.grad)))
+        gradient = get_gradient(parameter)
+        if gradient is not None:
+            with_values.append((parameter, dense_values(gradient)))
     if not with_values:
         return []
     # A sum over inf or NaN is inf or NaN, and takes a tenth of the time of isfinite. If the sum is not finite, look at
@@ -96,7 +107,7 @@ def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     The sum is inf or NaN if a gradient has such a value. It can be inf for finite values, too, above 1e19.
     """
-    groups = _group_values([parameter.grad for parameter in parameters if parameter.grad is not None])
+    groups = _group_values([gradient for gradient in map(get_gradient, parameters) if gradient is not None])
     # in 16 bits, the square of a finite number may be infinite
     return [torch.stack(foreach_norm(values, 2, dtype=torch.float32)).sum() for values in groups]
 
@@ -141,7 +152,7 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set them to None.
+    masters, and set them to None. Without a scale, a closed master that has no gradient yet keeps it in 16 bits.
 
     Args:
         pairs: each parameter with its master.
@@ -160,9 +171,14 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         assert parameter.grad is not None
         gradient = parameter.grad.detach()
         parameter.grad = None
-        layout = master.low_half.low if type(master) is ClosedMaster else master
+        closed = master if type(master) is ClosedMaster else None
+        layout = master if closed is None else closed.low_half.low
         is_same_layout = gradient.layout is torch.strided and gradient.stride() == layout.stride()
-        if scale is None and is_same_layout and gradient.is_cpu and master.grad is None:
+        has_sum = master.grad is not None if closed is None else has_gradient(closed)
+        is_first = scale is None and is_same_layout and not has_sum
+        if is_first and closed is not None and _is_alone(gradient):
+            closed.low_half.gradient = gradient
+        elif is_first and gradient.is_cpu:
             master.grad = gradient.float()  # frees the 16-bit gradient before the next one is converted
         else:
             masters.append(master)
@@ -176,10 +192,20 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     _add_all(masters, gradients)
 
 
+def _is_alone(gradient: Tensor) -> bool:
+    """Return whether nobody else holds the memory of a gradient. DistributedDataParallel writes the next gradients into
+    memory that it has handed out.
+    """
+    lone = torch.empty((), device="cpu")
+    own_uses = get_storage_uses(get_storage_address(lone))  # torch itself may count, too
+    return get_storage_uses(get_storage_address(gradient)) <= own_uses
+
+
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to the gradients of masters. All sums of two dense tensors take one call."""
     sums: list[Tensor] = []
     addends: list[Tensor] = []
+    open_gradients(masters)
     for master, gradient in zip(masters, gradients, strict=True):
         total = master.grad
         layout = master.low_half.low if type(master) is ClosedMaster else master

@@ -36,7 +36,7 @@ def describe(model, optimizer):
 APEX = "models optimizers enabled opt_level cast_model_type patch_torch_functions keep_batchnorm_fp32 master_weights"
 APEX += " loss_scale cast_model_outputs num_losses verbosity min_loss_scale max_loss_scale"
 OURS = {"patch_torch_functions_type": None, "compute": None, "lists": None, "presets": None, "replace": False}
-OURS |= {"overflow_group": None, "split_masters": None}
+OURS |= {"overflow_group": None, "split_masters": None, "optimizer_state_type": None}
 
 
 def test_the_first_fourteen_parameters_are_apex_s_and_the_rest_are_keywords():

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import IS_SIM
 from interrupt_tracer import choose, count_lines, interrupted_at
 from torch import nn
 from training import backward
@@ -225,7 +226,34 @@ def clear_gradients(model, optimizer):
     backward(loss_of(model) * 2, optimizer)
 
 
-USES = [use_masters, clip, edit_masters, edit_data_of_masters, swap_averages, save, copy_optimizer, clear_gradients]
+def accumulate(model, optimizer):
+    """Several passes before the step, one of them outside of a block, and gradients that are read in between."""
+    backward(loss_of(model) * 3, optimizer)
+    masters = list(amp.master_params(optimizer))
+    assert all(master.grad.dtype is torch.float32 for master in masters)
+    (loss_of(model) * 0.3).backward()
+    backward(loss_of(model) * 0.7, optimizer)
+    masters[0].grad = masters[0].grad * 0.5
+    masters[1].grad.mul_(0.5)
+
+
+def clear_gradients_to_zero(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    backward(loss_of(model) * 2, optimizer)
+
+
+USES = [
+    accumulate,
+    clear_gradients_to_zero,
+    use_masters,
+    clip,
+    edit_masters,
+    edit_data_of_masters,
+    swap_averages,
+    save,
+    copy_optimizer,
+    clear_gradients,
+]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
@@ -240,6 +268,36 @@ def test_a_script_sees_what_it_sees_with_float32_masters(use):
     assert_equal(results[1][0], results[0][0])
     assert_equal(results[1][1], results[0][1])
     assert results[1][2] == results[0][2]
+
+
+def test_a_gradient_whose_memory_is_used_again_is_copied():
+    """As DistributedDataParallel does with `gradient_as_bucket_view`."""
+    model, optimizer = start(adam)
+    buckets = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        expected = [parameter.grad.float() for parameter in model.parameters()]
+        for parameter, bucket in buckets.items():
+            parameter.grad = bucket.copy_(parameter.grad).view_as(bucket)
+    for bucket in buckets.values():
+        bucket.fill_(torch.nan)
+    assert_equal([master.grad for master in amp.master_params(optimizer)], expected)
+
+
+@pytest.mark.skipif(IS_SIM, reason="the profiler counts the memory of the CPU")
+def test_gradients_are_in_16_bits_until_somebody_reads_them():
+    sizes = {}
+    for split_masters in (False, True):
+        model, optimizer = start(adam, split_masters=split_masters)
+        train(model, optimizer, 1)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            backward(loss_of(model), optimizer)
+        events = profile.profiler.kineto_results.events()
+        sizes[split_masters] = sum(event.nbytes() for event in events if event.name() == "[memory]")
+        masters = list(amp.master_params(optimizer))
+        assert {master.grad.dtype for master in masters} == {torch.float32}
+        amp.reset()
+    assert sizes[False] - sizes[True] == 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(False, True), (True, False), (True, True)])
