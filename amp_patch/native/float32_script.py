@@ -39,10 +39,10 @@ _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.c
 
 _DTYPE_OF_CLASS = {
     f"torch.{place}{kind}Tensor": dtype
-    for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16))
+    for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16), ("Float", torch.float32))
     for place in ("", "cuda.")
 }
-"""The dtypes of the old 16-bit tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
+"""The dtypes of old tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
 """Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
@@ -457,7 +457,7 @@ def _is_called_by_amp(frame: Any) -> bool:
 
 
 def _find_dtype_of_class(value: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of a tensor class such as torch.HalfTensor, or of its name; None for other values."""
+    """Return the dtype of a tensor class in `_DTYPE_OF_CLASS`, or of its name; None for other values."""
     if isinstance(value, str):
         return _DTYPE_OF_CLASS.get(value)
     if isinstance(value, type):
@@ -469,8 +469,8 @@ def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
     """Return arguments in which float32 replaces 16-bit dtypes and 16-bit tensor classes."""
 
     def replace(value: Any) -> Any:
-        is_low = (isinstance(value, torch.dtype) and value in LOW_DTYPES) or _find_dtype_of_class(value) is not None
-        return torch.float32 if is_low else value
+        dtype = value if isinstance(value, torch.dtype) else _find_dtype_of_class(value)
+        return torch.float32 if dtype in LOW_DTYPES else value
 
     return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
 
