@@ -156,6 +156,16 @@ def test_a_step_is_skipped_or_taken_as_it_was_asked_for():
     assert [trouble.step for trouble in recording.troubles] == [1]
 
 
+def test_bad_steps_are_skipped_also_when_no_more_of_them_are_repeated():
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
+    before = model.weight.detach().clone()
+    with insight.armed(then="skip", record=0):
+        for _ in range(66):
+            step(math.nan)
+    assert torch.equal(model.weight, before)
+
+
 def test_weights_are_those_before_the_step_that_stops_the_run():
     model = nn.Linear(4, 1)
     step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
