@@ -304,6 +304,11 @@ def test_a_script_that_never_had_a_region_is_refused_at_its_end() -> None:
         takeover.check_end()  # there is nothing to be missed
 
 
+def test_install_under_a_recording_names_the_recording_as_the_reason():
+    with insight.recording(), pytest.raises(SessionError, match="a recording uses amp_patch.native"):
+        native.install("O4")
+
+
 def test_another_install_replaces_the_first_and_remove_needs_no_handle():
     def look_into_a_region():
         with torch.autocast("cpu", torch.bfloat16):
