@@ -7,8 +7,9 @@ Autograd numbers the nodes that the call makes, and these numbers assign the ops
 No tensor is kept or read, so a recorded run computes the same results as without a recording.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +139,17 @@ class Observer:
         if self.is_on and self._local.is_paused:
             self._local.is_below, self._local.is_paused = True, False
             self._below.__enter__()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context in which this thread is not observed. Harmless in a pause, which goes on afterwards."""
+        was_below = self._local.is_below
+        self.pause()
+        try:
+            yield
+        finally:
+            if was_below:
+                self.go_on()
 
     def find_module(self) -> str:
         """Return the name of the innermost module that is running in this thread, "" outside of all modules."""
