@@ -28,9 +28,7 @@ class Line(NamedTuple):
     gap: int
 
 
-def match_lines(
-    before: Sequence[ContractOp], after: Sequence[ContractOp]
-) -> tuple[dict[str, Line], dict[str, Line]]:
+def match_lines(before: Sequence[ContractOp], after: Sequence[ContractOp]) -> tuple[dict[str, Line], dict[str, Line]]:
     """Return the lines of two runs, each run's by `ContractOp.site`. Ops without a site have no line.
 
     Anchors are equal lines with the same site, if these are as many as a diff finds; otherwise, the lines of the diff.
