@@ -112,7 +112,7 @@ class ModuleRecord:
         module, type: the qualified name, and the name of the class.
         dtype: the dtype of the output.
         error: the relative error (L2) of the output against float32, in the first step; None if not measured.
-        weights: the norm of the parameters before the first step.
+        weights: the norm of the parameters in the first call; None if an optimizer began a step for them before it.
         output: the norm of the output of the first call.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.

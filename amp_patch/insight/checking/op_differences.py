@@ -54,6 +54,7 @@ class OpDifferences:
         changed: calls with other numbers or words among their arguments.
         vanished: calls that only the first run has.
         appeared: calls that only the second run has.
+        sites: lines of the first run, each with the line of the second run that corresponds to it.
         equal_share: the share of the calls of both runs with an equal call in the other run, from 0 to 1.
     """
 
@@ -61,6 +62,7 @@ class OpDifferences:
     changed: list[Moved] = field(default_factory=list)
     vanished: list[ContractOp] = field(default_factory=list)
     appeared: list[ContractOp] = field(default_factory=list)
+    sites: dict[str, str] = field(default_factory=dict)
     equal_share: float = 1.0
 
     def __bool__(self) -> bool:
@@ -113,7 +115,11 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
     unpromised = {_module_and_op(op) for op in (*before, *after) if not op.is_promised}
     old, new = (_group_by_module(op for op in ops if _module_and_op(op) not in unpromised) for ops in (before, after))
     old_lines, new_lines = match_lines(before, after)
+    site_by_number = {line.number: site for site, line in new_lines.items()}
     differences = OpDifferences()
+    differences.sites = {
+        site: site_by_number[line.number] for site, line in old_lines.items() if line.number in site_by_number
+    }
     only_before: list[_Call] = []
     only_after: list[_Call] = []
     for old_name, new_name in _match_modules(old, new):
