@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from ..insight import Recording
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
+STOPPED = "stopped"
 """Names of files in the folder of the run, by which the process of the script informs the command.
 
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
-WIDENED: empty; the script failed after it got float32 where it asks for 16 bits.
+WIDENED: empty; the script failed after it got float32 where it asks for 16 bits. STOPPED: empty; a rank waits for the
+command to end all of them.
 """
 
 _PROGRESS_SECONDS = 1.0
-_LONGEST_WAIT = 60.0  # seconds in which the command ends a rank; it takes six
+_LONGEST_WAIT = 60.0  # seconds that a rank waits for the command to end it, which takes the command six
 _TROUBLE = 1  # exit code of a script that an armed run has stopped
 _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
 """Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
@@ -59,8 +61,8 @@ class Explaining(Protocol):
 class _ProbeStarter(events.Watcher):
     """Makes the probe when the first session is opened, and writes its recording to a file.
 
-    Once the probe has seen enough, it writes the recording and ends the script with SystemExit. A script that ends
-    before has its recording written at its exit.
+    Once the probe has seen enough, this object writes the recording and ends the script with SystemExit. If the script
+    ends earlier, the recording is written at its exit.
 
     Args:
         folder: the folder of the run, which a command reads; None if no command waits for the recording.
@@ -103,6 +105,7 @@ class _ProbeStarter(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
+            Path(self._folder, STOPPED).touch()
             # If this rank ended, others would wait for it for ever. If it went on, it might overwrite a checkpoint.
             time.sleep(_LONGEST_WAIT)  # the command ends all ranks meanwhile
         raise SystemExit(0 if self._folder is not None else _TROUBLE)

@@ -75,7 +75,7 @@ class OpDifferences:
 
 
 def is_cast(op: ContractOp) -> bool:
-    """Return whether an op only casts from one floating dtype to another."""
+    """Return whether an op only casts floating values to another dtype."""
     is_copy = strip_spelling(op.op) in (
         "_to_copy",
         "copy",
@@ -152,8 +152,8 @@ def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[Contrac
     """Return a pair of names for each module: its name in the first run, and its partner's in the second.
 
     Partners are, in this order: modules with equal calls, if a module was renamed; modules of the same name; modules
-    with calls of the same ops, whatever their dtypes. A module without a partner is paired with its own name, which the
-    other run does not have.
+    with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is paired with its
+    own name, which the other run does not have.
     """
     pairs: list[tuple[str, str]] = []
 

@@ -131,10 +131,14 @@ class CopyWatch:
 
 
 def _is_alike(weight: Tensor, copy: Tensor) -> bool:
-    """Return whether a copy has the values of a weight, by samples. A weight that is not contiguous is not compared."""
+    """Return whether a copy has the values of a weight, by samples. NaN equals NaN.
+
+    True for a weight that is not contiguous, which is not compared.
+    """
     if not weight.is_contiguous() or weight.numel() == 0:
         return True
     stride = -(-weight.numel() // _SAMPLES)
     own = weight.detach().view(-1)[::stride]
     kept = copy.detach().as_strided((weight.numel(),), (1,), 0)[::stride]
-    return bool((own.to(copy.dtype) == kept).all())
+    rounded = own.to(copy.dtype)
+    return bool(((rounded == kept) | (rounded.isnan() & kept.isnan())).all())

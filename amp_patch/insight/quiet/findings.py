@@ -1,4 +1,7 @@
-"""`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps."""
+"""`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps.
+
+A *loss* here is a loss of values by rounding, not the loss of the training.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
