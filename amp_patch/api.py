@@ -289,7 +289,7 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
         raise ArgumentTypeError(
             f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself, not its .item()"
         )
-    scaler = None if _current.state.is_disabled else _current.require().scaler(loss_id)
+    scaler = None if _current.state.is_disabled else _current.require_own().scaler(loss_id)
     if scaler is None or scaler.is_identity:
         return tensors
     return cast_tree(tensors, lambda tensor: apply(tensor, scaler.scale_on(tensor.device)))

@@ -488,7 +488,7 @@ def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
         assert amp.stats().steps == 1
 
 
-def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
+def test_functions_of_amp_without_initialize_say_to_initialize() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -496,5 +496,13 @@ def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.ones(1, 2)).float().sum()
         scaler.scale(loss)
-        with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
-            amp.scale_loss(loss, optimizer).__enter__()
+        calls: list[Callable[[], Any]] = [
+            lambda: amp.scale_loss(loss, optimizer).__enter__(),
+            lambda: amp.scale(loss),
+            lambda: amp.unscale(loss),
+            lambda: amp.state_dict(),
+            lambda: amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}),
+        ]
+        for call in calls:
+            with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
+                call()

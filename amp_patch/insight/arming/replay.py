@@ -74,10 +74,14 @@ class Replay:
         optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
         with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
             begin()
+            renormed = {id(weight) for model in models.values() for weight in _find_renormed(model.modules())}
+            kept = [(weight, read_version(weight)) for weight in self._holders() if id(weight) not in renormed]
             try:
                 self._repeat_all()
             except Exception as error:
                 replayed.obstacle = f"its repetition ended with {type(error).__name__}: {error}".partition("\n")[0]
+            if any(read_version(weight) != version for weight, version in kept):
+                self._note("the calls change weights, and their repetition has changed them again")
             self._tracer.judge_step(None if replayed.obstacle else optimizer, is_skipped=is_skipped)
         self._results.clear()
         return replayed
@@ -253,12 +257,25 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
             undo.callback(setattr, holder, "grad", gradient)
         for state in states:
             undo.callback(state.restore)
+        for weight in _find_renormed(modules.values()):
+            undo.callback(setattr, weight, "data", weight.data)
+            weight.data = weight.data.clone()
         events.watchers.clear()
         for holder in holders:
             holder.grad = None
         for state in states:
             state.set_scratch_buffers()
         yield
+
+
+def _find_renormed(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights that a forward pass writes: those of embeddings with `max_norm`."""
+    weights: dict[int, Tensor] = {}
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if getattr(module, "max_norm", None) is not None and isinstance(weight, Tensor):
+            weights[id(weight)] = weight
+    return list(weights.values())
 
 
 def _find_holders(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Tensor]:

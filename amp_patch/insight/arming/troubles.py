@@ -65,8 +65,8 @@ class _Losses:
 
     Attributes:
         bad: a loss of this step that is not finite.
-        smallest: the smallest loss of the run; on other devices than a CPU, the first one.
-        pending: the losses of this step that are on their way to the host.
+        smallest: the smallest loss of the run that has been read. On other devices than a CPU, few are.
+        first: the first loss of the run on such a device.
     """
 
     bad: float | None = None
