@@ -124,6 +124,7 @@ def shorten(text: str, width: int) -> str:
 
 
 _LABELLED = re.compile(r"( *(?:\S+(?: \S+)*:? {2,})?)(.*)")
+_STEP = 2  # how much further a line below a label may be indented
 _QUOTED = re.compile("`[^`]*`")
 _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 
@@ -132,16 +133,31 @@ def wrap_sentences(text: str, width: int = WIDTH) -> str:
     """Return a text with its sentences wrapped to `width` characters. Tables, lists, code and long words stay whole.
 
     A sentence begins a line, or follows a short label and two spaces. Its further lines are indented by two spaces, or
-    aligned with the text after the label.
+    aligned with the text after the label. Sentences in the lines below, aligned with this text, are wrapped too.
     """
-    return "\n".join(part for line in text.split("\n") for part in _wrap_line(line, width))
+    wrapped: list[str] = []
+    column = 0  # where the text behind the last label begins; 0: none is above
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        is_below = 0 < column <= indent <= column + _STEP
+        wrapped += _wrap_line(line, width, is_below=is_below)
+        if not is_below:
+            label = _label_of(line)[0]
+            column = 0 if label.isspace() or _IS_DATA.search(line[len(label) :]) else len(label)
+    return "\n".join(wrapped)
 
 
-def _wrap_line(line: str, width: int) -> Iterator[str]:
+def _label_of(line: str) -> tuple[str, str]:
+    """Return the label of a line, with the spaces around it, and the text behind it."""
     match = _LABELLED.fullmatch(line)
     assert match is not None  # the pattern fits every line
-    label, sentence = match.groups()
-    is_code = label.isspace()  # such as in a traceback
+    return match[1], match[2]
+
+
+def _wrap_line(line: str, width: int, *, is_below: bool = False) -> Iterator[str]:
+    """Yield the lines of a line. `is_below`: it stands below the text behind a label, and is aligned with it."""
+    label, sentence = _label_of(line)
+    is_code = label.isspace() and not is_below  # such as in a traceback
     if len(line) <= width or len(label) > width // 4 or is_code or _IS_DATA.search(_QUOTED.sub("`", sentence)):
         yield line
         return

@@ -52,9 +52,10 @@ def print_report(text: str, judged: Sequence[bool | None] = ()) -> None:
     """
     lines = make_printable(text).split("\n")
     shown = [_paint_verdict(line, is_good) for line, is_good in zip(lines, judged, strict=False)]
-    rest = [part for line in lines[len(shown) :] for part in wrap_sentences(line).split("\n")]
-    for number, below in enumerate(rest[1:]):
-        if re.fullmatch(r" *-{3,}(  +-+)*", below):
+    below = lines[len(shown) :]
+    rest = wrap_sentences("\n".join(below)).split("\n") if below else []
+    for number, following in enumerate(rest[1:]):
+        if re.fullmatch(r" *-{3,}(  +-+)*", following):
             rest[number] = paint(rest[number], BOLD, sys.stdout)
     print("\n".join([*shown, *rest]), flush=True)
 

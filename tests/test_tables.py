@@ -66,6 +66,13 @@ def test_sentences_are_wrapped(line: str, margin: str) -> None:
     assert lines[1].startswith(f"{margin}word") and " ".join(f"{lines[0]} {lines[1]}".split()) == " ".join(line.split())
 
 
+@pytest.mark.parametrize("indent", [9, 11])
+def test_sentences_below_a_label_are_wrapped_and_aligned(indent: int) -> None:
+    lines = wrap_sentences(f"  cause  first\n{' ' * indent}{WORDS}\n{' ' * 9}modules: [{'a, ' * 50}]").split("\n")
+    assert max(map(len, lines[:-1])) <= 100 and len(lines) == 4
+    assert all(line.startswith(" " * indent + "word") for line in lines[1:3])
+
+
 @pytest.mark.parametrize(
     "line",
     ["    code(" + "argument, " * 20 + ")", "a  b" * 40, "modules: [" + "{match: a, run: low}, " * 9 + "]", "-" * 200],

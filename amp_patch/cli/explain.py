@@ -90,12 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     print_report(format_recording(recording, arguments.by, with_all=arguments.all, width=width))
     if recording.run.script_low:
         low = recording.run.script_low
-        print(
+        print_report(
             f"\nthe weights are {low} by the script itself, without amp: ops run in {low} where their inputs are, and"
             " lists do not act on them; `amp-patch compare` shows what this loses"
         )
     elif recording.run.is_native and not recording.run.low:
-        print(
+        print_report(
             "\nthis ran without mixed precision: give later steps if the script enters torch.autocast later;"
             " --everywhere --opt-level O4 shows what it would run in bfloat16"
         )

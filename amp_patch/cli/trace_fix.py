@@ -68,7 +68,8 @@ def _fix_fault(
         if not traced.faults:
             return _report_fixed(traced, path, arguments)
         fault, recording = traced.faults[0]
-        next_remedy = remedies.merge(remedy, find_remedy(fault, recording.run))
+        further = find_remedy(fault, recording.run)
+        next_remedy = remedies.merge(remedy, replace(further, sites=()))  # an edit of the script adds no entry
         if next_remedy == remedy and alternative.has_list:
             next_remedy, alternative = alternative, replace(alternative, ops=())  # try the alternative once
         # if no entry can be added, another round would have the same result
@@ -76,6 +77,7 @@ def _fix_fault(
             break
         remedy = next_remedy
     print_report(f"{path.name} is not enough: this fault remains\n{format_fault(fault, recording.run)}", [False])
+    _keep_with_note(path)
     if traced.is_interrupted:
         raise KeyboardInterrupt
     return FAULT
@@ -107,6 +109,13 @@ def _format_list(remedy: "remedies.Remedy", command: str) -> str:
     return "\n".join([*lines, *remedies.format_entries(remedy), ""])
 
 
+def _keep_with_note(path: Path) -> None:
+    """Write into a list that it is not enough, and print that the file is left."""
+    command, *entries = path.read_text(encoding="utf-8").splitlines()
+    write_file(path, "\n".join([command, "# not enough by itself: see what this command reports", *entries, ""]))
+    print_report(f"{path.name} is left with these entries, and a comment in it says that they are not enough")
+
+
 def _report_fixed(traced: TracedRun, path: Path, arguments: argparse.Namespace) -> int:
     """Print whether a list is enough, after a run with it that had no fault. Return the exit code."""
     traced.print_search()
@@ -117,6 +126,7 @@ def _report_fixed(traced: TracedRun, path: Path, arguments: argparse.Namespace) 
         return code
     settings = Settings(None, (str(path),))
     if not _agrees_with_float32(path.name, settings, arguments, max(traced.watched.steps)):
+        _keep_with_note(path)
         return FAULT
     print_report(
         f"{path.name} is enough for these steps: pass it to amp-patch run as --lists, or to amp.initialize as"
@@ -153,10 +163,12 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
         raise KeyboardInterrupt
     if left is not None:
         print_report(f"{path.name} is not enough: this is left\n{format_raised(left, recording.run)}", [False])
+        _keep_with_note(path)
         return FAULT
     if runs[-1].faults:
         fault, with_fault = runs[-1].faults[0]
         print_report(f"{path.name} is not enough: this fault is left\n{format_fault(fault, with_fault.run)}", [False])
+        _keep_with_note(path)
         return FAULT
     if not runs[-1].watched.code and not any(runs[-1].watched.steps):  # there are no losses to compare
         print_report(f"{path.name} is enough: the script runs to its end with it", [True])

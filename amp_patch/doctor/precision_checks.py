@@ -265,7 +265,10 @@ def averages_in_low(script: Script) -> Iterator[Fault]:
         if verdict is not None:
             message = f"{target} averages weights in {verdict.dtype}, which is too coarse for the steps of an average"
             severity, message = grade_by(verdict, message)
-            yield Fault(verdict.node, severity, message, f"Keep the average in float32: `{target}.float()`.")
+            advice = f"Keep the average in float32: `{target}.float()`."
+            if any(text_of(call.func) == target for call in script.calls):
+                advice += f" Call {target} with float32 inputs then, or in torch.autocast."
+            yield Fault(verdict.node, severity, message, advice)
 
 
 _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")

@@ -90,8 +90,10 @@ def _advise_step(case: _Case) -> Iterator[str]:
     if case.native_run is None:
         yield f'opt_level="{remedy.level}", which updates float32 masters'
     else:
-        yield "float32 weights: no .half() on the model, but its forward and the loss in torch.autocast, with a"
-        yield f'  torch.amp.GradScaler; or amp.initialize(model, optimizer, opt_level="{remedy.level}")'
+        yield (
+            "float32 weights: no .half() on the model, but its forward and the loss in torch.autocast, with a"
+            f' torch.amp.GradScaler; or amp.initialize(model, optimizer, opt_level="{remedy.level}")'
+        )
     yield "  (a larger eps is no remedy: it makes the steps smaller, and small updates are lost in 16 bits)"
 
 
@@ -162,6 +164,7 @@ def _advise_region(case: _Case, run: RunRecord) -> Iterator[str]:
     remedy = case.remedy
     where = "in a cell" if case.is_in_notebook else "in the script"
     region = f'with torch.autocast("{run.device}", enabled=False)'
+    is_same_line = not remedy.regions and bool(remedy.sites) and set(remedy.sites) <= set(case.fault.fix.lines)
     if remedy.regions:
         yield f"or instead, {where}: {region} around the forward of"
         yield f"  {_name_regions(remedy.regions)}, on .float() inputs"
@@ -170,7 +173,9 @@ def _advise_region(case: _Case, run: RunRecord) -> Iterator[str]:
     else:
         yield f"or instead, {where}, at {case.lines}:"
         yield f"  {region}, and .float() on every tensor read there"
-    if remedy.sites:
+        if is_same_line:
+            yield "  (no cast to 16 bits)"
+    if remedy.sites and not is_same_line:
         yield f"  and the same edit, {case.edit}"
 
 

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import linecache
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,6 +81,20 @@ class Source:
         """Return how the file writes an expression. One on several lines is written as Python would on one line."""
         text = ast.get_source_segment(self._text, node)
         return ast.unparse(node) if text is None or "\n" in text else text
+
+    def calls_of_statement(self, line: int) -> Iterator[ast.Call]:
+        """Yield the calls of the innermost statement around a line, without those of statements inside of it."""
+        around = [
+            node
+            for node in self._by_place.values()
+            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        ]
+        rest: list[ast.AST] = [max(around, key=lambda node: (node.lineno, node.col_offset))] if around else []
+        while rest:
+            node = rest.pop()
+            rest += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+            if isinstance(node, ast.Call):
+                yield node
 
     def calls_at(self, line: int) -> list[ast.Call]:
         """Return the calls that begin in a line."""

@@ -10,6 +10,7 @@ from ..config import OpRule, op_names
 from ..tables import star_numbers
 from .fault_record import CASTS, Fix
 from .naming import name_modules
+from .sites import casts_result
 from .written import Culprit
 
 _EVERY_MODULE = 'match: "**"'
@@ -53,6 +54,8 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
             roots.append(_choose_root(model, models))
         else:
             sites.append(culprit.site)
+        if (name or listed_name) and not is_cast_of_script and casts_result(culprit.file, culprit.number):
+            sites.append(culprit.site)  # the op may run in float32, and the line casts its result back to 16 bits
     kinds = {name: type(module) for model in models for name, module in model.named_modules() if name}
     regions = [*(f"match: {json.dumps(name)}" for name in fold_names(modules, kinds)), *roots]
     if _EVERY_MODULE in roots:  # it covers all other modules

@@ -123,6 +123,8 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
             yield f'or opt_level="{level}", which keeps batchnorm in float32'
         else:
             yield f"float32 for this tensor: no cast of it to {low}, or .float() on it after the cast of its module"
+            if lost.tensor:  # of a model
+                yield "and if it is a weight: inputs of its dtype, by .float() on them, or the call in torch.autocast"
         return
     if lost.role not in (WEIGHTS, WEIGHT_DECAY, GRADIENTS):
         yield f"float32 for {lost.role}; torch's optimizers give their states the dtype of the weights, so:"
@@ -138,9 +140,11 @@ def _repair_collapsed(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]
 
 
 def _repair_cancelled(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
-    yield f"float32 for the values that {lost.site or 'its line'} reads, from where they are computed: .float() on"
-    yield "  the logits before log_softmax, or on the values before their mean or square; at the difference itself it"
-    yield "  is too late"
+    yield (
+        f"float32 for the values that {lost.site or 'its line'} reads, from where they are computed: .float() on"
+        " the logits before log_softmax, or on the values before their mean or square; at the difference itself it"
+        " is too late"
+    )
 
 
 def _repair_zero(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
@@ -151,8 +155,10 @@ def _repair_zero(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
 
 
 def _repair_stale(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
-    yield "torch.autocast keeps copies of weights until its region ends: enter it in each step, around the forward and"
-    yield "  the loss alone; or torch.autocast(..., cache_enabled=False)"
+    yield (
+        "torch.autocast keeps copies of weights until its region ends: enter it in each step, around the forward and"
+        " the loss alone; or torch.autocast(..., cache_enabled=False)"
+    )
 
 
 _REMEDIES: dict[QuietCause, Callable[[QuietRecord, RunRecord | None], Iterator[str]]] = {

@@ -1,5 +1,6 @@
 """The line of a script that called an op, and the role of the code between: read from the frames of the stack."""
 
+import ast
 import functools
 import inspect
 import linecache
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ..torch_dispatch import find_backward
+from .expressions import read_source
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = __name__.partition(".")[0]
@@ -27,6 +29,7 @@ _ROLES_OF_TORCH = {  # the first that fits
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
+_COMPUTED = (ast.Call, ast.BinOp)
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
@@ -37,11 +40,13 @@ class Site(NamedTuple):
 
     The role `by` is "" (of no importance), "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
     gradients, masters) or "optimizer". A module or package of amp_patch names its own as `__role__`; without one it has
-    the role of the package around it, and in the end "amp".
+    the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
     """
 
     place: str
     by: str
+    file: str = ""
+    number: int = 0
 
 
 class Caller(NamedTuple):
@@ -93,7 +98,8 @@ _REPEATS = repeat.__code__
 def find_site() -> Site:
     """Return where the code that is running was called from. In a thread of autograd there is no place."""
     caller = find_caller()
-    return Site(describe_line(caller.file, caller.number) if caller.file else "", caller.by)
+    place = describe_line(caller.file, caller.number) if caller.file else ""
+    return Site(place, caller.by, caller.file, caller.number)
 
 
 def is_of_user(file: str) -> bool:
@@ -111,6 +117,30 @@ def names_dtype() -> bool:
         return True
     line = linecache.getline(caller.file, caller.number, caller.known)
     return _LOW_DTYPE.search(line) is not None
+
+
+def casts_result(file: str, number: int) -> bool:
+    """Return whether the statement of a line casts the result of a call to 16 bits, as in `softmax(x).half()`.
+
+    The cast may be no op: of a result that has 16 bits already, it makes no copy.
+    """
+    source = read_source(file) if file else None
+    return source is not None and any(map(_casts_result, source.calls_of_statement(number)))
+
+
+def _casts_result(call: ast.Call) -> bool:
+    """Return whether a call is such a cast, or an op with a 16-bit `dtype`."""
+    func, given = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
+    if isinstance(func, ast.Attribute) and any(isinstance(part, _COMPUTED) for part in ast.walk(func.value)):
+        is_cast = func.attr in ("half", "bfloat16")
+        return is_cast or (func.attr in ("to", "type") and any(map(_is_low_dtype, given)))
+    is_region = "autocast" in ast.unparse(func)
+    dtypes = [keyword.value for keyword in call.keywords if keyword.arg == "dtype"]
+    return not is_region and bool(call.args) and any(map(_is_low_dtype, dtypes))
+
+
+def _is_low_dtype(node: ast.expr) -> bool:
+    return _LOW_DTYPE.search(ast.unparse(node)) is not None
 
 
 def find_low_lines(file: str) -> list[str]:

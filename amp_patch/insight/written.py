@@ -29,6 +29,7 @@ class Culprit(NamedTuple):
         op, listed, rule, is_reached, names_dtype: as in `OpCall`.
         aten: the op that torch ran.
         site: the line of the script.
+        file, number: the file and the number of this line, as in `Site`.
     """
 
     module: str
@@ -40,6 +41,8 @@ class Culprit(NamedTuple):
     rule: str
     is_reached: bool = True
     names_dtype: bool = False
+    file: str = ""
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +103,8 @@ class Written:
             rule=call.rule,
             is_reached=call.is_reached,
             names_dtype=call.names_dtype,
+            file=call.site.file,
+            number=call.site.number,
         )
         is_given_low = any(tensor.dtype in LOW_DTYPES for tensor in op.inputs())
         self.is_held_low = (

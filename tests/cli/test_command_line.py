@@ -54,6 +54,7 @@ WRONG = {
     # scripts
     "run --": ("amp-patch run", "name a script"),
     "run nowhere.py": ("amp-patch run", "no such file"),
+    "trace .": ("amp-patch trace", ". is a folder"),
     "trace": ("amp-patch trace", "name a script, or a module with -m"),
     "explain tran.py": ("amp-patch explain", "/tran.py': no such file. Did you mean 'train.py'?"),
     "check --write tarin.py": ("amp-patch check", "tarin.py was taken for FILE of --write"),

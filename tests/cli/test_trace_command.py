@@ -186,6 +186,26 @@ def test_fix_tries_the_other_of_two_lists_where_the_first_is_not_enough(call, tm
     assert "blacklist: [matmul, linear]" in (tmp_path / "fix.yaml").read_text()
 
 
+CASTS_RESULT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+for _ in range(3):
+    with torch.autocast("cpu", torch.float16):
+        shares = (40 * model(torch.eye(4))).softmax(-1).half()
+        loss = (shares + 1e-8).log().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_list_that_is_not_enough_says_so_itself(call, tmp_path):
+    code, out, _ = call(CASTS_RESULT, "--fix", "fix.yaml")
+    assert code == 1 and out.count("written:") == 1 and "fix.yaml is not enough" in out and "fix.yaml is left" in out
+    assert "# not enough" in (tmp_path / "fix.yaml").read_text() and "blacklist: [softmax]" in out
+
+
 def test_fix_writes_nothing_where_no_list_helps(call, tmp_path):
     code, out, _ = call(script(bad=2).replace("1e5", "float('nan')"), "--fix", "fix.yaml")
     assert code == 1 and "no list was written: none helps against this" in out and not (tmp_path / "fix.yaml").exists()

@@ -53,6 +53,25 @@ def test_a_report_says_how_much_is_lost_of_what_and_what_keeps_it():
         assert told in text
 
 
+def test_a_weight_is_counted_once_although_its_name_changes_with_a_second_model():
+    model = network()
+    average, optimizer = copy.deepcopy(model), torch.optim.Adam(model.parameters(), lr=1e-6)
+    step_model, x = training(model, optimizer), torch.randn(4, 8).bfloat16()
+
+    def step():
+        step_model()
+        with torch.no_grad():
+            average(x)
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                old.mul_(0.999).add_(0.001 * new)
+
+    recording = insight.trace(step, steps=4)
+    (weights,) = [lost for lost in recording.quiet if lost.role == "weights"]
+    assert (weights.steps, weights.looked, weights.of) == (4, 4, len([*model.parameters()]))
+    (of_average,) = [lost for lost in recording.quiet if not lost.role]
+    assert of_average.tensor and "the call in torch.autocast" in insight.format_quiet(of_average, recording.run)
+
+
 def test_a_recording_with_quiet_losses_is_read_as_it_was_written(tmp_path):
     model = network()
     recording = insight.trace(training(model, torch.optim.Adam(model.parameters(), lr=1e-6)))

@@ -103,6 +103,31 @@ def test_a_list_names_what_the_script_calls_and_no_kernel_of_torch():
     assert "softmax" in remedy.ops and not any(op.startswith("_") for op in remedy.ops)
 
 
+CASTS = {
+    "half": lambda net, x: -F.softmax(net[0](x), -1).half().log().mean(),
+    "to": lambda net, x: -F.softmax(net[0](x), -1)[:, 0].to(torch.float16).log().mean(),
+}
+
+
+def cast_input(net, x):
+    return -F.softmax(net[0](x.half()), -1).log().mean()
+
+
+@pytest.mark.parametrize(
+    ("compute", "has_edit"),
+    [(CASTS["half"], True), (CASTS["to"], True), (cast_input, False)],
+    ids=["half", "to", "of an input"],
+)
+def test_a_list_needs_an_edit_where_the_line_casts_what_the_op_returns(compute, has_edit):
+    x = draw(64, 16, factor=2e1)
+    recording = trace(make_step(make_net(torch.relu), lambda net: compute(net, x)))
+    fault = find_first(recording)
+    remedy = find_remedy(fault, recording.run)
+    assert "softmax" in remedy.ops and bool(remedy.sites) == has_edit
+    text = insight.format_fault(fault, recording.run)
+    assert text.count("no cast to 16 bits") == 2 * has_edit and ("together with an edit" in text) == has_edit
+
+
 MASK = torch.full((8, 8), -1e9)
 
 

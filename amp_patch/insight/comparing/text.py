@@ -195,6 +195,9 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
         yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
+    for row in rows:
+        if row.run.kept_worst:
+            yield f"  {row.name}: {_show(row.run.kept, '.0%')} ({row.run.kept_worst})"
     for failed, names in _group_failures(comparison).items():
         if "\n" in failed:
             yield f"{', '.join(names)}: {failed}"

@@ -195,12 +195,18 @@ class Tally:
     def __init__(self) -> None:
         self._sources: dict[tuple[str, str], tuple[Source, str]] = {}  # with the short name of the dtype
         self.tensors: dict[tuple[str, str], dict[tuple[str, int], _OfTensor]] = {}
+        self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` tells tensors without a name apart."""
+        """Add a change of a tensor. `number` tells tensors without a name apart; 0: it has a name."""
         dtype, numel = tensor.dtype, tensor.numel()
         self._sources.setdefault(source.key, (source, short(dtype)))
         tensors = self.tensors.setdefault(source.key, {})
+        before = self._last_names.get(number, name)
+        if number:
+            self._last_names[number] = name
+        if before and before != name and (name, 0) not in tensors and (before, 0) in tensors:
+            tensors[name, 0] = tensors.pop((before, 0))  # names change when a script calls its second model
         tensors.setdefault((name, 0 if name else number), _OfTensor(numel, source.limit)).add(step, change)
 
     def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor, name: str) -> None:
