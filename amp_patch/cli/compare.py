@@ -121,7 +121,7 @@ def _advise(comparison: "Comparison") -> str:
     advice, verdicts = get_advice(comparison.recording.run.device), comparison.verdicts
     good, bad = [], []  # the runs at the levels of the advice, or in their dtype
     for run in comparison.runs:
-        if run.run.split("+")[0] in advice.levels or (run.low and run.low == advice.low):
+        if run.run.startswith(advice.levels) or (run.low and run.low == advice.low):
             is_good = verdicts.get(run.run)
             if is_good:
                 good.append(run.run)
@@ -131,10 +131,7 @@ def _advise(comparison: "Comparison") -> str:
         return advice.text
     if good:
         return f"use {' or '.join(good)}, and not {' or '.join(bad)}"
-    fast = " or ".join(advice.levels)
-    return (
-        f"keep {comparison.about.reference} for now: {fast} would be fast here, but see the verdict on {', '.join(bad)}"
-    )
+    return f"keep {comparison.about.reference}: see the verdict on {' and '.join(bad)}"
 
 
 def _runs(text: str) -> list[str]:

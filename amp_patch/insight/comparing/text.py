@@ -153,7 +153,7 @@ def judge_runs(comparison: Summary) -> list[Judged]:
 
 def _name_trace(run: str) -> str:
     """Return the command that traces a run: "amp-patch trace --opt-level O4" for O4."""
-    level, *lists = run.split("+")
+    level, *lists = run.partition(" (")[0].split("+")  # runs at the same level are "O4", "O4 (2)", ...
     command = "amp-patch trace"
     if level not in ("as-is", "script"):
         command += f" --opt-level {level}"
