@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from ..insight import Recording
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
+STOPPED = "stopped"
 """Names of files in the folder of the run, by which the process of the script informs the command.
 
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
-WIDENED: empty; the script failed after it got float32 where it asks for 16 bits.
+WIDENED: empty; the script failed after it got float32 where it asks for 16 bits. STOPPED: empty; a rank waits for the
+command to end all of them.
 """
 
 _PROGRESS_SECONDS = 1.0
@@ -103,6 +105,7 @@ class _ProbeStarter(events.Watcher):
         from ..reporting import find_rank  # imports torch
 
         if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
+            Path(self._folder, STOPPED).touch()
             # If this rank ended, others would wait for it for ever. If it went on, it might overwrite a checkpoint.
             time.sleep(_LONGEST_WAIT)  # the command ends all ranks meanwhile
         raise SystemExit(0 if self._folder is not None else _TROUBLE)

@@ -20,7 +20,7 @@ from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as run_command
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION, PROGRESS, WAITING, WIDENED
+from .recording import ERROR, NO_REGION, PROGRESS, STOPPED, WAITING, WIDENED
 from .values import check_lists, get_level
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TAIL = 20
 """The number of last lines that are shown of a quiet script that fails."""
 
 _POLL_SECONDS = 0.5
-_ENDED = "amp-patch: the run is over, and all its processes were ended (a launcher reports that as signal 15)"
+_ENDED = "amp-patch: the run is over, and all its ranks were ended (the launcher reports that as signal 15)"
 _GRACE_SECONDS = 5.0  # for other ranks to write their recordings, after the run is over
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
 
@@ -216,6 +216,8 @@ class ScriptRunner:
                 code = _call([sys.executable, *python_arguments], environment, is_over, log)
             finally:
                 counter.clear()
+            if log is None and Path(folder, STOPPED).exists():
+                print(_ENDED, file=sys.stderr)
             if ranks is not None:
                 if not ranks.is_first:
                     ranks.leave(code)  # does not return
@@ -351,22 +353,16 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
                     process.terminate()
             except subprocess.TimeoutExpired:
                 if is_over():
-                    return _end(process, is_shown=log is None)
+                    return _end(process)
 
 
-def _end(process: "subprocess.Popen[bytes]", *, is_shown: bool) -> int:
-    """End the process of a run that is over, after a grace period for other ranks to write their recordings.
-
-    Args:
-        is_shown: whether the terminal shows the messages of the process.
-    """
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """End the process of a run that is over, after a grace period for other ranks to write their recordings."""
     try:
         process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
-        if is_shown:
-            print(_ENDED, file=sys.stderr)
     # the recording is complete, so the run succeeded however the script ended
     return 0
 

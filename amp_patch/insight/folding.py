@@ -26,7 +26,7 @@ class OpCall:
         target: the dtype that the rule asks for, or None.
         sources: addresses of the tensors that are not in this dtype, and so have to be cast.
         copied: addresses of the tensors that were cast.
-        cast_dtypes: pairs of the dtypes from and to which tensors were cast.
+        cast_dtypes: pairs of the dtypes from and to which tensors were cast, but for weights that were cast to 16 bits.
         widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
             an earlier call that did, if only ops on no list ran between. None if there is neither.
         is_reached: whether lists and rules for modules act where it runs.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..casting import Mode, compiling
 from ..config import op_lists
@@ -307,7 +307,8 @@ class Observer:
         source, copy = cast
         call.casts += 1
         call.copied.add(address_of(source))
-        call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
+        if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):  # a copy of a weight undoes nothing
+            call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
         # The op before cast its input down, and this call casts the result up again, or the other way round.
         storage = storage_of(source)
         producer = self._writers.get(storage)

@@ -176,11 +176,15 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
                 "scaler.update() at the end of each step, also of one in which the script leaves out"
                 f" scaler.step(optimizer); with accumulated gradients, {here} only before the step"
             )
-        case Kind.UNSCALED_TWICE:
+        case Kind.UNSCALED_TWICE if any(call.startswith("backward") for call in misuse.earlier):
             edit = (
-                f"one scaler.unscale_(optimizer) in a step: leave out {here} or {first};"
+                f"leave out {first}: scaler.unscale_(optimizer) only after the last backward pass of the step;"
                 " or, if this is the next step, scaler.update() at the end of each step"
             )
+        case Kind.UNSCALED_TWICE:
+            edit = f"leave out {here}: the gradients are unscaled already"
+        case Kind.MISSING_UPDATE if empty.op.endswith("unscale_") and len(misuse.earlier) > 1:
+            edit = f"leave out {here}; or, if this is the next step, scaler.update() at the end of each step"
         case Kind.MISSING_UPDATE if empty.op.endswith("unscale_"):
             edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
         case Kind.MISSING_UPDATE:

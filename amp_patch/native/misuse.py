@@ -13,6 +13,7 @@ class Kind(StrEnum):
     SCALED_STEP = "a step on scaled gradients"
     EARLY_UPDATE = "update comes before a step"
     UNSCALED_TWICE = "unscale_ twice"
+    ADDED_SCALED = "a backward pass after unscale_"
     MISSING_UPDATE = "no update after a step"
     UPDATE_WITHOUT_STEP = "update without a step"
     NO_GRADIENTS = "no gradients"
@@ -87,6 +88,12 @@ _TEXTS = {
     ),
     Kind.UNSCALED_TWICE: (
         "gradients are unscaled twice before one update",
+        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
+        " in each step, also where scaler.step is left out",
+    ),
+    Kind.ADDED_SCALED: (
+        "a scaled loss goes backward after scaler.unscale_, so scaler.step does not divide its gradients by the loss"
+        " scale",
         "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
         " in each step, also where scaler.step is left out",
     ),

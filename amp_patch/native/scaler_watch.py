@@ -25,13 +25,14 @@ from ..patching import Patch, Patcher
 from ..reporting import find_rank, warn
 from ..tables import count_of
 from ..torch_dispatch import CLIP_BY_NORM, has_compiled
-from ..torch_private import get_autocast_depth, get_backward_id, get_version
+from ..torch_private import get_autocast_depth, get_backward_id
 from .gradient_reads import GradientReads
 from .misuse import Kind, Misuse
 from .region_watch import RegionWatch
 from .roots import find_line
 from .scale_state import ScaleState
 from .session import find_session, has_own_amp
+from .unscaled_gradients import UnscaledGradients, Version, read_version
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
 _PACKAGE = f"{__package__.partition('.')[0]}."
@@ -65,6 +66,7 @@ class _ScalerUse:
         updated_at: the line of the last `update`.
         is_scale_read: whether the script has read the scale since it last scaled a loss, perhaps to unscale gradients
             itself.
+        unscaled: the optimizers unscaled since the last `update`.
         clippings: the calls since the last `update` that clipped gradients.
     """
 
@@ -76,18 +78,20 @@ class _ScalerUse:
     updated_at: str = ""
     is_scale_read: bool = False
     clippings: list[_Clipping] = field(default_factory=list)
+    unscaled: UnscaledGradients = field(default_factory=UnscaledGradients)
 
     @property
     def has_scaled_gradients(self) -> bool:
         """Whether a scaled loss has gone backward since the last `update`."""
         return self.backwards > self.backwards_at_update
 
-    def describe_calls(self, optimizer_id: int) -> tuple[str, ...]:
+    def describe_calls(self, optimizer: Any) -> tuple[str, ...]:
         """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
-        unscaled, stepped = self.unscaled_at.get(optimizer_id), self.stepped_at.get(optimizer_id)
+        unscaled, stepped = self.unscaled_at.get(id(optimizer)), self.stepped_at.get(id(optimizer))
+        added = self.unscaled.find_added(optimizer) or None
         if unscaled == stepped:  # the step has unscaled the gradients itself
             unscaled = None
-        calls = ("unscale_", unscaled), ("step", stepped)
+        calls = ("unscale_", unscaled), ("step", stepped), ("backward", added)
         return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
 
 
@@ -182,11 +186,14 @@ class ScalerWatch:
             self._reads.end()
             scaled_before = self._scaled_backwards
             versions_before = self._read_gradients()
+            unscaled_before = [(use, use.unscaled.read_versions()) for use in self._uses.values()]
             result = original(*args, **kwargs)
             if self._scaled_backwards == scaled_before:
                 self._unscaled_backwards += 1
                 self._unscaled_backward_at = find_line()
             else:
+                for use, before in unscaled_before:
+                    use.unscaled.note_backward(before)
                 versions = self._read_gradients()
                 self._have_scaled_gradients.update(key for key in versions if versions_before.get(key) != versions[key])
                 if not {Kind.READ, Kind.CLIPPED} <= self._told:
@@ -195,16 +202,9 @@ class ScalerWatch:
 
         return backward
 
-    def _read_gradients(self) -> dict[Optimizer, tuple[int, int] | None]:
-        """Return the id and the version of one gradient of each suspect; None without a gradient. A backward pass that
-        adds to the gradient changes one of the two.
-        """
-        read: dict[Optimizer, tuple[int, int] | None] = {}
-        for optimizer, reference in self._suspects.items():
-            parameter = reference()
-            gradient = None if parameter is None else parameter.grad
-            read[optimizer] = None if gradient is None else (id(gradient), get_version(gradient))
-        return read
+    def _read_gradients(self) -> dict[Optimizer, Version]:
+        """Return the version of one gradient of each suspect, which a backward pass that adds to it changes."""
+        return {optimizer: read_version(reference()) for optimizer, reference in self._suspects.items()}
 
     def end_reads(self) -> None:
         """Undo the patches of `GradientReads`."""
@@ -255,6 +255,7 @@ class ScalerWatch:
                 # The calls so far clipped scaled gradients. Later ones get unscaled gradients, and are not checked.
                 self._check_clipping(scaler, use, optimizer)
                 use.unscaled_at[id(optimizer)] = find_line()
+                use.unscaled.note_unscale(optimizer)
             return result
 
         return unscale_
@@ -293,6 +294,9 @@ class ScalerWatch:
     def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
         """Check the gradients of an optimizer before `scaler.step` unscales them."""
         key = id(optimizer)
+        added_at = use.unscaled.find_added(optimizer)
+        if added_at and key not in use.stepped_at:
+            self._tell(Misuse(Kind.ADDED_SCALED, added_at, f"unscale_ at {use.unscaled_at.get(key)}"))
         if key in use.unscaled_at or use.is_scale_read:
             return
         self._check_clipping(scaler, use, optimizer)
@@ -330,6 +334,7 @@ class ScalerWatch:
                 use.backwards_at_update = use.backwards
                 use.updated_at = find_line()
                 use.unscaled_at.clear()
+                use.unscaled.clear()
                 use.stepped_at.clear()
                 use.clippings.clear()
                 self._reads.clear()
@@ -423,7 +428,7 @@ class ScalerWatch:
         if low:
             detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
             return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
-        key, earlier = id(optimizer), use.describe_calls(id(optimizer))
+        key, earlier = id(optimizer), use.describe_calls(optimizer)
         if key in use.stepped_at:
             return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:

@@ -196,3 +196,18 @@ def test_a_state_that_an_optimizer_keeps_in_16_bits_is_named():
     (lost,) = recording.quiet
     assert (lost.cause, lost.op, lost.role) == ("lost update", "Averaging", "seen")
     assert lost.tensor.startswith("seen of")
+
+
+def test_a_weight_that_is_nan_is_no_old_copy_of_itself():
+    model = network(torch.float32)
+    with torch.no_grad():
+        model[3].bias.fill_(float("nan"))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(torch.ones(4, 8)), torch.arange(4) % 2)
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    recording = insight.trace(step, steps=1, on_fault="record")
+    assert not [lost for lost in recording.quiet if lost.cause == "stale copy"]

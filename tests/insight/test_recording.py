@@ -257,6 +257,13 @@ def test_only_casts_that_would_have_been_are_avoided():
     assert (row.ran, row.casts, row.avoided) == (("f32",), 0, 0)
 
 
+def test_copies_of_weights_are_no_casts_that_a_later_op_undoes():
+    model, _ = initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "O4", compute="native")
+    with insight.recording() as found:
+        F.cross_entropy(model(torch.randn(3, 4)), torch.tensor([0, 1, 2]))
+    assert [row.casts for row in forward(found, "F.linear")] == [3, 2] and not found.undone
+
+
 def test_a_forward_without_a_graph_has_no_backward():
     initialize(nn.Linear(4, 4), "O4", compute="native")
     a, b = torch.randn(4, 4), torch.randn(1, 4, requires_grad=True)

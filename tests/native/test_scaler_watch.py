@@ -1,6 +1,6 @@
 """A GradScaler used wrongly is told once, with line and edit; correct loops are told of nothing and train the same.
 
-Guards: native/scaler_watch, native/misuse, insight/misuse_record.
+Guards: native/scaler_watch, native/misuse, native/unscaled_gradients, insight/misuse_record.
 Guards: native/gradient_reads, native/region_watch, native/scale_state.
 """
 
@@ -268,7 +268,15 @@ def closure_without_its_name(t: Training) -> None:
     t.scaler.update()
 
 
+def backward_after_unscale(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.optimizer)
+    t.scaler.scale(t.loss()).backward()
+    t.finish()
+
+
 TOLD = [
+    (backward_after_unscale, Kind.ADDED_SCALED),
     (read_scaled, Kind.READ),
     (read_before_unscale, Kind.READ),
     (clamp_by_hand, Kind.CLIPPED),

@@ -374,7 +374,7 @@ out.float().sum().backward()
         f"{SCALED}loss = model(x).mean()\nscaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
         "scaler.unscale_(optimizer)  # again\nscaler.step(optimizer)\n",
         ORDER,
-        ("unscale_() at script.py:", "one scaler.unscale_(optimizer) in a step"),
+        ("unscale_() at script.py:", "leave out script.py:"),
         "",
         ("scaler.unscale_(optimizer)  # again\n", ""),
     ),
